@@ -1,0 +1,174 @@
+"""Checks before the first message: of one rank's arguments, and that all ranks agree about theirs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import InvalidInput, Mismatch, RingAttentionError
+from .kernels import get_kernel
+from .kernels.base import Kernel
+from .layout import Layout, make_layout
+from .pattern import Pattern
+from .plan import ITEM_BYTES, Plan, make_plan
+from .schedules import resolve
+
+#: Characters of an error that other ranks repeat.
+QUOTED = 1500
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call beside its tensors."""
+
+    pattern: Pattern
+    layout: str | Layout
+    schedule: str
+    kernel: str
+    scale: float
+    deterministic: bool
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
+        """The kernel to use, or an error that says what is wrong with the local arguments."""
+        if not isinstance(self.pattern, Pattern):
+            raise InvalidInput(f"pattern must be a ringattn pattern such as Causal(), got {self.pattern!r}")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or x.ndim != 4:
+                found = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+                raise InvalidInput(f"{name} must be a tensor [batch, heads, tokens, head_dim], got {found}")
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
+            kinds = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
+            raise InvalidInput(f"q, k and v must have one dtype and one device, got {kinds}")
+        if str(q.dtype).removeprefix("torch.") not in ITEM_BYTES:
+            raise InvalidInput(f"dtype {q.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
+        if not (q.shape[0] == k.shape[0] == v.shape[0]) or not (q.shape[2] == k.shape[2] == v.shape[2]):
+            raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}")
+        if k.shape[1] != v.shape[1] or q.shape[-1] != k.shape[-1] or 0 in (q.shape[1], q.shape[3], v.shape[3], k.shape[1]):
+            raise InvalidInput(
+                f"k and v must have the same heads, q and k the same head dim, and none may be 0, got {shapes}"
+            )
+        if q.shape[1] % k.shape[1]:
+            raise InvalidInput(
+                f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly ({shapes}); "
+                "the query heads must be a multiple of the key/value heads"
+            )
+        if not self.scale == self.scale or self.scale in (float("inf"), float("-inf")):
+            raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
+        resolve(self.schedule)
+        make_layout(self.layout if isinstance(self.layout, str) else self.layout.name, tokens=1, ranks=1)
+        return get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
+
+
+def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+    """What a plan needs to know of the tensors."""
+    return {
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "head_dim": q.shape[3],
+        "value_dim": v.shape[3],
+        "dtype": str(q.dtype).removeprefix("torch."),
+        "batch": q.shape[0],
+    }
+
+
+def agree(transport: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[Plan, Kernel]:
+    """The plan that all ranks of the transport run, and this rank's kernel.
+
+    The first call with given shapes and arguments is a handshake; later ones are answered from memory. Where one
+    rank's arguments are wrong, or ranks disagree, every rank raises.
+    """
+    error: RingAttentionError | None = None
+    key: Any = None
+    kernel: Kernel | None = None
+    record: dict[str, Any] = {}
+    try:
+        kernel = call.check(q, k, v)
+        transport.check(q.device)
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        key = (tuple(q.shape), tuple(k.shape), tuple(v.shape), q.dtype, q.device, grad, call)
+        known = transport.agreed.get(key)
+        if known is not None:
+            return known
+        record = _record(q, k, v, call, grad)
+    except RingAttentionError as caught:
+        error = caught
+        record = {"error": str(caught)[:QUOTED]}
+    records = [json.loads(raw) for raw in transport.gather(json.dumps(record).encode())]
+    _raise_errors(records, error)
+    _compare(records)
+    plan, error = None, None
+    try:
+        rows = [found["rows"] for found in records]
+        tokens = sum(rows)
+        plan = make_plan(
+            call.pattern, tokens=tokens, ranks=transport.size, layout=call.layout, schedule=call.schedule,
+            **describe(q, k, v),
+        )  # fmt: skip
+        _check_rows(plan, rows)
+        record = {"plan": plan.hash}
+    except RingAttentionError as caught:
+        error = caught
+        record = {"error": str(caught)[:QUOTED]}
+    records = [json.loads(raw) for raw in transport.gather(json.dumps(record).encode())]
+    _raise_errors(records, error)
+    _compare(records)
+    assert plan is not None and kernel is not None
+    transport.agreed[key] = (plan, kernel)
+    return plan, kernel
+
+
+def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad: bool) -> dict[str, Any]:
+    pattern = repr(call.pattern)
+    return {
+        "rows": q.shape[2],
+        **describe(q, k, v),
+        "device": q.device.type,
+        "pattern": pattern if len(pattern) < 200 else f"{pattern[:160]}... (digest {_digest(pattern)})",
+        "layout": call.layout if isinstance(call.layout, str) else call.layout.name,
+        "schedule": call.schedule,
+        "kernel": call.kernel,
+        "scale": call.scale,
+        "deterministic": call.deterministic,
+        "requires_grad": grad,
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _raise_errors(records: list[dict[str, Any]], mine: RingAttentionError | None) -> None:
+    if mine is not None:
+        raise mine
+    for rank, record in enumerate(records):
+        if "error" in record:
+            raise Mismatch(f"rank {rank} cannot take part: {record['error']}")
+
+
+def _compare(records: list[dict[str, Any]]) -> None:
+    for name in records[0]:
+        values = [record[name] for record in records]
+        if name != "rows" and any(value != values[0] for value in values):
+            who = {value: [r for r, other in enumerate(values) if other == value] for value in values}
+            parts = [f"{value} on rank{'s' if len(ranks) > 1 else ''} {_ranks(ranks)}" for value, ranks in who.items()]
+            raise Mismatch(f"the ranks disagree about {name}: {'; '.join(parts)}. All ranks must pass the same")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _check_rows(plan: Plan, rows: list[int]) -> None:
+    wanted = [plan.layout.rows(rank) for rank in range(plan.ranks)]
+    for rank, (found, right) in enumerate(zip(rows, wanted, strict=True)):
+        if found != right:
+            raise Mismatch(
+                f"rank {rank} holds {found:,} rows, but the layout {plan.layout.name} of {plan.tokens:,} tokens over "
+                f"{plan.ranks} ranks gives it {right:,}; shard with ringattn.make_layout({plan.layout.name!r}, "
+                f"tokens={plan.tokens}, ranks={plan.ranks}).shard_tensor(x, rank)"
+            )

@@ -1,0 +1,70 @@
+"""Message buffers of one rank: contiguous bytes, viewed as K, V and gradients, and reused from hop to hop."""
+
+from __future__ import annotations
+
+import torch
+
+from .plan import Plan
+from .steps import Part
+
+
+class Buffer:
+    """A message: its parts one after another in one contiguous uint8 tensor.
+
+    Gradients come first, in fp32 or fp64, so that every part is aligned without padding.
+    """
+
+    def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan) -> None:
+        self.store, self.parts = store, parts
+        self.live = set(parts)
+        sizes = [plan.part_bytes(part) for part in parts]
+        self.data = store[: sum(sizes)]
+        self._views: dict[Part, tuple[torch.Tensor, torch.Tensor]] = {}
+        start = 0
+        for part, size in zip(parts, sizes, strict=True):
+            self._views[part] = _views(self.data[start : start + size], part, plan)
+            start += size
+
+    def view(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """(K, V) or (dK, dV) of a part: [B, K, rows, D] and [B, K, rows, Dv], contiguous."""
+        return self._views[part]
+
+
+def _views(data: torch.Tensor, part: Part, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    if part.kind == "grad":
+        dtype = wide(dtype)
+    rows = plan.layout.rows(part.owner)
+    flat = data.view(dtype)
+    edge = plan.batch * plan.kv_heads * rows * plan.head_dim
+    shape = (plan.batch, plan.kv_heads, rows)
+    return flat[:edge].view(*shape, plan.head_dim), flat[edge:].view(*shape, plan.value_dim)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial results are gathered."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+class Buffers:
+    """Hands out buffers of one capacity, the largest message of the plan, and takes them back."""
+
+    def __init__(self, plan: Plan, capacity: int, device: torch.device) -> None:
+        self.plan, self.capacity, self.device = plan, capacity, device
+        self.free: list[torch.Tensor] = []
+        self.made = 0
+
+    def take(self, parts: tuple[Part, ...]) -> Buffer:
+        """A buffer for these parts, with arbitrary contents."""
+        if self.free:
+            store = self.free.pop()
+        else:
+            store = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
+            self.made += 1
+        return Buffer(store, parts, self.plan)
+
+    def drop(self, buffer: Buffer, part: Part) -> None:
+        """One part is not needed any more; a buffer without a live part is free again."""
+        buffer.live.discard(part)
+        if not buffer.live:
+            self.free.append(buffer.store)

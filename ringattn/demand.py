@@ -1,0 +1,174 @@
+"""Who needs whose rows, and the work of one visit: range algebra on a pattern and a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .layout import Layout
+from .pattern import Pattern, Tile
+from .pattern.ranges import ceil_div, locate
+from .pattern.tile import make
+
+#: Works of one visit are joined pairwise only up to this many: the search is quadratic.
+MAX_JOINED = 32
+
+
+@dataclass(frozen=True)
+class Work:
+    """A tile lowered to the local rows of a shard and of a held block: what a kernel computes.
+
+    Query row q[i] attends key row k[j] iff lo <= i - j <= hi (indices i, j into `q` and `k`; None is unbounded),
+    for the query heads `heads`, which share the key/value heads `kv`. Every row of `q` sees a key.
+    """
+
+    heads: range
+    kv: range
+    q: range
+    k: range
+    lo: int | None = None
+    hi: int | None = None
+
+    @property
+    def dense(self) -> bool:
+        """True where every query row sees every key row."""
+        return self.lo is None and self.hi is None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The pattern seen by the ranks of a layout, for `heads` query heads that share `kv_heads` key/value heads."""
+
+    pattern: Pattern
+    layout: Layout
+    heads: int = 1
+    kv_heads: int = 1
+
+    def needs(self, queriers: range, owners: range) -> bool:
+        """Whether some rank of `queriers` sees a key of some rank of `owners` (runs of consecutive ranks)."""
+        if not queriers or not owners:
+            return False
+        q_rows, q_exact = self.layout.span(queriers)
+        k_rows, k_exact = self.layout.span(owners)
+        if not any(self._touch(q, k) for q in q_rows for k in k_rows):
+            return False
+        if q_exact and k_exact:
+            return True
+        # A span that was widened proves absence only: halve the longer run until spans are exact.
+        if len(queriers) >= len(owners) and not q_exact or k_exact:
+            half = len(queriers) // 2
+            return self.needs(queriers[:half], owners) or self.needs(queriers[half:], owners)
+        half = len(owners) // 2
+        return self.needs(queriers, owners[:half]) or self.needs(queriers, owners[half:])
+
+    def _touch(self, q: range, k: range) -> bool:
+        return next(self.pattern.tiles(q, k, range(self.heads)), None) is not None
+
+    def pairs(self, rank: int, owner: int) -> int:
+        """Exact (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
+        return _pairs(self, rank, owner)
+
+    def works(self, rank: int, owner: int) -> tuple[Work, ...]:
+        """The visit of `rank` to the whole block of `owner`, lowered to local rows."""
+        return _works(self, rank, owner)
+
+
+@lru_cache(maxsize=65536)
+def _pairs(demand: Demand, rank: int, owner: int) -> int:
+    rows, keys = demand.layout.shard(rank), demand.layout.shard(owner)
+    return sum(demand.pattern.count(q, k, range(demand.heads)) for q in rows for k in keys)
+
+
+@lru_cache(maxsize=4096)
+def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
+    tiles = _joined(list(_local_tiles(demand, rank, owner)))
+    works = []
+    group = demand.heads // demand.kv_heads
+    for tile in tiles:
+        for heads, kv in split_heads(tile.heads, group):
+            base = 0 if tile.dense else tile.q.start - tile.k.start
+            step = tile.q.step
+            lo = None if tile.lo is None else ceil_div(tile.lo - base, step)
+            hi = None if tile.hi is None else (tile.hi - base) // step
+            works.append(Work(heads, kv, tile.q, tile.k, lo, hi))
+    return tuple(works)
+
+
+def _local_tiles(demand: Demand, rank: int, owner: int) -> Iterator[Tile]:
+    """Tiles over local row indices. Their band, too, is in local indices; q and k steps are equal or there is no band."""
+    heads = range(demand.heads)
+    first_q = 0
+    for q_rows in demand.layout.shard(rank):
+        first_k = 0
+        for k_rows in demand.layout.shard(owner):
+            for tile in demand.pattern.tiles(q_rows, k_rows, heads):
+                for part in tile.refine():
+                    yield _localised(part, q_rows, k_rows, first_q, first_k)
+            first_k += len(k_rows)
+        first_q += len(q_rows)
+
+
+def _localised(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
+    q, k = locate(tile.q, q_rows), locate(tile.k, k_rows)
+    q = range(q.start + first_q, q.stop + first_q, q.step)
+    k = range(k.start + first_k, k.stop + first_k, k.step)
+    if tile.dense:
+        return Tile(tile.heads, q, k, branch=tile.branch)
+    # The distance i - j counts rows of the tile, and is the same whether rows are positions or local indices.
+    base = tile.q.start - tile.k.start
+    lo = None if tile.lo is None else ceil_div(tile.lo - base, tile.q.step)
+    hi = None if tile.hi is None else (tile.hi - base) // tile.q.step
+    assert q.step == k.step, "shards of one layout share their steps"
+    offset, step = q.start - k.start, q.step
+    lo = None if lo is None else lo * step + offset
+    hi = None if hi is None else hi * step + offset
+    return Tile(tile.heads, q, k, lo, hi, tile.branch)
+
+
+def _joined(tiles: list[Tile]) -> list[Tile]:
+    """Fewer, larger tiles with the same pairs: two are joined where their hull holds exactly their pairs.
+
+    This turns the cells of a zigzag shard into one causal triangle, and neighbouring dense cells into one.
+    """
+    if len(tiles) > MAX_JOINED:
+        return tiles
+    done: list[Tile] = []
+    for tile in tiles:
+        again = True
+        while again:
+            again = False
+            for i, other in enumerate(done):
+                hull = _hull(other, tile)
+                if hull is not None and hull.pairs == other.pairs + tile.pairs:
+                    done.pop(i)
+                    tile, again = hull, True
+                    break
+        done.append(tile)
+    return done
+
+
+def _hull(a: Tile, b: Tile) -> Tile | None:
+    if (a.heads, a.branch, a.q.step, a.k.step) != (b.heads, b.branch, b.q.step, b.k.step) or a.q.step != a.k.step:
+        return None
+    if (a.q.start - b.q.start) % a.q.step or (a.k.start - b.k.start) % a.k.step:
+        return None
+    q = range(min(a.q.start, b.q.start), max(a.q.stop, b.q.stop), a.q.step)
+    k = range(min(a.k.start, b.k.start), max(a.k.stop, b.k.stop), a.k.step)
+    los = [t.q[0] - t.k[-1] if t.lo is None else t.lo for t in (a, b)]
+    his = [t.q[-1] - t.k[0] if t.hi is None else t.hi for t in (a, b)]
+    return make(a.heads, q, k, min(los), max(his), a.branch)
+
+
+def split_heads(heads: range, group: int) -> Iterator[tuple[range, range]]:
+    """Query heads with the key/value heads they use, in parts that a kernel can take as they are.
+
+    `group` query heads share one key/value head; a part is whole groups, or heads of one group.
+    """
+    if group == 1:
+        yield heads, heads
+    elif heads.step == 1 and heads.start % group == 0 and heads.stop % group == 0:
+        yield heads, range(heads.start // group, heads.stop // group)
+    else:
+        for head in heads:
+            yield range(head, head + 1), range(head // group, head // group + 1)

@@ -1,0 +1,23 @@
+"""Errors of ringattn. Each says what is wrong, why, and what to try."""
+
+from __future__ import annotations
+
+
+class RingAttentionError(Exception):
+    """Base of every error that ringattn raises on purpose."""
+
+
+class InvalidInput(RingAttentionError, ValueError):
+    """An argument, shape, dtype, file or option that cannot be used."""
+
+
+class Unsupported(RingAttentionError, ValueError):
+    """A valid request that the chosen kernel, transport or device cannot honour."""
+
+
+class Mismatch(RingAttentionError, ValueError):
+    """The ranks of one call disagree about shapes, dtypes, pattern, layout or plan."""
+
+
+class CommFailure(RingAttentionError, RuntimeError):
+    """A message did not arrive in time, or a peer is gone."""

@@ -1,0 +1,265 @@
+"""The executor: one generator that runs a rank's plan over any transport.
+
+Each step posts its messages, computes its visits while they travel, then waits. The same code runs on a process
+group and, thousands of times in turns, on virtual ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .buffers import Buffer, Buffers, wide
+from .demand import Work
+from .kernels.base import Kernel, clean_keys
+from .kernels.base import forward as kernel_forward
+from .kernels.pad import with_column
+from .plan import Plan
+from .softmax import merge_
+from .steps import Hop, Part, Step
+from .transport.base import Message, Post, Program, Wait
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank computes: its place in a plan, the kernel and the softmax scale."""
+
+    plan: Plan
+    rank: int
+    kernel: Kernel
+    scale: float
+
+    def works(self, owner: int) -> tuple[Work, ...]:
+        return self.plan.demand.works(self.rank, owner)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Result of a forward: out [B, H, n, Dv], lse [B, H, n], and the K/V blocks kept for the backward."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    kept: tuple[Pair, ...]
+
+
+def forward(
+    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None, keep: bool
+) -> Program[Forward]:
+    """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
+
+    The result is written to `out` where it is given. `keep` holds on to the blocks that the backward starts from.
+    """
+    rank_plan = job.plan.for_rank(job.rank)
+    steps = rank_plan.forward
+    state = _State(job, k, v, steps, kept=rank_plan.kept if keep else ())
+    rows = _Rows(q, v.shape[-1], out)
+    for index, step in enumerate(steps):
+        ticket = yield from state.start(index, f"forward step {index}")
+        for owner in step.visits:
+            key, value = state.blocks[owner]
+            for whole in job.works(owner):
+                for work in job.kernel.split(whole):
+                    x, y, z = _select(q, work.heads, work.q), _select(key, work.kv, work.k), _select(value, work.kv, work.k)
+                    rows.add(work, *kernel_forward(job.kernel, x, y, z, work, job.scale))
+        yield from state.finish(index, ticket)
+    return Forward(*rows.finish(), tuple(state.blocks[owner] for owner in state.kept))
+
+
+def backward(
+    job: Job,
+    grad: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: Forward,
+) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
+
+    Every visit is differentiated with the *global* out and lse of its rows, so no partial has to be kept; dq is
+    gathered here and dk, dv travel to the owner of the block, all in fp32 (fp64 for fp64 inputs).
+    """
+    rank_plan = job.plan.for_rank(job.rank)
+    steps = rank_plan.backward
+    state = _State(job, k, v, steps, kept=rank_plan.kept, held=result.kept)
+    out, lse = result.out, result.lse.masked_fill(result.lse == -torch.inf, torch.inf)
+    dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+    query = q
+    if grad_lse is not None:
+        query, out = with_column(q, 0.0), with_column(out, 0.0)
+        grad = with_column(grad, grad_lse.to(grad.dtype))
+    for index, step in enumerate(steps):
+        ticket = yield from state.start(index, f"backward step {index}")
+        for owner in step.visits:
+            key, value = state.blocks[owner]
+            if grad_lse is not None:
+                key, value = with_column(key, 0.0), with_column(value, 1.0)
+            dk, dv = state.gathered(owner)
+            for whole in job.works(owner):
+                for work in job.kernel.split(whole):
+                    inputs = (_select(x, work.heads, work.q) for x in (grad, query))
+                    y, z, _ = clean_keys(_select(key, work.kv, work.k), _select(value, work.kv, work.k), work)
+                    rest = (_select(x, work.heads, work.q) for x in (out, lse))
+                    parts = job.kernel.backward(*inputs, y, z, *rest, work, job.scale)
+                    targets = ((dq, work.heads, work.q), (dk, work.kv, work.k), (dv, work.kv, work.k))
+                    for (target, heads, positions), part in zip(targets, parts, strict=True):
+                        _select(target, heads, positions).add_(part[..., : target.shape[-1]])
+        yield from state.finish(index, ticket)
+    dk, dv = state.gathered(job.rank)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _select(x: torch.Tensor, heads: range, rows: range) -> torch.Tensor:
+    """The view of x [B, H, n, ...] at these heads and rows."""
+    return x[:, heads.start : heads.stop : heads.step, rows.start : rows.stop : rows.step]
+
+
+class _Rows:
+    """The output rows of one rank. A row's first partial is copied, later ones are merged in fp32 or fp64."""
+
+    def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
+        batch, heads, rows, _ = q.shape
+        if out is None:
+            # As the kernels lay it out, so that a merge walks memory in order.
+            out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
+        self.out = out
+        self.total = out if out.dtype == wide(out.dtype) else torch.empty_like(out, dtype=wide(out.dtype))
+        self.lse = torch.full((batch, heads, rows), -torch.inf, dtype=self.total.dtype, device=q.device)
+        self.touched = np.zeros((heads, rows), dtype=bool)
+
+    def add(self, work: Work, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        heads, rows = work.heads, work.q
+        marks = self.touched[heads.start : heads.stop : heads.step, rows.start : rows.stop : rows.step]
+        total, lse = _select(self.total, heads, rows), _select(self.lse, heads, rows)
+        if not marks.any():
+            total.copy_(part)
+            lse.copy_(part_lse)
+        else:
+            if not marks.all():
+                total.masked_fill_(torch.from_numpy(~marks).to(total.device).unsqueeze(-1), 0.0)
+            merge_(total, lse, part, part_lse.to(lse.dtype))
+        marks[...] = True
+
+    def finish(self) -> Pair:
+        """(out, lse); rows that saw no key are 0 and -inf."""
+        if not self.touched.all():
+            self.total.masked_fill_(torch.from_numpy(~self.touched).to(self.total.device).unsqueeze(-1), 0.0)
+        if self.total is not self.out:
+            self.out.copy_(self.total)
+        return self.out, self.lse
+
+
+class _State:
+    """What a rank holds while it runs: K/V blocks, gradients gathered for blocks, and the buffers they live in."""
+
+    def __init__(
+        self, job: Job, k: torch.Tensor, v: torch.Tensor, steps: Sequence[Step], *,
+        kept: tuple[int, ...], held: tuple[Pair, ...] = (),
+    ) -> None:  # fmt: skip
+        self.job, self.steps, self.kept = job, steps, kept
+        plan = job.plan
+        hops = [hop for step in steps for hop in (*step.sends, *step.recvs)]
+        grads = [(Part("grad", owner),) for step in steps for owner in step.visits if held or _has_grad(hops)]
+        sizes = [sum(map(plan.part_bytes, parts)) for parts in [*(hop.parts for hop in hops), *grads]]
+        self.buffers = Buffers(plan, max(sizes, default=0), k.device)
+        self.blocks: dict[int, Pair] = {job.rank: (k, v), **dict(zip(kept, held, strict=False))}
+        self.mine: Pair | None = None
+        self.where: dict[Part, Buffer] = {}
+        self.last = _last_uses(steps)
+
+    def start(self, index: int, label: str) -> Program[object]:
+        """Post the messages of a step; returns its ticket, or None where it has none."""
+        step = self.steps[index]
+        if not step.sends and not step.recvs:
+            return None
+        self.packed: list[Buffer] = []
+        self.arriving = [self.buffers.take(hop.parts) for hop in step.recvs]
+        sends = tuple(Message(hop.peer, hop.tag, self._outgoing(hop).data) for hop in step.sends)
+        recvs = tuple(Message(h.peer, h.tag, b.data) for h, b in zip(step.recvs, self.arriving, strict=True))
+        return (yield Post(sends, recvs, label))
+
+    def finish(self, index: int, ticket: object) -> Program[None]:
+        """Wait for the messages of a step, take in what arrived, and free what is not needed any more."""
+        if ticket is not None:
+            yield Wait(ticket)
+            for buffer in self.packed:
+                for part in buffer.parts:
+                    self.buffers.drop(buffer, part)
+            for buffer in self.arriving:
+                for part in buffer.parts:
+                    self._arrived(part, buffer)
+        for part, buffer in list(self.where.items()):
+            if self.last.get(part, -1) <= index and not (part.kind == "kv" and part.owner in self.kept):
+                self._forget(part, buffer)
+
+    def gathered(self, owner: int) -> Pair:
+        """(dK, dV) gathered so far for the block of `owner`, in fp32 or fp64; zeros at first."""
+        part = Part("grad", owner)
+        if owner == self.job.rank:
+            if self.mine is None:
+                k, v = self.blocks[owner]
+                self.mine = tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))  # type: ignore[assignment]
+            assert self.mine is not None
+            return self.mine
+        if part not in self.where:
+            self.where[part] = self.buffers.take((part,))
+            for view in self.where[part].view(part):
+                view.zero_()
+        return self.where[part].view(part)
+
+    def _outgoing(self, hop: Hop) -> Buffer:
+        """The buffer to send: the one that holds exactly these parts, or a packed copy."""
+        buffer = self.where.get(hop.parts[0])
+        if buffer is not None and buffer.parts == hop.parts and buffer.live == set(hop.parts):
+            return buffer
+        buffer = self.buffers.take(hop.parts)
+        for part in hop.parts:
+            source = self.blocks[part.owner] if part.kind == "kv" else self.gathered(part.owner)
+            for target, x in zip(buffer.view(part), source, strict=True):
+                target.copy_(x)
+        self.packed.append(buffer)
+        return buffer
+
+    def _arrived(self, part: Part, buffer: Buffer) -> None:
+        views = buffer.view(part)
+        if part.kind == "kv":
+            self.blocks[part.owner] = views
+            self.where[part] = buffer
+            return
+        here = self.where.get(part)
+        if here is not None or part.owner == self.job.rank:
+            for target, x in zip(views, self.gathered(part.owner), strict=True):
+                target.add_(x)
+        if part.owner == self.job.rank:
+            for target, x in zip(self.gathered(part.owner), views, strict=True):
+                target.copy_(x)
+            self.buffers.drop(buffer, part)
+            return
+        if here is not None:
+            self.buffers.drop(here, part)
+        self.where[part] = buffer
+
+    def _forget(self, part: Part, buffer: Buffer) -> None:
+        del self.where[part]
+        if part.kind == "kv":
+            del self.blocks[part.owner]
+        self.buffers.drop(buffer, part)
+
+
+def _has_grad(hops: Iterable[Hop]) -> bool:
+    return any(part.kind == "grad" for hop in hops for part in hop.parts)
+
+
+def _last_uses(steps: Sequence[Step]) -> dict[Part, int]:
+    """The last step that sends each part, or visits its block."""
+    last: dict[Part, int] = {}
+    for index, step in enumerate(steps):
+        for hop in step.sends:
+            last.update((part, index) for part in hop.parts)
+        last.update((Part("kv", owner), index) for owner in step.visits)
+    return last

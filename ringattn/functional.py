@@ -1,0 +1,233 @@
+"""Ring attention as functions: on real ranks, on one device, and on virtual ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .agreement import Call, agree, describe
+from .errors import InvalidInput
+from .executor import Forward, Job, backward, forward
+from .kernels import get_kernel
+from .kernels.base import Kernel
+from .layout import Layout
+from .pattern import Pattern
+from .plan import Plan, make_plan
+from .transport.base import drive
+from .transport.torchdist import TorchDist
+from .transport.virtual import Virtual
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class _Runner(Protocol):
+    """Runs the forward and the backward of a plan, on whatever ranks."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward: ...
+
+    def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors: ...
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """This process is one rank of a transport."""
+
+    job: Job
+    transport: Any
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+        return drive(forward(self.job, q, k, v, keep=keep), self.transport)
+
+    def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
+        return drive(backward(self.job, grad, grad_lse, *saved), self.transport)
+
+
+@dataclass(frozen=True)
+class _AllRanks:
+    """This process is all ranks; tensors are whole, and sharded here."""
+
+    plan: Plan
+    kernel: Kernel
+    scale: float
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+        out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        targets = [self._shard(out, rank) if len(self._ranges(rank)) == 1 else None for rank in self._ranks]
+        programs = [
+            forward(self._job(rank), *(self._shard(x, rank) for x in (q, k, v)), out=targets[rank], keep=keep)
+            for rank in self._ranks
+        ]
+        results = Virtual(self.plan.ranks).run(programs)
+        self._unshard(lse, [result.lse for result in results])
+        if any(target is None for target in targets):
+            self._unshard(out, [result.out for result in results])
+        return Forward(out, lse, tuple(pair for result in results for pair in result.kept))
+
+    def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
+        q, k, v, result = saved
+        kept = iter(result.kept)
+        programs = []
+        for rank in self._ranks:
+            mine = tuple(next(kept) for _ in self.plan.for_rank(rank).kept)
+            local = Forward(self._shard(result.out, rank), self._shard(result.lse, rank, -1), mine)
+            shards = (self._shard(x, rank) for x in (q, k, v))
+            dlse = None if grad_lse is None else self._shard(grad_lse, rank, -1)
+            programs.append(backward(self._job(rank), self._shard(grad, rank), dlse, *shards, local))
+        results = Virtual(self.plan.ranks).run(programs)
+        return tuple(self.plan.layout.unshard_tensor(parts) for parts in zip(*results, strict=True))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.plan.ranks)
+
+    def _job(self, rank: int) -> Job:
+        return Job(self.plan, rank, self.kernel, self.scale)
+
+    def _ranges(self, rank: int) -> tuple[range, ...]:
+        return self.plan.layout.shard(rank)
+
+    def _shard(self, x: torch.Tensor, rank: int, dim: int = -2) -> torch.Tensor:
+        return self.plan.layout.shard_tensor(x, rank, dim)
+
+    def _unshard(self, whole: torch.Tensor, shards: list[torch.Tensor]) -> None:
+        """Write the shards of [B, H, n, ...] tensors into the whole one."""
+        for rank, shard in enumerate(shards):
+            first = 0
+            for r in self._ranges(rank):
+                whole[:, :, r.start : r.stop : r.step].copy_(shard[:, :, first : first + len(r)])
+                first += len(r)
+
+
+class _Attention(torch.autograd.Function):
+    """The whole ring is one node of the graph: it saves local q, k, v, out, lse and the block it ends with."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: _Runner
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
+        ctx.runner = runner
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, result.out, result.lse, *(x for pair in result.kept for x in pair))
+        return result.out, result.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        result = Forward(out, lse, tuple(zip(kept[::2], kept[1::2], strict=True)))
+        grad = torch.zeros_like(out) if grad is None else grad
+        return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Pattern,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    transport: Any = None,
+    layout: str | Layout = "contiguous",
+    schedule: str = "auto",
+    kernel: str = "auto",
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """Exact attention over a sequence that is sharded over the ranks of a group. Differentiable; collective.
+
+    q [B, H, n, D], k [B, K, n, D], v [B, K, n, Dv] are this rank's shards, the rows of `layout` in its local order;
+    H is a multiple of K. All of one dtype: fp64, fp32, bf16 or fp16. `scale` defaults to 1 / sqrt(D).
+
+    The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
+    of `transport`. All ranks call with the same arguments and matching shapes; this is compared once per shape, in
+    one handshake, before the first message. `deterministic=True` makes repeated runs bitwise equal.
+
+    Returns out [B, H, n, Dv] in the dtype of q, and with `return_lse` also the log-sum-exp of the scaled logits
+    [B, H, n], fp32 (fp64 for fp64), both differentiable. Rows that see no key are 0, with lse -inf.
+    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, CommFailure after.
+    """
+    if transport is None:
+        transport = _transport(group, mesh)
+    elif group is not None or mesh is not None:
+        raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
+    plan, chosen = agree(transport, q, k, v, call)
+    runner = _Ring(Job(plan, transport.rank, chosen, call.scale), transport)
+    return _apply(q, k, v, runner, plan, return_lse)
+
+
+def virtual_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Pattern,
+    *,
+    ranks: int,
+    layout: str | Layout = "contiguous",
+    schedule: str = "auto",
+    kernel: str = "auto",
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """`ring_attention` with all `ranks` executed in this process: whole tensors in, the whole result out.
+
+    q [B, H, N, D], k [B, K, N, D], v [B, K, N, Dv] in natural order. The plan, the executor and the kernels are
+    those of real ranks, and results equal theirs bit for bit.
+    """
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
+    chosen = call.check(q, k, v)
+    facts = describe(q, k, v)
+    plan = make_plan(pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule, **facts)
+    return _apply(q, k, v, _AllRanks(plan, chosen, call.scale), plan, return_lse)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Pattern,
+    *,
+    kernel: str = "auto",
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """`ring_attention` of the whole sequence on one device: a plan with one rank. Shapes as in virtual_attention."""
+    return virtual_attention(
+        q, k, v, pattern, ranks=1, kernel=kernel, scale=scale, return_lse=return_lse, deterministic=deterministic
+    )
+
+
+def _apply(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: _Runner, plan: Plan, return_lse: bool) -> Any:
+    out, lse = _Attention.apply(q, k, v, runner)
+    return (out, lse) if return_lse else out
+
+
+def _scale(q: Any, scale: float | None) -> float:
+    if scale is not None:
+        return float(scale)
+    width = q.shape[-1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1  # wrong shapes are reported later
+    return max(width, 1) ** -0.5
+
+
+_transports: dict[int, TorchDist] = {}
+
+
+def _transport(group: Any, mesh: Any) -> TorchDist:
+    """One transport per process group, so that its handshakes are remembered."""
+    made = TorchDist(group, mesh=mesh)
+    known = _transports.get(id(made.group))
+    if known is None or known.group is not made.group:
+        _transports[id(made.group)] = known = made
+    return known
+
+
+__all__ = ["attention", "ring_attention", "virtual_attention"]

@@ -1,0 +1,100 @@
+"""The flash attention op that PyTorch ships for CPUs, on strided views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from ..demand import Work
+from ..errors import Unsupported
+from .base import Kernel, band, narrow
+from .pad import pad_to, unpadded
+
+#: A banded work of at most this many pairs is one masked call: a split would cost more than it saves.
+SMALL = 256 * 256
+#: Query rows per masked call of a band that is bounded above.
+BAND_ROWS = 128
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class AtenCpu(Kernel):
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`: fp64, fp32, bf16; fp16 is computed in fp32.
+
+    Native fp16 matrix products are hundreds of times slower on CPUs. Grouped-query heads are native; a value
+    head dim other than that of q and k is padded, which changes no number.
+    """
+
+    name = "aten_cpu"
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if q.device.type != "cpu":
+            raise Unsupported(f"kernel aten_cpu needs tensors on the cpu, got {q.device}; try kernel=auto")
+
+    def split(self, work: Work) -> Iterator[Work]:
+        rows, keys = len(work.q), len(work.k)
+        if work.dense or rows * keys <= SMALL:
+            yield work
+        elif work.hi is None:
+            # Keys that every row sees, then a triangle whose corner is its first row and key: the op's own causal.
+            assert work.lo is not None and work.lo <= 0, "the first row of a work sees its first key"
+            wide = -work.lo
+            if wide:
+                yield narrow(work, (0, rows), (0, wide))
+            yield narrow(work, (0, rows), (wide, keys))
+        else:
+            for first in range(0, rows, BAND_ROWS):
+                last = min(first + BAND_ROWS, rows)
+                stop = keys if work.lo is None else min(keys, last - work.lo)
+                yield narrow(work, (first, last), (max(0, first - work.hi), stop))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(q.shape[-1], v.shape[-1])
+        tensors = [pad_to(_ready(x), width) for x in (q, k, v)]
+        causal, mask = _masking(work, tensors[0].dtype)
+        out, lse = _forward(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
+        return unpadded(out, v.shape[-1]), lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        work: Work,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        width = max(q.shape[-1], v.shape[-1])
+        tensors = [pad_to(_ready(x), width) for x in (grad, q, k, v, out)]
+        causal, mask = _masking(work, tensors[1].dtype)
+        dq, dk, dv = _backward(*tensors, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        return unpadded(dq, q.shape[-1]), unpadded(dk, q.shape[-1]), unpadded(dv, v.shape[-1])
+
+
+def _ready(x: torch.Tensor) -> torch.Tensor:
+    """The op reads garbage, silently, where the last stride is not 1."""
+    if x.dtype == torch.float16:
+        x = x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _masking(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
+    """(is_causal, additive mask) of a call. The op's causal is anchored at the first row and the first key."""
+    if work.dense:
+        return False, None
+    if work.hi is None and work.lo == 0:
+        return True, None
+    return False, _mask(len(work.q), len(work.k), work.lo, work.hi, dtype)
+
+
+@lru_cache(maxsize=32)
+def _mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> torch.Tensor:
+    hidden = ~band(rows, keys, lo, hi, torch.device("cpu"))
+    return torch.zeros(rows, keys, dtype=dtype).masked_fill_(hidden, -torch.inf)

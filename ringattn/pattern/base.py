@@ -1,0 +1,180 @@
+"""What a pattern is, and how patterns combine: `&`, `|` and `mix`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..errors import InvalidInput
+from .picture import draw
+from .tile import Tile, difference, meet
+
+ONE_HEAD = range(1)
+
+
+class Pattern(ABC):
+    """Which query position attends which key position, for each head.
+
+    A pattern says it twice, independently: `tiles` for the planner, and `visible`, from which the dense
+    `mask` is made, as the oracle that the tiles are tested against.
+    """
+
+    @property
+    def branches(self) -> int:
+        """Number of branches; a pair that two branches see counts twice in the softmax."""
+        return 1
+
+    @abstractmethod
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        """Lazily, the trimmed tiles that touch the rectangle q x k. Those of one branch are disjoint."""
+
+    @abstractmethod
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        """How often query q attends key k: integers (or bools) of the broadcast shape of int64 `q` and `k`."""
+
+    def check(self, tokens: int, heads: int) -> None:
+        """Raise InvalidInput where the pattern does not fit a sequence of `tokens` and `heads` heads."""
+
+    def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
+        """Exact number of pairs in the rectangle q x k, over `heads` and branches (closed form per tile)."""
+        return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
+
+    def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
+        """How often each pair counts: int64 [heads, tokens, tokens]. The oracle, for small `tokens`."""
+        self.check(tokens, heads)
+        position = np.arange(tokens, dtype=np.int64)
+        shape = (tokens, tokens)
+        rows = [self.visible(position[:, None], position[None, :], h, tokens) for h in range(heads)]
+        return np.stack([np.broadcast_to(row, shape).astype(np.int64) for row in rows])
+
+    def row_mask(self, position: int, tokens: int, head: int = 0) -> np.ndarray:
+        """One row of `mask`: how often query `position` attends each key, int64 [tokens]."""
+        keys = np.arange(tokens, dtype=np.int64)
+        row = self.visible(np.array([position], dtype=np.int64), keys, head, tokens)
+        return np.broadcast_to(row, (tokens,)).astype(np.int64)
+
+    def picture(self, tokens: int, *, head: int = 0, cells: int = 32, ascii: bool = False) -> str:
+        """The pattern drawn from exact counts, one character per cell of the N x N square."""
+        self.check(tokens, head + 1)
+        heads = range(head, head + 1)
+        return draw(lambda q, k: self.count(q, k, heads), tokens, cells=cells, ascii=ascii)
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return And(self, _pattern(other, "&"))
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return Or(self, _pattern(other, "|"))
+
+
+def _pattern(value: object, operation: str) -> Pattern:
+    if not isinstance(value, Pattern):
+        raise InvalidInput(
+            f"{operation} combines two patterns, got {type(value).__name__} {value!r}; try Causal() & Window(4096)"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class And(Pattern):
+    """Pairs that both patterns hold, written `a & b`. Distributes over the branches of either."""
+
+    a: Pattern
+    b: Pattern
+
+    @property
+    def branches(self) -> int:
+        return self.a.branches * self.b.branches
+
+    def check(self, tokens: int, heads: int) -> None:
+        self.a.check(tokens, heads)
+        self.b.check(tokens, heads)
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        for left in self.a.tiles(q, k, heads):
+            for right in self.b.tiles(left.q, left.k, left.heads):
+                tile = meet(left, right, left.branch * self.b.branches + right.branch)
+                if tile is not None:
+                    yield tile
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        left = np.asarray(self.a.visible(q, k, head, tokens), dtype=np.int64)
+        return left * np.asarray(self.b.visible(q, k, head, tokens), dtype=np.int64)
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} & {self.b!r})"
+
+
+@dataclass(frozen=True)
+class Or(Pattern):
+    """Pairs that either pattern holds, each once, written `a | b`. Both have a single branch."""
+
+    a: Pattern
+    b: Pattern
+
+    def __post_init__(self) -> None:
+        for part in (self.a, self.b):
+            if part.branches > 1:
+                raise InvalidInput(
+                    f"| takes patterns of one branch, but {part!r} has {part.branches}: a union counts each pair once, "
+                    "a mix counts it once per branch; try mix(a, b), or | inside the branches"
+                )
+
+    def check(self, tokens: int, heads: int) -> None:
+        self.a.check(tokens, heads)
+        self.b.check(tokens, heads)
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        yield from self.a.tiles(q, k, heads)
+        for tile in self.b.tiles(q, k, heads):
+            rest = [tile]
+            for taken in self.a.tiles(tile.q, tile.k, tile.heads):
+                rest = [piece for left in rest for piece in difference(left, taken)]
+            yield from rest
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        either = np.asarray(self.a.visible(q, k, head, tokens)) != 0
+        return either | (np.asarray(self.b.visible(q, k, head, tokens)) != 0)
+
+    def __repr__(self) -> str:
+        return f"({self.a!r} | {self.b!r})"
+
+
+@dataclass(frozen=True)
+class Mix(Pattern):
+    """Several attentions whose outputs mix by their softmax denominators: one softmax over the multiset union."""
+
+    parts: tuple[Pattern, ...]
+
+    @property
+    def branches(self) -> int:
+        return sum(part.branches for part in self.parts)
+
+    def check(self, tokens: int, heads: int) -> None:
+        for part in self.parts:
+            part.check(tokens, heads)
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        first = 0
+        for part in self.parts:
+            for tile in part.tiles(q, k, heads):
+                yield replace(tile, branch=first + tile.branch)
+            first += part.branches
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
+        for part in self.parts:
+            total = total + np.asarray(part.visible(q, k, head, tokens), dtype=np.int64)
+        return total
+
+    def __repr__(self) -> str:
+        return f"mix({', '.join(map(repr, self.parts))})"
+
+
+def mix(*patterns: Pattern) -> Mix:
+    """Multi-branch attention: a pair that several of the patterns hold counts once for each of them."""
+    if not patterns:
+        raise InvalidInput("mix() needs at least one pattern; try mix(Causal(), Window(256))")
+    return Mix(tuple(_pattern(part, "mix") for part in patterns))

@@ -1,0 +1,24 @@
+"""A query attends its own position and the past."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .base import ONE_HEAD, Pattern
+from .tile import Tile, make
+
+
+@dataclass(frozen=True)
+class Causal(Pattern):
+    """0 <= qpos - kpos: one tile with a band that is open above."""
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        tile = make(heads, q, k, lo=0)
+        if tile is not None:
+            yield tile
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return k <= q

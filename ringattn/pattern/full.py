@@ -1,0 +1,24 @@
+"""Every query attends every key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .base import ONE_HEAD, Pattern
+from .tile import Tile, make
+
+
+@dataclass(frozen=True)
+class Full(Pattern):
+    """Dense attention: one tile."""
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        tile = make(heads, q, k)
+        if tile is not None:
+            yield tile
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return np.ones(np.broadcast_shapes(q.shape, k.shape), dtype=bool)

@@ -1,0 +1,56 @@
+"""Read a pattern back from its repr, without evaluating anything."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable, Mapping
+
+from ..errors import InvalidInput
+from .base import Pattern
+
+
+def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
+    """The pattern that `text` writes, such as "Causal() & Window(4096)". `names` are the callables allowed."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise InvalidInput(f"pattern {text!r} does not parse: {error.msg}; try 'Causal() & Window(4096)'") from None
+
+    def build(node: ast.expr) -> Pattern:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
+            return build(node.left) & build(node.right)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return build(node.left) | build(node.right)
+        if isinstance(node, ast.Name):
+            node = ast.Call(node, [], [])
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            raise InvalidInput(
+                f"pattern {text!r}: {ast.unparse(node)!r} is not a pattern; "
+                "patterns are calls joined by & and |, such as 'Causal() & Window(4096)'"
+            )
+        name = node.func.id
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise InvalidInput(f"pattern {text!r}: unknown name {name!r}; {hint}known names: {', '.join(sorted(names))}")
+        try:
+            return names[name](
+                *(argument(value) for value in node.args),
+                **{word.arg: argument(word.value) for word in node.keywords if word.arg is not None},
+            )
+        except TypeError as error:
+            raise InvalidInput(f"pattern {text!r}: {ast.unparse(node)}: {error}") from None
+
+    def argument(node: ast.expr) -> object:
+        if isinstance(node, ast.Call | ast.BinOp):
+            return build(node)
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            raise InvalidInput(
+                f"pattern {text!r}: the argument {ast.unparse(node)!r} is not a plain value; "
+                "write numbers, strings, tuples or lists"
+            ) from None
+
+    return build(tree)

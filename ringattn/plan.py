@@ -1,0 +1,203 @@
+"""The Plan: who computes which tile when, and who sends which rows to whom. A pure function of its inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from .demand import Demand
+from .errors import InvalidInput
+from .layout import Layout, make_layout
+from .pattern import Pattern, parse_pattern
+from .picture import draw_plan
+from .schedules import SCHEDULES, resolve
+from .steps import Part, RankPlan, Step
+
+if TYPE_CHECKING:
+    import torch
+
+#: Changes whenever the same inputs give other steps, so that ranks of different versions do not talk past each other.
+FORMAT = 1
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Inputs of a plan; everything else is derived, lazily and per rank. Make one with `make_plan`."""
+
+    pattern: Pattern
+    layout: Layout
+    schedule: str
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    value_dim: int = 64
+    dtype: str = "float32"
+    batch: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.layout.tokens
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    @cached_property
+    def demand(self) -> Demand:
+        return Demand(self.pattern, self.layout, self.heads, self.kv_heads)
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """The steps of one rank, without planning any other."""
+        if not 0 <= rank < self.ranks:
+            raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
+        if not self.batch:
+            return RankPlan(rank, (), ())  # nothing to compute, nothing to send
+        return _rank_plan(self.schedule, self.demand, rank)
+
+    def part_bytes(self, part: Part) -> int:
+        """Bytes of a piece of a message."""
+        item = ITEM_BYTES[self.dtype]
+        if part.kind == "grad":
+            item = max(item, 4)
+        rows = self.layout.rows(part.owner)
+        return self.batch * self.kv_heads * rows * (self.head_dim + self.value_dim) * item
+
+    def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
+        """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
+        hops = (hop for step in self._steps(rank, backward) for hop in step.sends)
+        return sum(self.part_bytes(part) for hop in hops for part in hop.parts)
+
+    def messages(self, rank: int | None = None, *, backward: bool = False) -> int:
+        """Messages that a rank (None: all) sends in the forward, or in the backward. Counted."""
+        return sum(len(step.sends) for step in self._steps(rank, backward))
+
+    def full_ring_bytes(self, *, backward: bool = False) -> int:
+        """Bytes that a ring which skips nothing would send: every block to every other rank."""
+        parts: list[Part] = [Part("kv", rank) for rank in range(self.ranks)]
+        if backward:
+            parts += [Part("grad", rank) for rank in range(self.ranks)]
+        return (self.ranks - 1) * sum(map(self.part_bytes, parts))
+
+    def pairs(self, rank: int | None = None) -> int:
+        """(query, key, head, branch) pairs that a rank (None: all) computes. Counted."""
+        whole, heads = range(self.tokens), range(self.heads)
+        rows = [whole] if rank is None else self.layout.shard(rank)
+        return sum(self.pattern.count(q, whole, heads) for q in rows)
+
+    @property
+    def imbalance(self) -> float:
+        """Pairs of the busiest rank over the mean of all ranks; 1 is perfect. Counted."""
+        total = self.pairs()
+        return max(map(self.pairs, range(self.ranks))) * self.ranks / total if total else 1.0
+
+    @cached_property
+    def hash(self) -> str:
+        """Hexadecimal digest of the inputs and of the plan format: equal where the steps of all ranks are equal."""
+        return hashlib.sha256(json.dumps(self._inputs(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as JSON, with its hash."""
+        return json.dumps({**self._inputs(), "hash": self.hash}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; an edited or foreign text is an error."""
+        try:
+            found = json.loads(text)
+            claimed, version = found.pop("hash"), found.pop("format")
+            pattern = found.pop("pattern")
+            arguments: dict[str, Any] = dict(found)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise InvalidInput(f"this is no plan written by Plan.to_json ({type(error).__name__}: {error})") from None
+        if version != FORMAT:
+            raise InvalidInput(f"the plan has format {version}, this ringattn reads format {FORMAT}; make it anew")
+        try:
+            plan = make_plan(parse_pattern(pattern), **arguments)
+        except TypeError as error:
+            raise InvalidInput(f"this is no plan written by Plan.to_json ({error})") from None
+        if plan.hash != claimed:
+            raise InvalidInput(f"the plan's inputs give hash {plan.hash}, the text says {claimed}: it was edited")
+        return plan
+
+    def picture(self, *, ascii: bool = False) -> str:
+        """Rank x step, drawn from the true plan: how much of the visit of a step is computed."""
+        return draw_plan(self, ascii=ascii)
+
+    def _steps(self, rank: int | None, backward: bool) -> list[Step]:
+        ranks = range(self.ranks) if rank is None else [rank]
+        plans = [self.for_rank(r) for r in ranks]
+        return [step for plan in plans for step in (plan.backward if backward else plan.forward)]
+
+    def _inputs(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "pattern": repr(self.pattern),
+            "tokens": self.tokens,
+            "ranks": self.ranks,
+            "layout": self.layout.name,
+            "schedule": self.schedule,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "value_dim": self.value_dim,
+            "dtype": self.dtype,
+            "batch": self.batch,
+        }
+
+
+@lru_cache(maxsize=4096)
+def _rank_plan(schedule: str, demand: Demand, rank: int) -> RankPlan:
+    return SCHEDULES[schedule](demand, rank)
+
+
+@lru_cache(maxsize=256)
+def _cached(*inputs: Any) -> Plan:
+    return Plan(*inputs)
+
+
+def make_plan(
+    pattern: Pattern,
+    *,
+    tokens: int,
+    ranks: int,
+    layout: str | Layout = "contiguous",
+    schedule: str = "auto",
+    heads: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    dtype: str | torch.dtype = "float32",
+    batch: int = 1,
+) -> Plan:
+    """The (cached) plan of attention with `pattern` over `tokens` positions on `ranks` ranks.
+
+    `heads` query heads share `kv_heads` (default: as many) key/value heads; `head_dim` is that of q and k,
+    `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. Raises InvalidInput.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    for name, value, least in (
+        ("heads", heads, 1),
+        ("kv_heads", kv_heads, 1),
+        ("head_dim", head_dim, 1),
+        ("value_dim", value_dim, 1),
+        ("batch", batch, 0),
+    ):
+        if value < least:
+            raise InvalidInput(f"{name}={value}: must be an integer >= {least}")
+    if heads % kv_heads:
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise InvalidInput(
+            f"{heads} query heads cannot share {kv_heads} key/value heads evenly; try kv_heads={' or '.join(divisors)}"
+        )
+    item = str(dtype).removeprefix("torch.")
+    if item not in ITEM_BYTES:
+        raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
+    made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern)
+    pattern.check(tokens, heads)
+    return _cached(pattern, made, resolve(schedule), heads, kv_heads, head_dim, value_dim, item, batch)

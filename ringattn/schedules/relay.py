@@ -1,0 +1,98 @@
+"""How far each block travels around the ring, and which blocks pass a rank: searches that skip what nobody needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..demand import Demand
+
+#: The direction is chosen from the exact reach of at most this many blocks, evenly spaced.
+SAMPLE = 64
+
+
+@dataclass(frozen=True)
+class Way:
+    """A direction of travel: +1 toward higher ranks, -1 toward lower, for at most `limit` hops."""
+
+    sign: int
+    limit: int
+
+
+def _runs(start: int, length: int, ranks: int) -> Iterator[range]:
+    """Ranks start .. start + length - 1 around the ring, as runs of consecutive numbers."""
+    start %= ranks
+    if length > 0:
+        yield range(start, min(start + length, ranks))
+    if start + length > ranks:
+        yield range(0, start + length - ranks)
+
+
+def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
+    """Whether ranks first, first + sign, .. (`queriers` of them) need blocks owner, owner - sign, .. (`owners`)."""
+    ranks = demand.layout.ranks
+    if way.sign > 0:
+        owner -= owners - 1
+    else:
+        first -= queriers - 1
+    return any(
+        demand.needs(q, k) for q in _runs(first, queriers, ranks) for k in _runs(owner, owners, ranks)
+    )
+
+
+@lru_cache(maxsize=65536)
+def reach(demand: Demand, owner: int, way: Way) -> int:
+    """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
+    low, high = 0, way.limit
+    while low < high:  # a rank at distance >= d needs the block: monotone in d
+        middle = (low + high + 1) // 2
+        if _needed(demand, way, owner + way.sign * middle, way.limit - middle + 1, owner, 1):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@lru_cache(maxsize=4096)
+def passing(demand: Demand, rank: int, way: Way) -> tuple[int, ...]:
+    """Distances d, ascending, at which the block of rank - sign * d arrives at `rank`.
+
+    A block arrives where this rank or one farther on its way needs it. The distances are halved until a
+    part is seen to hold no need, so that a local pattern is planned without looking at every rank.
+    """
+
+    def search(near: int, far: int) -> Iterator[int]:
+        if near > far:
+            return
+        owner = rank - way.sign * near
+        if not _needed(demand, way, rank, way.limit - near + 1, owner, far - near + 1):
+            return
+        if near == far:
+            yield near
+            return
+        middle = (near + far) // 2
+        yield from search(near, middle)
+        yield from search(middle + 1, far)
+
+    return tuple(search(1, way.limit))
+
+
+@lru_cache(maxsize=1024)
+def ways(demand: Demand) -> tuple[Way, ...]:
+    """The direction, or both directions with the shorter arc each, that makes the fewest hops.
+
+    Counted on all blocks up to 64 ranks, on 64 evenly spaced blocks above.
+    """
+    ranks = demand.layout.ranks
+    count = min(ranks, SAMPLE)
+    blocks = [ranks * i // count for i in range(count)]
+    half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
+    choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
+    totals = [sum(reach(demand, block, way) for block in blocks for way in choice) for choice in choices]
+    one_way = min(totals[:2])
+    # On a tie a dense pattern takes one direction (two receive buffers do), a local one the shorter arcs,
+    # whose blocks are found without a look around the whole ring.
+    if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > count * ranks):
+        return choices[totals.index(one_way)]
+    return half

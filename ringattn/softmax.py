@@ -1,0 +1,19 @@
+"""Merging partial softmaxes: the only place with this formula."""
+
+from __future__ import annotations
+
+import torch
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Fold the partial (part, part_lse) into (out, lse), in place.
+
+    out [..., n, D] and lse [..., n] are fp32 or fp64; part may have a narrower dtype. lse is the natural log of
+    the sum of exp(logits); -inf marks a row that saw no key, whose out must be finite.
+    With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and lse <- log(exp(lse) + exp(part_lse)):
+    the online softmax of Milakov and Gimelshein (2018) in the form that cannot overflow.
+    """
+    gate = torch.sigmoid(part_lse - lse)
+    gate.masked_fill_((part_lse == -torch.inf) & (lse == -torch.inf), 0.0)
+    out.lerp_(part.to(out.dtype), gate.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)

@@ -1,0 +1,86 @@
+"""What an executor asks of a transport, and what a transport counts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class Message:
+    """A contiguous uint8 tensor to send to, or to receive from, `peer`; `tag` is equal on both sides."""
+
+    peer: int
+    tag: int
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Post:
+    """Start these messages; resumed at once with a ticket. Their tensors are in flight until it is waited for."""
+
+    sends: tuple[Message, ...]
+    recvs: tuple[Message, ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Resume when all messages of the ticket are done."""
+
+    ticket: Any
+
+
+T = TypeVar("T")
+#: A rank's program: yields Post and Wait requests, returns its result.
+Program = Generator[Post | Wait, Any, T]
+
+
+@dataclass
+class Counters:
+    """Messages and bytes of one rank since the last reset."""
+
+    sent_messages: int = 0
+    sent_bytes: int = 0
+    received_messages: int = 0
+    received_bytes: int = 0
+
+    def add(self, post: Post) -> None:
+        self.sent_messages += len(post.sends)
+        self.sent_bytes += sum(message.data.numel() for message in post.sends)
+        self.received_messages += len(post.recvs)
+        self.received_bytes += sum(message.data.numel() for message in post.recvs)
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+class Transport(Protocol):
+    """Point-to-point messages of one rank among `size` ranks."""
+
+    rank: int
+    size: int
+    counters: Counters
+
+    def post(self, post: Post) -> Any:
+        """Start the messages of a step and return a ticket."""
+
+    def wait(self, ticket: Any) -> None:
+        """Block until the messages of a ticket are done; CommFailure where they do not within the timeout."""
+
+    def gather(self, record: bytes) -> list[bytes]:
+        """Every rank's record, in rank order. Collective."""
+
+
+def drive(program: Program[T], transport: Transport) -> T:
+    """Run one rank's program on a transport."""
+    reply = None
+    while True:
+        try:
+            request = program.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        reply = transport.post(request) if isinstance(request, Post) else transport.wait(request.ticket)

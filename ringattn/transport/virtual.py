@@ -1,0 +1,124 @@
+"""All ranks in one process: their programs take turns, and messages are copies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import CommFailure
+from .base import Counters, Message, Post, Program, Wait
+
+T = TypeVar("T")
+#: A buffer in flight is watched, or poisoned, in its first WATCHED bytes of every PAGE: a read of any of them
+#: makes NaN (all bits set is NaN in every floating dtype), and it costs 1 / 64 of touching the buffer.
+PAGE, WATCHED = 4096, 64
+
+
+@dataclass
+class _Flight:
+    """A message with one or both sides posted."""
+
+    source: torch.Tensor | None = None
+    snapshot: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    done: bool = False
+
+    @property
+    def matched(self) -> bool:
+        return self.source is not None and self.target is not None
+
+    def deliver(self, name: str) -> None:
+        if self.done:
+            return
+        assert self.source is not None and self.target is not None and self.snapshot is not None
+        assert torch.equal(_watched(self.source), self.snapshot), f"{name}: written to while in flight"
+        assert self.source.numel() == self.target.numel(), f"{name}: sender and receiver disagree on the size"
+        self.target.copy_(self.source)
+        self.done, self.source, self.target = True, None, None
+
+
+@dataclass
+class _Ticket:
+    label: str
+    flights: list[tuple[str, _Flight]] = field(default_factory=list)
+
+
+class Virtual:
+    """`size` ranks of one process. A receive buffer is poisoned from its post to its wait, and a send buffer
+    must not change in between, so that a program that would race on a real fabric fails here.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.counters = [Counters() for _ in range(size)]
+        self._open: dict[tuple[int, int, int], _Flight] = {}
+
+    def run(self, programs: Sequence[Program[T]]) -> list[T]:
+        """Run one program per rank to the end, in turns, and return their results in rank order."""
+        assert len(programs) == self.size
+        results: list[Any] = [None] * self.size
+        ready = deque((rank, None) for rank in range(self.size))
+        waiting: dict[int, _Ticket] = {}
+        while ready or waiting:
+            if not ready:
+                freed = [rank for rank, ticket in waiting.items() if all(f.done or f.matched for _, f in ticket.flights)]
+                if not freed:
+                    raise CommFailure(f"the virtual ranks wait for each other forever: {self._stuck(waiting)}")
+                for rank in freed:
+                    for name, flight in waiting.pop(rank).flights:
+                        flight.deliver(name)
+                    ready.append((rank, None))
+            rank, reply = ready.popleft()
+            try:
+                request = programs[rank].send(reply)
+                while isinstance(request, Post):
+                    request = programs[rank].send(self._post(rank, request))
+            except StopIteration as stop:
+                results[rank] = stop.value
+                continue
+            assert isinstance(request, Wait)
+            waiting[rank] = request.ticket
+        assert not self._open, f"messages that nobody received: {sorted(self._open)}"
+        return results
+
+    def _post(self, rank: int, post: Post) -> _Ticket:
+        self.counters[rank].add(post)
+        ticket = _Ticket(post.label)
+        for message in post.recvs:
+            flight = self._flight((message.peer, rank, message.tag), message)
+            assert flight.target is None, f"rank {rank}, {post.label}: two receives share peer and tag"
+            _watched(message.data).fill_(255)
+            flight.target = message.data
+            ticket.flights.append((f"rank {rank}, {post.label}: receive from rank {message.peer}", flight))
+            self._close(flight, (message.peer, rank, message.tag))
+        for message in post.sends:
+            flight = self._flight((rank, message.peer, message.tag), message)
+            assert flight.source is None, f"rank {rank}, {post.label}: two sends share peer and tag"
+            flight.source, flight.snapshot = message.data, _watched(message.data).clone()
+            ticket.flights.append((f"rank {rank}, {post.label}: send to rank {message.peer}", flight))
+            self._close(flight, (rank, message.peer, message.tag))
+        return ticket
+
+    def _flight(self, key: tuple[int, int, int], message: Message) -> _Flight:
+        assert message.data.numel() > 0 and message.data.is_contiguous()
+        return self._open.setdefault(key, _Flight())
+
+    def _close(self, flight: _Flight, key: tuple[int, int, int]) -> None:
+        if flight.matched:
+            del self._open[key]
+
+    def _stuck(self, waiting: dict[int, _Ticket]) -> str:
+        names = [n for ticket in waiting.values() for n, f in ticket.flights if not f.done and not f.matched]
+        return "; ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+
+
+def _watched(data: torch.Tensor) -> torch.Tensor:
+    """A strided view of the bytes that are watched."""
+    pages = data.numel() // PAGE
+    if not pages:
+        return data[:WATCHED]
+    return data[: pages * PAGE].view(pages, PAGE)[:, :WATCHED]
