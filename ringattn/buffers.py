@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .plan import Plan
+from .pool import pool
 from .steps import Part
 
 
@@ -47,20 +48,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Buffers:
-    """Hands out buffers of one capacity, the largest message of the plan, and takes them back."""
+    """Hands out buffers of one capacity, that of the largest message, and takes them back."""
 
     def __init__(self, plan: Plan, capacity: int, device: torch.device) -> None:
-        self.plan, self.capacity, self.device = plan, capacity, device
+        self.plan, self.capacity = plan, capacity
+        self.pool = pool(device)
         self.free: list[torch.Tensor] = []
-        self.made = 0
 
     def take(self, parts: tuple[Part, ...]) -> Buffer:
         """A buffer for these parts, with arbitrary contents."""
-        if self.free:
-            store = self.free.pop()
-        else:
-            store = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
-            self.made += 1
+        store = self.free.pop() if self.free else self.pool.take(self.capacity)
         return Buffer(store, parts, self.plan)
 
     def drop(self, buffer: Buffer, part: Part) -> None:
@@ -68,3 +65,8 @@ class Buffers:
         buffer.live.discard(part)
         if not buffer.live:
             self.free.append(buffer.store)
+
+    def close(self) -> None:
+        """Give the free buffers back to the pool of the device."""
+        while self.free:
+            self.pool.give(self.free.pop())

@@ -48,16 +48,16 @@ class Forward:
 
 
 def forward(
-    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None, keep: bool
+    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: bool
 ) -> Program[Forward]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    The result is written to `out` where it is given. `keep` holds on to the blocks that the backward starts from.
+    `keep` holds on to the blocks that the backward starts from.
     """
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.forward
     state = _State(job, k, v, steps, kept=rank_plan.kept if keep else ())
-    rows = _Rows(q, v.shape[-1], out)
+    rows = _Rows(q, v.shape[-1])
     for index, step in enumerate(steps):
         ticket = yield from state.start(index, f"forward step {index}")
         for owner in step.visits:
@@ -67,6 +67,7 @@ def forward(
                     x, y, z = _select(q, work.heads, work.q), _select(key, work.kv, work.k), _select(value, work.kv, work.k)
                     rows.add(work, *kernel_forward(job.kernel, x, y, z, work, job.scale))
         yield from state.finish(index, ticket)
+    state.buffers.close()
     return Forward(*rows.finish(), tuple(state.blocks[owner] for owner in state.kept))
 
 
@@ -110,6 +111,7 @@ def backward(
                     for (target, heads, positions), part in zip(targets, parts, strict=True):
                         _select(target, heads, positions).add_(part[..., : target.shape[-1]])
         yield from state.finish(index, ticket)
+    state.buffers.close()
     dk, dv = state.gathered(job.rank)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -120,20 +122,24 @@ def _select(x: torch.Tensor, heads: range, rows: range) -> torch.Tensor:
 
 
 class _Rows:
-    """The output rows of one rank. A row's first partial is copied, later ones are merged in fp32 or fp64."""
+    """The output rows of one rank. A row's first partial is copied, later ones are merged in fp32 or fp64.
 
-    def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
-        batch, heads, rows, _ = q.shape
-        if out is None:
-            # As the kernels lay it out, so that a merge walks memory in order.
-            out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
-        self.out = out
-        self.total = out if out.dtype == wide(out.dtype) else torch.empty_like(out, dtype=wide(out.dtype))
-        self.lse = torch.full((batch, heads, rows), -torch.inf, dtype=self.total.dtype, device=q.device)
-        self.touched = np.zeros((heads, rows), dtype=bool)
+    A first partial that covers all rows is not even copied: it becomes the accumulator.
+    """
+
+    def __init__(self, q: torch.Tensor, value_dim: int) -> None:
+        self.q, self.shape = q, (*q.shape[:3], value_dim)
+        self.touched = np.zeros(q.shape[1:3], dtype=bool)
+        self.total = self.lse = q.new_empty(0)
 
     def add(self, work: Work, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         heads, rows = work.heads, work.q
+        if not self.total.numel():
+            if part.shape == self.shape and part.dtype == wide(self.q.dtype):
+                self.total, self.lse = part, part_lse
+                self.touched[...] = True
+                return
+            self._allocate()
         marks = self.touched[heads.start : heads.stop : heads.step, rows.start : rows.stop : rows.step]
         total, lse = _select(self.total, heads, rows), _select(self.lse, heads, rows)
         if not marks.any():
@@ -141,17 +147,29 @@ class _Rows:
             lse.copy_(part_lse)
         else:
             if not marks.all():
-                total.masked_fill_(torch.from_numpy(~marks).to(total.device).unsqueeze(-1), 0.0)
-            merge_(total, lse, part, part_lse.to(lse.dtype))
+                _fill(total, ~marks, 0.0)
+            merge_(total, lse, part, part_lse)
         marks[...] = True
 
     def finish(self) -> Pair:
         """(out, lse); rows that saw no key are 0 and -inf."""
+        if not self.total.numel():
+            self._allocate()
         if not self.touched.all():
-            self.total.masked_fill_(torch.from_numpy(~self.touched).to(self.total.device).unsqueeze(-1), 0.0)
-        if self.total is not self.out:
-            self.out.copy_(self.total)
-        return self.out, self.lse
+            _fill(self.total, ~self.touched, 0.0)
+        return self.total.to(self.q.dtype), self.lse
+
+    def _allocate(self) -> None:
+        batch, heads, rows, width = self.shape
+        dtype = wide(self.q.dtype)
+        # As the kernels lay out theirs, so that a merge walks memory in order.
+        self.total = self.q.new_empty((batch, rows, heads, width), dtype=dtype).transpose(1, 2)
+        self.lse = self.q.new_full((batch, rows, heads), -torch.inf, dtype=dtype).transpose(1, 2)
+
+
+def _fill(x: torch.Tensor, where: np.ndarray, value: float) -> None:
+    """Set rows of x [B, H, n, D], flagged in `where` [H, n], to a value."""
+    x.masked_fill_(torch.from_numpy(where).to(x.device).unsqueeze(-1), value)
 
 
 class _State:

@@ -54,18 +54,16 @@ class _AllRanks:
     scale: float
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
-        out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-        targets = [self._shard(out, rank) if len(self._ranges(rank)) == 1 else None for rank in self._ranks]
         programs = [
-            forward(self._job(rank), *(self._shard(x, rank) for x in (q, k, v)), out=targets[rank], keep=keep)
-            for rank in self._ranks
+            forward(self._job(rank), *(self._shard(x, rank) for x in (q, k, v)), keep=keep) for rank in self._ranks
         ]
         results = Virtual(self.plan.ranks).run(programs)
-        self._unshard(lse, [result.lse for result in results])
-        if any(target is None for target in targets):
-            self._unshard(out, [result.out for result in results])
-        return Forward(out, lse, tuple(pair for result in results for pair in result.kept))
+        kept = tuple(pair for result in results for pair in result.kept)
+        if self.plan.ranks == 1:
+            return Forward(results[0].out, results[0].lse, kept)
+        layout = self.plan.layout
+        out = layout.unshard_tensor([result.out for result in results])
+        return Forward(out, layout.unshard_tensor([result.lse for result in results], -1), kept)
 
     def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
         q, k, v, result = saved
@@ -87,19 +85,8 @@ class _AllRanks:
     def _job(self, rank: int) -> Job:
         return Job(self.plan, rank, self.kernel, self.scale)
 
-    def _ranges(self, rank: int) -> tuple[range, ...]:
-        return self.plan.layout.shard(rank)
-
     def _shard(self, x: torch.Tensor, rank: int, dim: int = -2) -> torch.Tensor:
         return self.plan.layout.shard_tensor(x, rank, dim)
-
-    def _unshard(self, whole: torch.Tensor, shards: list[torch.Tensor]) -> None:
-        """Write the shards of [B, H, n, ...] tensors into the whole one."""
-        for rank, shard in enumerate(shards):
-            first = 0
-            for r in self._ranges(rank):
-                whole[:, :, r.start : r.stop : r.step].copy_(shard[:, :, first : first + len(r)])
-                first += len(r)
 
 
 class _Attention(torch.autograd.Function):

@@ -81,7 +81,9 @@ class Layout(ABC):
             raise InvalidInput(f"unshard_tensor needs one shard of each of the {self.ranks} ranks, got {len(shards)}")
         shape = list(shards[0].shape)
         shape[dim] = self.tokens
-        whole = shards[0].new_empty(shape)
+        # In the memory order of the shards: kernels keep tokens before heads.
+        order = sorted(range(len(shape)), key=shards[0].stride, reverse=True)
+        whole = shards[0].new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
         for rank, shard in enumerate(shards):
             self._check_length(shard.shape[dim], self.rows(rank), f"unshard_tensor, rank {rank}", dim)
             first = 0
@@ -178,7 +180,7 @@ class Striped(Layout):
         return f"striped({self.block})"
 
     def shard(self, rank: int) -> tuple[range, ...]:
-        return self._ranges(rank * self.block, self.block)
+        return self.span(range(rank, rank + 1))[0]
 
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         width = len(ranks) * self.block

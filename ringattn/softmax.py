@@ -14,6 +14,6 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
     the online softmax of Milakov and Gimelshein (2018) in the form that cannot overflow.
     """
     gate = torch.sigmoid(part_lse - lse)
-    gate.masked_fill_((part_lse == -torch.inf) & (lse == -torch.inf), 0.0)
+    gate.masked_fill_(part_lse == -torch.inf, 0.0)  # where both are empty, sigmoid(-inf + inf) is NaN
     out.lerp_(part.to(out.dtype), gate.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)

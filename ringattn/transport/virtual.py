@@ -13,9 +13,9 @@ from ..errors import CommFailure
 from .base import Counters, Message, Post, Program, Wait
 
 T = TypeVar("T")
-#: A buffer in flight is watched, or poisoned, in its first WATCHED bytes of every PAGE: a read of any of them
-#: makes NaN (all bits set is NaN in every floating dtype), and it costs 1 / 64 of touching the buffer.
-PAGE, WATCHED = 4096, 64
+#: A small buffer in flight is watched, or poisoned, as a whole, a larger one in the first WATCHED bytes of every PAGE:
+#: enough to catch a block read too early or written too late, at 1 / 256 of the cost of touching all of it.
+SMALL, PAGE, WATCHED = 1 << 16, 1 << 14, 64
 
 
 @dataclass
@@ -117,8 +117,8 @@ class Virtual:
 
 
 def _watched(data: torch.Tensor) -> torch.Tensor:
-    """A strided view of the bytes that are watched."""
+    """The view of the bytes that are watched. All bits set is NaN in every floating dtype."""
+    if data.numel() <= SMALL:
+        return data
     pages = data.numel() // PAGE
-    if not pages:
-        return data[:WATCHED]
     return data[: pages * PAGE].view(pages, PAGE)[:, :WATCHED]
