@@ -22,10 +22,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 class AtenCpu(Kernel):
-    """`aten::_scaled_dot_product_flash_attention_for_cpu`: fp64, fp32, bf16; fp16 is computed in fp32.
+    """`aten::_scaled_dot_product_flash_attention_for_cpu` in fp64 and fp32; 16-bit inputs are computed in fp32.
 
-    Native fp16 matrix products are hundreds of times slower on CPUs. Grouped-query heads are native; a value
-    head dim other than that of q and k is padded, which changes no number.
+    Native fp16 matrix products are hundreds of times slower on CPUs, and bf16 is no faster than fp32 where
+    there is no matrix unit for it; and fp32 partials keep the error of many hops at that of one rounding.
+    Grouped-query heads are native; a value head dim other than that of q and k is padded, which changes no number.
     """
 
     name = "aten_cpu"
@@ -80,8 +81,8 @@ class AtenCpu(Kernel):
 
 def _ready(x: torch.Tensor) -> torch.Tensor:
     """The op reads garbage, silently, where the last stride is not 1."""
-    if x.dtype == torch.float16:
-        x = x.float()
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return x.to(torch.float32, memory_format=torch.contiguous_format)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

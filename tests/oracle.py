@@ -1,0 +1,102 @@
+"""The oracle: dense attention in fp64 under a pattern's mask, by autograd; and one call of a single device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ringattn import Pattern
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """out, lse, and the gradients of sum(out * cotangent) + sum(lse * lse_cotangent)."""
+
+    out: Tensor
+    lse: Tensor
+    grads: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one attention and the cotangents of its results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    grad_lse: Tensor | None = None
+    scale: float | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v
+
+    def leaves(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        return tuple(x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in self.inputs)
+
+    @property
+    def factor(self) -> float:
+        return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+def make_case(
+    tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, *, batch: int = 2, dim: int = 16,
+    value_dim: int | None = None, lse: bool = False, seed: int = 0,
+) -> Case:  # fmt: skip
+    """Random normal inputs and cotangents, the same for every dtype up to rounding."""
+    source = torch.Generator().manual_seed(seed)
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim or dim), (heads, value_dim or dim))
+    q, k, v, grad = (
+        torch.randn(batch, h, tokens, d, generator=source, dtype=torch.float64).to(dtype) for h, d in shapes
+    )
+    grad_lse = torch.randn(batch, heads, tokens, generator=source, dtype=torch.float64)
+    return Case(q, k, v, grad, grad_lse if lse else None)
+
+
+def dense(case: Case, mask: Tensor) -> Result:
+    """fp64 softmax with multiplicities `mask` [H, N, N]; rows that see no key are 0, their lse -inf."""
+    q, k, v = case.leaves(torch.float64)
+    group = q.shape[1] // k.shape[1]
+    seen = mask.sum(-1) > 0
+    zero = torch.zeros((), dtype=torch.float64)
+    bias = mask.double().log().where(seen.unsqueeze(-1), zero)  # hidden rows: finite here, struck out below
+    scores = q @ k.repeat_interleave(group, 1).mT * case.factor + bias
+    lse = scores.logsumexp(-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ v.repeat_interleave(group, 1) * seen.unsqueeze(-1)
+    loss = (out * case.grad.double()).sum()
+    if case.grad_lse is not None:
+        loss = loss + (lse * seen * case.grad_lse).sum()
+    shown = lse.detach().masked_fill(~seen, -torch.inf)
+    return Result(out.detach(), shown, torch.autograd.grad(loss, (q, k, v)))
+
+
+def single_device(case: Case, mask: Tensor) -> Result:
+    """One call of torch's SDPA in the dtype of the case, with the same mask: the error that nobody can blame us for."""
+    q, k, v = case.leaves()
+    seen = (mask.sum(-1) > 0).unsqueeze(-1)
+    bias = mask.double().log().where(seen, torch.zeros((), dtype=torch.float64)).to(q.dtype)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias.expand(q.shape[0], -1, -1, -1), scale=case.factor, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    out = out * seen
+    return Result(out.detach(), torch.empty(0), torch.autograd.grad(out, (q, k, v), case.grad))
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    """Largest absolute error, relative to the largest entry of the truth (1 where all are smaller than 1)."""
+    if not truth.numel():
+        assert found.shape == truth.shape
+        return 0.0
+    found, truth = found.detach(), truth.detach()
+    assert not found.isnan().any()
+    return float((found.double() - truth).abs().max() / truth.abs().max().clamp(min=1.0))
+
+
+def errors(found: Result, truth: Result) -> list[float]:
+    """Errors of out, dq, dk, dv."""
+    pairs = zip((found.out, *found.grads), (truth.out, *truth.grads), strict=True)
+    return [error(a, b) for a, b in pairs]

@@ -1,0 +1,81 @@
+"""Random ranges, tiles, patterns and layouts, and the sets they stand for."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from ringattn import Causal, Documents, Full, Pattern, Sinks, Strided, Window, mix
+from ringattn.pattern import Tile
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped(3)", "striped(8)")
+
+
+def ranges(most: int = 30) -> st.SearchStrategy[range]:
+    return st.builds(
+        lambda start, length, step: range(start, start + length, step),
+        st.integers(0, 20),
+        st.integers(0, most),
+        st.sampled_from([1, 1, 2, 3, 4, 6]),
+    )
+
+
+bounds = st.none() | st.integers(-20, 20)
+heads = st.builds(range, st.integers(0, 2), st.integers(0, 5), st.integers(1, 2))
+raw_tiles = st.builds(Tile, heads, ranges(), ranges(), bounds, bounds)
+
+
+def pairs(tile: Tile | None) -> set[tuple[int, int, int]]:
+    """(head, query, key) triples of a tile, by enumeration."""
+    if tile is None:
+        return set()
+    return {
+        (h, x, y)
+        for h in tile.heads
+        for x in tile.q
+        for y in tile.k
+        if (tile.lo is None or x - y >= tile.lo) and (tile.hi is None or x - y <= tile.hi)
+    }
+
+
+@st.composite
+def documents(draw: st.DrawFn, tokens: int) -> Documents:
+    lengths, left = [], tokens
+    while left:
+        lengths.append(draw(st.integers(0, min(left, 12))))
+        left -= lengths[-1]
+        if len(lengths) > 8 and left:
+            lengths.append(left)
+            left = 0
+    return Documents(tuple(lengths))
+
+
+@st.composite
+def patterns(draw: st.DrawFn, tokens: int, depth: int = 2) -> Pattern:
+    if depth == 0 or draw(st.booleans()):
+        return draw(
+            st.just(Full())
+            | st.just(Causal())
+            | st.builds(Window, st.integers(0, 12), st.integers(0, 6))
+            | st.builds(Sinks, st.integers(0, 5))
+            | st.builds(Strided, st.integers(1, 5))
+            | documents(tokens)
+        )
+    a, b = draw(patterns(tokens, depth - 1)), draw(patterns(tokens, depth - 1))
+    kind = draw(st.sampled_from(["and", "or", "mix"]))
+    if kind == "and":
+        return a & b
+    if kind == "or" and a.branches == b.branches == 1:
+        return a | b
+    return mix(a, b)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_tokens: int = 40, most_ranks: int = 9) -> tuple[Pattern, int, int, str]:
+    """(pattern, tokens, ranks, layout)"""
+    tokens = draw(st.integers(0, most_tokens))
+    return (
+        draw(patterns(tokens)),
+        tokens,
+        draw(st.integers(1, most_ranks)),
+        draw(st.sampled_from(LAYOUTS)),
+    )

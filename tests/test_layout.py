@@ -1,0 +1,98 @@
+"""Layouts partition the sequence, whatever the sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import LAYOUTS
+
+from ringattn import InvalidInput, make_layout
+
+sizes = st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 50), st.integers(1, 9))
+
+
+@given(sizes)
+def test_every_position_has_one_owner(case: tuple[str, int, int]) -> None:
+    name, tokens, ranks = case
+    layout = make_layout(name, tokens=tokens, ranks=ranks)
+    shards = [layout.positions(rank) for rank in range(ranks)]
+    assert sorted(np.concatenate(shards).tolist()) == list(range(tokens))
+    for rank, shard in enumerate(shards):
+        assert layout.rows(rank) == len(shard)
+        assert all(layout.owner(int(p)) == rank for p in shard)
+
+
+@given(sizes, st.data())
+def test_span_covers_a_run_of_ranks(case: tuple[str, int, int], data: st.DataObject) -> None:
+    name, tokens, ranks = case
+    layout = make_layout(name, tokens=tokens, ranks=ranks)
+    first = data.draw(st.integers(0, ranks - 1))
+    stop = data.draw(st.integers(first + 1, ranks))
+    parts, exact = layout.span(range(first, stop))
+    members = [p for part in parts for p in part]
+    owned = {int(p) for rank in range(first, stop) for p in layout.positions(rank)}
+    assert len(members) == len(set(members)) and set(members) >= owned
+    assert not exact or set(members) == owned
+
+
+@given(sizes, st.sampled_from([0, 1, 2, -1, -2]))
+def test_shard_and_unshard(case: tuple[str, int, int], dim: int) -> None:
+    name, tokens, ranks = case
+    layout = make_layout(name, tokens=tokens, ranks=ranks)
+    shape = [2, 3, 4]
+    shape[dim] = tokens
+    whole = torch.arange(int(np.prod(shape))).view(shape)
+    shards = [layout.shard_tensor(whole, rank, dim) for rank in range(ranks)]
+    for rank, shard in enumerate(shards):
+        assert torch.equal(shard, whole.index_select(dim, torch.from_numpy(layout.positions(rank))))
+    assert torch.equal(layout.unshard_tensor(shards, dim), whole)
+
+
+@given(sizes)
+def test_labels_shift_across_shards(case: tuple[str, int, int]) -> None:
+    name, tokens, ranks = case
+    layout = make_layout(name, tokens=tokens, ranks=ranks)
+    labels = torch.arange(tokens) + 100
+    for rank in range(ranks):
+        for position, label in zip(layout.positions(rank), layout.shift(labels, rank), strict=True):
+            assert label == (position + 101 if position + 1 < tokens else -100)
+    assert torch.equal(labels, torch.arange(tokens) + 100)
+
+
+def test_zigzag_pairs_early_with_late() -> None:
+    layout = make_layout("zigzag", tokens=16, ranks=4)
+    assert layout.shard(0) == (range(0, 2), range(14, 16))
+    assert layout.shard(3) == (range(6, 10),)
+
+
+def test_striped_takes_the_shorter_description() -> None:
+    assert make_layout("striped", tokens=1 << 30, ranks=4).shard(1) == (range(1, 1 << 30, 4),)
+    assert make_layout("striped(64)", tokens=512, ranks=4).shard(1) == (range(64, 128), range(320, 384))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "ranks", "words"),
+    [
+        ("zig-zag", 8, 2, "did you mean 'zigzag'"),
+        ("contiguous(3)", 8, 2, "unknown layout"),
+        ("striped(0)", 8, 2, "block is a number of tokens >= 1"),
+        ("zigzag", -1, 2, "tokens=-1"),
+        ("zigzag", 8, 0, "ranks=0"),
+    ],
+)
+def test_errors(name: str, tokens: int, ranks: int, words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        make_layout(name, tokens=tokens, ranks=ranks)
+    assert words in str(caught.value)
+
+
+def test_a_layout_of_other_sizes_is_refused() -> None:
+    layout = make_layout("zigzag", tokens=8, ranks=2)
+    assert make_layout(layout, tokens=8, ranks=2) is layout
+    with pytest.raises(InvalidInput, match="made for 8 tokens over 2 ranks"):
+        make_layout(layout, tokens=9, ranks=2)
+    with pytest.raises(InvalidInput, match="dim -2 has 7 rows"):
+        layout.shard_tensor(torch.zeros(7, 1), 0)

@@ -1,0 +1,98 @@
+"""Every pattern x layout x ranks x dtype x head sharing against the fp64 oracle, forward and backward."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from oracle import Case, Result, dense, errors, make_case, single_device
+
+import ringattn as ra
+from ringattn import Causal, Documents, Full, Pattern, Sinks, Strided, Window, mix
+
+TOKENS = 53
+PATTERNS: dict[str, Pattern] = {
+    "full": Full(),
+    "causal": Causal(),
+    "window": Causal() & Window(11),
+    "two-sided": Window(7, 4),
+    "documents": Documents([20, 1, 17, 15]),
+    "causal-documents": Causal() & Documents([9, 30, 14]),
+    "sinks": Causal() & (Sinks(3) | Window(6)),
+    "strided": Causal() & (Strided(3) | Window(2)),
+    "mix": mix(Causal(), Window(5, 5), Strided(4)),
+    "hidden-rows": Strided(2) & Window(9, 0) & Documents([13, 40]) & (Sinks(20) | Full()),
+    "empty-rows": Sinks(4) & Documents([30, 23]),
+}
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped(4)")
+RANKS = (1, 2, 3, 4, 5, 7, 8)
+HEADS = ((4, 4), (4, 2), (3, 1))
+#: Added to twice the error of one single-device call, which is nearly exact now and then.
+FLOOR = 1e-6
+
+
+@lru_cache(maxsize=None)
+def truth(name: str, heads: tuple[int, int], dtype: torch.dtype) -> tuple[Case, Result, list[float]]:
+    """The case, its oracle, and the error allowed for out, dq, dk and dv."""
+    case = make_case(TOKENS, *heads, dtype)
+    mask = torch.from_numpy(PATTERNS[name].mask(TOKENS, heads[0]))
+    oracle = dense(case, mask)
+    if dtype == torch.float64:
+        return case, oracle, [1e-12] * 4
+    single = errors(single_device(case, mask), oracle)
+    return case, oracle, [2 * e + FLOOR for e in single]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_cell(name: str, layout: str, dtype: torch.dtype) -> None:
+    for heads in HEADS:
+        case, oracle, allowed = truth(name, heads, dtype)
+        for ranks in RANKS:
+            schedule = "allgather" if ranks == 3 else "ring"
+            q, k, v = case.leaves()
+            out, lse = ra.virtual_attention(
+                q, k, v, PATTERNS[name], ranks=ranks, layout=layout, schedule=schedule, return_lse=True
+            )
+            grads = torch.autograd.grad(out, (q, k, v), case.grad)
+            assert out.dtype == dtype and all(g.dtype == dtype for g in grads)
+            found = errors(Result(out, lse, grads), oracle)
+            assert all(e <= a for e, a in zip(found, allowed, strict=True)), (heads, ranks, found, allowed)
+            hidden = oracle.lse == -torch.inf
+            assert torch.equal(lse == -torch.inf, hidden)
+            assert (out[hidden] == 0).all()
+            close = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 2e-2
+            assert (lse[~hidden].double() - oracle.lse[~hidden]).abs().max() <= close * 10
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten_cpu"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_kernels_and_value_dims(name: str, kernel: str) -> None:
+    for value_dim in (16, 8, 20):
+        case = make_case(TOKENS, 4, 2, torch.float64, value_dim=value_dim, lse=True)
+        oracle = dense(case, torch.from_numpy(PATTERNS[name].mask(TOKENS, 4)))
+        q, k, v = case.leaves()
+        out, lse = ra.virtual_attention(
+            q, k, v, PATTERNS[name], ranks=3, layout="zigzag", kernel=kernel, return_lse=True
+        )
+        seen = oracle.lse > -torch.inf
+        assert case.grad_lse is not None
+        grads = torch.autograd.grad((out, lse), (q, k, v), (case.grad, case.grad_lse * seen))
+        assert max(errors(Result(out, lse, grads), oracle)) <= 1e-12
+        assert (lse[seen] - oracle.lse[seen]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 700])
+def test_odd_lengths_and_scale(tokens: int) -> None:
+    case = make_case(tokens, 2, 1, torch.float64, batch=1)
+    case = Case(*case.inputs, case.grad, scale=0.3)
+    pattern = Causal() & (Window(300) | Sinks(2))
+    oracle = dense(case, torch.from_numpy(pattern.mask(tokens, 2)))
+    for ranks in (1, 2, 5):
+        for layout in LAYOUTS:
+            q, k, v = case.leaves()
+            out = ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, scale=0.3)
+            grads = torch.autograd.grad(out, (q, k, v), case.grad)
+            assert max(errors(Result(out, oracle.lse, grads), oracle)) <= 1e-12

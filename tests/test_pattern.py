@@ -1,0 +1,125 @@
+"""Patterns: tiles against the independent mask, counts, combination, repr and errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import pairs, patterns, ranges
+
+import ringattn as ra
+from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Sinks, Strided, Window, mix, parse_pattern
+from ringattn.pattern import Tile
+from ringattn.pattern.ranges import clip
+
+sized = st.integers(0, 25).flatmap(lambda n: st.tuples(st.just(n), patterns(n)))
+
+
+def test_masks_written_by_hand() -> None:
+    assert (Full().mask(3)[0] == 1).all()
+    assert (Causal().mask(4)[0] == np.tril(np.ones((4, 4)))).all()
+    assert Window(1).mask(3)[0].tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert Window(0, 1).mask(3)[0].tolist() == [[1, 1, 0], [0, 1, 1], [0, 0, 1]]
+    assert Window(4095).mask(5000)[0].sum(1).max() == 4096
+    assert Documents([1, 2]).mask(3)[0].tolist() == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
+    assert Sinks(1).mask(2)[0].tolist() == [[1, 0], [1, 0]]
+    assert Strided(2).mask(3)[0].tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+    assert (Causal() & (Sinks(1) | Window(0))).mask(3)[0].tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    assert mix(Causal(), Full()).mask(2)[0].tolist() == [[2, 1], [2, 2]]
+
+
+@given(sized)
+def test_tiles_equal_the_mask(case: tuple[int, Pattern]) -> None:
+    tokens, pattern = case
+    found = np.zeros((2, tokens, tokens), dtype=int)
+    for tile in pattern.tiles(range(tokens), range(tokens), range(2)):
+        for head, x, y in pairs(tile):
+            found[head, x, y] += 1
+    assert (found == pattern.mask(tokens, 2)).all()
+
+
+@given(sized)
+def test_tiles_of_one_branch_are_disjoint(case: tuple[int, Pattern]) -> None:
+    tokens, pattern = case
+    branches: dict[int, list[Tile]] = {}
+    for tile in pattern.tiles(range(tokens), range(tokens)):
+        branches.setdefault(tile.branch, []).append(tile)
+    assert set(branches) <= set(range(pattern.branches))
+    for tiles in branches.values():
+        assert sum(len(pairs(t)) for t in tiles) == len(set().union(*map(pairs, tiles)))
+
+
+@given(sized, ranges(), ranges())
+def test_count_of_a_rectangle(case: tuple[int, Pattern], q: range, k: range) -> None:
+    tokens, pattern = case
+    q, k = clip(q, 0, tokens - 1), clip(k, 0, tokens - 1)
+    assert pattern.count(q, k) == pattern.mask(tokens)[0][np.ix_(list(q), list(k))].sum()
+
+
+@given(sized)
+def test_repr_reads_back(case: tuple[int, Pattern]) -> None:
+    assert parse_pattern(repr(case[1])) == case[1]
+
+
+@given(sized)
+def test_row_mask_is_a_row_of_the_mask(case: tuple[int, Pattern]) -> None:
+    tokens, pattern = case
+    for position in range(0, tokens, 5):
+        assert (pattern.row_mask(position, tokens) == pattern.mask(tokens)[0][position]).all()
+
+
+def test_tiles_are_lazy() -> None:
+    documents = Documents([1 << 10] * (1 << 16))
+    tiles = documents.tiles(range(1 << 26), range(1 << 26))
+    assert next(tiles).q == range(1 << 10)
+    far = list(documents.tiles(range(0, 1 << 20), range(1 << 20, 1 << 26)))
+    assert far == []
+
+
+def test_picture() -> None:
+    assert Causal().picture(4, ascii=True) == "#...\n##..\n###.\n####"
+    assert Window(0).picture(64, cells=4, ascii=True) == "-...\n.-..\n..-.\n...-"
+    assert Full().picture(0) == ""
+
+
+def test_written_patterns() -> None:
+    assert parse_pattern("Causal() & Window(4096)") == Causal() & Window(4096)
+    assert parse_pattern("Causal") == Causal()
+    assert parse_pattern("mix(Causal(), Window(left=3, right=1) | Sinks(2))") == mix(Causal(), Window(3, 1) | Sinks(2))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Casual()", ["Casual", "did you mean 'Causal'"]),
+        ("Window(-1)", ["left=-1", ">= 0"]),
+        ("Window()", ["Window()", "left"]),
+        ("Causal() &", ["does not parse"]),
+        ("__import__('os').system('true')", ["is not a pattern"]),
+        ("Window(open('x'))", ["unknown name 'open'"]),
+        ("Window(left=len)", ["not a plain value"]),
+        ("Causal() + Full()", ["is not a pattern"]),
+        ("Strided(0)", ["step=0", ">= 1"]),
+        ("Sinks(-2)", ["n=-2"]),
+        ("Documents([3, -1])", ["length must be", "-1"]),
+        ("Documents([3]) | mix(Full(), Causal())", ["| takes patterns of one branch", "mix"]),
+    ],
+)
+def test_wrong_patterns_say_what_and_what_to_try(text: str, words: list[str]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_pattern(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_documents_must_fill_the_sequence() -> None:
+    with pytest.raises(InvalidInput, match="sum to 5, the sequence has 7 tokens.*2 tokens"):
+        ra.make_plan(Documents([2, 3]), tokens=7, ranks=2)
+
+
+def test_only_patterns_combine() -> None:
+    with pytest.raises(InvalidInput, match="& combines two patterns, got int"):
+        Causal() & 3  # type: ignore[operator]
+    with pytest.raises(InvalidInput, match="at least one"):
+        mix()

@@ -1,0 +1,218 @@
+"""Plans: every pair once, hops that somebody needs, matching messages, JSON, and the cost of one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import problems
+
+import ringattn as ra
+from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Plan, Sinks, Window, make_plan
+from ringattn.demand import Demand
+from ringattn.layout import make_layout
+from ringattn.pattern.base import And
+from ringattn.steps import Step
+
+SCHEDULES = ("ring", "allgather")
+head_counts = st.sampled_from([(1, 1), (4, 2), (3, 1), (2, 2)])
+
+
+@given(problems(), head_counts)
+def test_works_hold_every_pair_once(case: tuple[Pattern, int, int, str], counts: tuple[int, int]) -> None:
+    """Invariant 1: over all visits of all ranks, each (query, key, branch) of the mask is computed once."""
+    pattern, tokens, ranks, name = case
+    heads, kv_heads = counts
+    layout = make_layout(name, tokens=tokens, ranks=ranks)
+    demand = Demand(pattern, layout, heads, kv_heads)
+    mask = pattern.mask(tokens, heads)
+    positions = [layout.positions(rank) for rank in range(ranks)]
+    for rank in range(ranks):
+        for owner in range(ranks):
+            wanted = mask[:, positions[rank]][:, :, positions[owner]]
+            found = np.zeros_like(wanted)
+            for work in demand.works(rank, owner):
+                i, j = np.arange(len(work.q))[:, None], np.arange(len(work.k))[None, :]
+                seen = np.ones((len(work.q), len(work.k)), dtype=bool)
+                seen &= work.lo is None or i - j >= work.lo
+                seen &= work.hi is None or i - j <= work.hi
+                assert seen.any(1).all(), "every row of a work sees a key"
+                assert work.dense == seen.all() or not work.dense
+                for head in work.heads:
+                    assert head * kv_heads // heads in work.kv
+                    found[head][np.ix_(list(work.q), list(work.k))] += seen
+            assert (found == wanted).all()
+            assert demand.pairs(rank, owner) == wanted.sum()
+            assert demand.needs(range(rank, rank + 1), range(owner, owner + 1)) == bool(wanted.any())
+
+
+def visits(steps: tuple[Step, ...]) -> list[int]:
+    return [owner for step in steps for owner in step.visits]
+
+
+@given(problems(), st.sampled_from(SCHEDULES))
+def test_steps_can_be_run(case: tuple[Pattern, int, int, str], schedule: str) -> None:
+    """Each rank visits exactly the owners that it needs, holds what it visits and sends, and messages pair up."""
+    pattern, tokens, ranks, layout = case
+    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule)
+    plans = [plan.for_rank(rank) for rank in range(ranks)]
+    for backward in (False, True):
+        sends, recvs = {}, {}
+        for rank, rank_plan in enumerate(plans):
+            steps = rank_plan.backward if backward else rank_plan.forward
+            blocks, grads = {rank}, set()
+            if backward:
+                blocks |= set(rank_plan.kept)
+            for step in steps:
+                for hop in step.sends:
+                    assert (rank, hop.peer, hop.tag) not in sends
+                    sends[rank, hop.peer, hop.tag] = hop.parts
+                    assert all(p.owner in (blocks if p.kind == "kv" else grads) for p in hop.parts)
+                assert set(step.visits) <= blocks
+                grads |= set(step.visits)
+                for hop in step.recvs:
+                    assert (hop.peer, rank, hop.tag) not in recvs
+                    recvs[hop.peer, rank, hop.tag] = hop.parts
+                    for part in hop.parts:
+                        (blocks if part.kind == "kv" else grads).add(part.owner)
+            assert len(visits(steps)) == len(set(visits(steps)))
+            assert set(visits(steps)) == {s for s in range(ranks) if plan.demand.pairs(rank, s)}
+            assert backward or set(rank_plan.kept) <= blocks
+        assert sends == recvs
+
+
+@given(problems())
+def test_ring_makes_no_hop_that_nobody_needs(case: tuple[Pattern, int, int, str]) -> None:
+    pattern, tokens, ranks, layout = case
+    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring")
+    received = {r: [h.parts[0].owner for s in plan.for_rank(r).forward for h in s.recvs] for r in range(ranks)}
+    for owner in range(ranks):
+        needy = {rank for rank in range(ranks) if rank != owner and plan.demand.pairs(rank, owner)}
+        holders = {rank for rank in range(ranks) if owner in received[rank]}
+        assert needy <= holders
+        for way in (+1, -1):  # beyond the last rank in need, in either direction, nobody receives the block
+            run = []
+            for distance in range(1, ranks):
+                rank = (owner + way * distance) % ranks
+                if rank not in holders:
+                    break
+                run.append(rank)
+            assert len(holders) == ranks - 1 or not run or run[-1] in needy
+    assert plan.bytes_sent() <= plan.full_ring_bytes()
+
+
+@given(problems(), st.sampled_from(SCHEDULES))
+def test_json_round_trip(case: tuple[Pattern, int, int, str], schedule: str) -> None:
+    pattern, tokens, ranks, layout = case
+    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule, heads=2, dtype="bfloat16")
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.hash == plan.hash
+
+
+def test_plans_are_frozen_cached_and_told_apart() -> None:
+    plan = make_plan(Causal(), tokens=100, ranks=4)
+    assert make_plan(Causal(), tokens=100, ranks=4) is plan
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.heads = 3  # type: ignore[misc]
+    others = [
+        make_plan(Full(), tokens=100, ranks=4),
+        make_plan(Causal(), tokens=101, ranks=4),
+        make_plan(Causal(), tokens=100, ranks=5),
+        make_plan(Causal(), tokens=100, ranks=4, layout="zigzag"),
+        make_plan(Causal(), tokens=100, ranks=4, schedule="allgather"),
+        make_plan(Causal(), tokens=100, ranks=4, dtype="bfloat16"),
+        make_plan(Causal(), tokens=100, ranks=4, heads=2),
+        make_plan(Causal(), tokens=100, ranks=4, batch=2),
+    ]
+    assert len({plan.hash, *(other.hash for other in others)}) == 9
+
+
+def test_edited_json_is_refused() -> None:
+    text = make_plan(Causal(), tokens=100, ranks=4).to_json()
+    edited = json.loads(text)
+    edited["tokens"] = 101
+    for wrong, words in (
+        (json.dumps(edited), "edited"),
+        ("{}", "no plan"),
+        ("[1", "no plan"),
+        (text.replace('"format": 1', '"format": 99'), "format 99"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            Plan.from_json(wrong)
+
+
+def test_causal_contiguous_sends_half() -> None:
+    plan = make_plan(Causal(), tokens=512, ranks=8)
+    assert plan.bytes_sent() / plan.full_ring_bytes() == 0.5
+    assert plan.messages(7) == 0 and plan.messages(0) == 1  # rank 0 sends its own block, and nobody sends to it
+    assert plan.pairs() == 512 * 513 // 2
+    assert make_plan(Causal(), tokens=512, ranks=8, layout="zigzag").imbalance == 1.0
+    assert plan.imbalance == pytest.approx(1.873, abs=1e-3)
+
+
+def test_window_reaches_one_neighbour() -> None:
+    plan = make_plan(Window(32), tokens=512, ranks=8)
+    assert plan.messages() == 7 and [len(plan.for_rank(r).forward) for r in (0, 1, 7)] == [1, 2, 2]
+    both = make_plan(Window(32, 32), tokens=512, ranks=8)
+    assert both.messages() == 14
+
+
+def test_dense_ring_and_its_backward() -> None:
+    plan = make_plan(Full(), tokens=512, ranks=8, head_dim=16, dtype="bfloat16")
+    block = 64 * 32 * 2
+    assert plan.bytes_sent() == 8 * 7 * block
+    # From the block that the forward ended with: P-2 hops of K/V, P-1 of fp32 dK/dV, none exposed.
+    assert plan.bytes_sent(backward=True) == 8 * (6 * block + 7 * 2 * block)
+    assert all(len(plan.for_rank(r).kept) == 1 for r in range(8))
+
+
+def test_bad_arguments() -> None:
+    for arguments, words in (
+        ({"heads": 4, "kv_heads": 3}, "4 query heads cannot share 3.*kv_heads=1 or 2 or 4"),
+        ({"heads": 0}, "heads=0"),
+        ({"dtype": "int8"}, "dtype int8 is not supported"),
+        ({"schedule": "rings"}, "did you mean 'ring'"),
+        ({"layout": "zagzig"}, "unknown layout"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            make_plan(Causal(), tokens=8, ranks=2, **arguments)
+    with pytest.raises(InvalidInput, match="rank 2 is not one of the 2 ranks"):
+        make_plan(Causal(), tokens=8, ranks=2).for_rank(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(And):
+    """A pattern that counts how often its tiles are asked for."""
+
+    def tiles(self, q: range, k: range, heads: range = range(1)) -> Iterator[ra.pattern.Tile]:  # type: ignore[name-defined]
+        CALLS.append(1)
+        return super().tiles(q, k, heads)
+
+
+CALLS: list[int] = []
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Causal() & Window(4095),
+        Window(100, 100),
+        Causal() & (Window(4095) | Sinks(4)),
+        Causal() & Documents([1 << 14] * (1 << 16)),
+    ],
+    ids=["window", "two-sided", "sinks", "documents"],
+)
+def test_one_rank_of_many_is_planned_without_looking_at_the_others(pattern: Pattern) -> None:
+    """Invariant 6: the tiles that are looked at do not grow with P."""
+    CALLS.clear()
+    ranks = 262_144
+    plan = make_plan(Counted(pattern, Full()), tokens=1 << 30, ranks=ranks)
+    rank_plan = plan.for_rank(ranks // 2)
+    assert set(visits(rank_plan.forward)) >= {ranks // 2}
+    assert len(rank_plan.forward) <= 8
+    assert len(CALLS) < 40_000 < ranks
