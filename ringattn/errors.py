@@ -21,3 +21,7 @@ class Mismatch(RingAttentionError, ValueError):
 
 class CommFailure(RingAttentionError, RuntimeError):
     """A message did not arrive in time, or a peer is gone."""
+
+
+class LaunchFailure(CommFailure):
+    """A rank that this process started has failed, was killed, or did not end in time."""

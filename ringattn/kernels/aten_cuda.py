@@ -36,10 +36,10 @@ class AtenCuda(Kernel):
     """
 
     def __init__(self, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> None:
+        self.name = f"aten_cuda:{choice}" if choice else "aten_cuda"
         if choice is None and dtype not in _SIXTEEN:
             choice = "efficient"
         self.choice, self.deterministic = choice, deterministic
-        self.name = f"aten_cuda:{choice}" if choice else "aten_cuda"
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if q.device.type != "cuda":

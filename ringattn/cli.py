@@ -1,0 +1,112 @@
+"""ringattn <verb> [overrides]: the command line, on Hydra."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from .config import SCHEMAS, conf_dir, prepare
+from .errors import InvalidInput, RingAttentionError
+from .launcher import detect
+
+VERBS = {
+    "run": "attention over a text, a file or random numbers, on local ranks, torchrun or virtual ranks",
+    "plan": "who computes what and who sends what to whom; answers at once, without torch",
+    "bench": "a suite of alternating measurements, written to benchmarks/",
+    "doctor": "what this machine and installation can run, and what to install for the rest",
+}
+#: Exit status of a wrong call.
+USAGE_ERROR = 2
+
+
+def main() -> None:
+    """Entry point of `ringattn` and `python -m ringattn`."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())  # noqa: T201
+        raise SystemExit(0 if arguments else USAGE_ERROR)
+    if arguments[0] == "--version":
+        print(import_module("ringattn").__version__)  # noqa: T201
+        return
+    try:
+        _run(arguments[0], arguments[1:])
+    except RingAttentionError as error:
+        _fail(error)
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
+    return "\n".join(
+        [
+            "ringattn <verb> [key=value ...]",
+            "",
+            *lines,
+            "",
+            "ringattn <verb> --help                     groups and keys of a verb",
+            "ringattn <verb> --cfg job --resolve        what would run",
+            "ringattn <verb> -m ranks=2,4               one job per value",
+            "",
+            'example: ringattn plan pattern="Causal() & Window(4096)" ranks=8 tokens=1M',
+        ]
+    )
+
+
+def _run(verb: str, overrides: list[str]) -> None:
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
+    launch = detect()
+    prepared = prepare(verb, overrides)
+    if launch.rank > 0:  # one run directory, one log, one .hydra, whatever the launcher
+        prepared += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+
+    hydra = import_module("hydra")
+    omegaconf = import_module("omegaconf")
+    store = import_module("hydra.core.config_store").ConfigStore.instance()
+    for name, schema in SCHEMAS.items():
+        store.store(name=f"{name}_schema", node=schema)
+    omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
+    sys.argv = [f"ringattn {verb}", *prepared]
+    task = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(_task(verb))
+    task()
+
+
+def _task(verb: str) -> Callable[[Any], None]:
+    def task(cfg: Any) -> None:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import MissingMandatoryValue
+
+        try:
+            try:
+                config = OmegaConf.to_object(cfg)
+            except MissingMandatoryValue as error:
+                raise InvalidInput(f"a value is missing: {str(error).splitlines()[0]}") from None
+            import_module(f".commands.{verb}", __package__).main(config)
+        except RingAttentionError as error:
+            _fail(error)
+
+    return task
+
+
+def _fail(error: RingAttentionError) -> None:
+    if os.environ.get("RINGATTN_TRACEBACK") == "1":
+        raise error
+    sys.stderr.write(f"ringattn: {error}\n")
+    sys.stderr.flush()
+    raise SystemExit(USAGE_ERROR)
+
+
+def _run_id() -> str:
+    """The name of the run directory, equal on all ranks of a job."""
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID")
+    if elastic == "none":  # torchrun without a rendezvous id: its ranks share a parent
+        elastic = f"torchrun-{os.getppid()}"
+    known = os.environ.get("RINGATTN_RUN_ID") or elastic or os.environ.get("SLURM_JOB_ID")
+    return known or time.strftime("%Y-%m-%d/%H-%M-%S")

@@ -1,0 +1,68 @@
+"""ringattn plan: counted facts of a plan, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config import PlanConfig
+from ..files import write_text
+from ..pattern import parse_pattern
+from ..plan import Plan, make_plan
+from ..report import Number, console, grid, show, size
+
+#: More ranks than this are counted by a sample, and totals are left out: they would need every rank's plan.
+ALL_RANKS = 1024
+
+
+def main(config: PlanConfig) -> None:
+    """Print the picture, the pairs, the imbalance and the bytes of a plan; write it as JSON where asked."""
+    plan = make_plan(
+        parse_pattern(config.pattern.spec),
+        tokens=config.size(),
+        ranks=config.ranks,
+        layout=config.layout.spec,
+        schedule=config.schedule.spec,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        batch=config.batch,
+    )
+    if config.output.path:
+        write_text(Path(config.output.path), plan.to_json() + "\n")
+    lines = console()
+    lines.print(f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} ranks", highlight=False)
+    lines.print(plan.picture(ascii=config.ascii), highlight=False, markup=False, soft_wrap=True)
+    _ranks(plan)
+    show("", _totals(plan))
+
+
+def _ranks(plan: Plan) -> None:
+    count = min(plan.ranks, 16)
+    rows = []
+    for rank in (plan.ranks * i // count for i in range(count)):
+        forward, backward = plan.bytes_sent(rank), plan.bytes_sent(rank, backward=True)
+        rows.append(
+            (f"rank {rank}", f"{plan.layout.rows(rank):,}", f"{plan.pairs(rank):,}", size(forward), size(backward))
+        )
+    grid("", ("[counted]".replace("[", r"\["), "tokens", "pairs", "sends forward", "sends backward"), rows)
+
+
+def _totals(plan: Plan) -> list[Number]:
+    pairs = plan.pairs()
+    full = plan.heads * plan.tokens**2
+    numbers = [
+        Number("schedule", plan.schedule),
+        Number("pairs", f"{pairs:,} = {pairs / full:.4f} of dense" if full else "0", "counted"),
+        Number("plan hash", plan.hash),
+    ]
+    if plan.ranks > ALL_RANKS:
+        return numbers
+    numbers.insert(2, Number("imbalance", f"{plan.imbalance:.4f} (busiest rank / mean)", "counted"))
+    for backward in (False, True):
+        sent, whole = plan.bytes_sent(backward=backward), plan.full_ring_bytes(backward=backward)
+        share = f" = {sent / whole:.4f} of a full ring" if whole else ""
+        name = "backward sends" if backward else "forward sends"
+        messages = plan.messages(backward=backward)
+        numbers.insert(-1, Number(name, f"{size(sent)}{share}, {messages:,} messages", "counted"))
+    return numbers

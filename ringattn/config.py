@@ -1,0 +1,172 @@
+"""Schemas of the command line, sizes such as 64k, and errors that name the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import InvalidInput
+
+#: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
+WRITTEN = ("pattern", "layout", "kernel")
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def conf_dir() -> Path:
+    """The folder of the config groups: inside the package in a wheel, beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    beside = here.parent / "conf"
+    return beside if (beside / "run.yaml").is_file() else here / "conf"
+
+
+def parse_size(value: str | int | float, name: str = "size") -> int:
+    """A whole number written as 4096, 1_000_000, 64k, 1M, 2G (powers of 1024) or 1e9."""
+    text = str(value).strip().replace("_", "").lower()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmgt]?)", text)
+    if match:
+        number = float(match[1]) * _UNITS[match[2]] if re.search(r"[.e]", match[1]) else int(match[1]) * _UNITS[match[2]]
+        if number == int(number):
+            return int(number)
+    raise InvalidInput(f"{name}={value}: not a whole number; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
+
+
+@dataclass
+class Group:
+    """One choice of a config group; `spec` is what it stands for, the rest are its parameters."""
+
+    spec: str = "???"
+
+
+@dataclass
+class PatternGroup(Group):
+    left: int | None = None
+    n: int | None = None
+    step: int | None = None
+    lengths: list[int] | None = None
+
+
+@dataclass
+class LayoutGroup(Group):
+    block: int | None = None
+
+
+@dataclass
+class InputGroup:
+    name: str = "text"
+    path: str | None = None
+    seed: int = 0
+
+
+@dataclass
+class OutputGroup:
+    path: str | None = None
+
+
+@dataclass
+class Shape:
+    """What `run` and `plan` share."""
+
+    pattern: PatternGroup = field(default_factory=PatternGroup)
+    layout: LayoutGroup = field(default_factory=LayoutGroup)
+    schedule: Group = field(default_factory=Group)
+    output: OutputGroup = field(default_factory=OutputGroup)
+    experiment: Any = None
+    ranks: int = 2
+    tokens: Any = "8k"
+    heads: int = 8
+    kv_heads: int | None = None
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "float32"
+
+    def size(self) -> int:
+        return parse_size(self.tokens, "tokens")
+
+
+@dataclass
+class RunConfig(Shape):
+    transport: Group = field(default_factory=Group)
+    kernel: Group = field(default_factory=Group)
+    input: InputGroup = field(default_factory=InputGroup)
+    scale: float | None = None
+    backward: bool = False
+    deterministic: bool = False
+    repeat: int = 3
+    sample: int = 8
+    threads: int | None = None
+    timeout: float = 120.0
+    progress: bool | None = None
+
+
+@dataclass
+class PlanConfig(Shape):
+    ascii: bool = False
+
+
+@dataclass
+class BenchConfig:
+    suite: str = "ring"
+    cases: list[str] | None = None
+    repeat: int = 5
+    output: OutputGroup = field(default_factory=OutputGroup)
+
+
+@dataclass
+class DoctorConfig:
+    pass
+
+
+SCHEMAS: dict[str, type] = {"run": RunConfig, "plan": PlanConfig, "bench": BenchConfig, "doctor": DoctorConfig}
+
+
+def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides as Hydra wants them: written patterns quoted, unknown keys and options refused with a hint."""
+    return [part for override in overrides for part in _prepare(verb, override)]
+
+
+def _prepare(verb: str, override: str) -> list[str]:
+    match = re.fullmatch(r"([~+]{0,2})([\w./@-]+)=(.*)", override, re.DOTALL)
+    if match is None or match[2].startswith("hydra"):
+        return [override]
+    prefix, key, value = match.groups()
+    schema = SCHEMAS[verb]
+    _check_key(verb, schema, key.replace("/", "."))
+    folder = conf_dir() / key
+    if prefix or not folder.is_dir() or key not in _names(schema):
+        return [override]
+    options = sorted(path.stem for path in folder.glob("*.yaml"))
+    if key in WRITTEN and ("(" in value or ":" in value):
+        return [f"{key}=custom", f"{key}.spec={value!r}"]
+    for option in value.split(","):
+        if option not in options and option != "null":
+            shown = [name for name in options if name != "custom"]
+            raise InvalidInput(f"{key}={option}: unknown option; {_near(option, shown)}expected one of {', '.join(shown)}")
+    return [override]
+
+
+def _check_key(verb: str, schema: type, key: str) -> None:
+    names = _names(schema)
+    first, _, rest = key.partition(".")
+    if first not in names:
+        raise InvalidInput(
+            f"unknown key {first!r}; {_near(first, list(names))}keys of {verb}: {', '.join(names)} "
+            f"(ringattn {verb} --cfg job shows their values)"
+        )
+    inner = names[first].default_factory
+    if rest and inner is not dataclasses.MISSING and rest not in _names(inner):
+        shown = list(_names(inner))
+        raise InvalidInput(f"unknown key {key!r}; {_near(rest, shown)}keys of {first}: {', '.join(shown)}")
+
+
+def _names(schema: Any) -> dict[str, Any]:
+    return {f.name: f for f in dataclasses.fields(schema)}
+
+
+def _near(name: str, options: list[str]) -> str:
+    near = difflib.get_close_matches(name, options, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""

@@ -1,0 +1,27 @@
+"""Settings of hypothesis, and real ranks for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("ringattn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ringattn")
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[Any]]:
+    """run_ranks(fn, n, *args, timeout=60): fn(rank, *args) on n real Gloo ranks with one thread each.
+
+    `fn` is a module-level function of an importable test module. A hang is killed; the error carries the stderr
+    of the rank that failed.
+    """
+    from ringattn.launcher import run_local
+
+    def run(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, **options: Any) -> list[Any]:
+        return run_local(fn, n, *args, timeout=timeout, **{"threads": 1, **options})
+
+    return run

@@ -1,0 +1,153 @@
+"""What the ranks of tests/multi run: module-level functions, importable by a spawned process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from oracle import make_case
+
+import ringattn as ra
+from ringattn import Causal, Documents, Full, Pattern, Sinks, Strided, Window, mix
+from ringattn.functional import _transport
+from ringattn.transport.torchdist import TorchDist
+
+TOKENS = 101
+PATTERNS: tuple[Pattern, ...] = (
+    Full(),
+    Causal(),
+    Causal() & Window(20),
+    Window(5, 9),
+    Documents([40, 1, 60]),
+    Causal() & (Sinks(2) | Window(7)),
+    mix(Causal(), Strided(3)),
+)
+
+
+def equals_virtual(rank: int, dtype: str, heads: tuple[int, int]) -> int:
+    """Every pattern x layout x schedule: bit for bit the virtual ranks, and the planned bytes. Cells checked."""
+    transport, size, cells = TorchDist(timeout=30), dist.get_world_size(), 0
+    for pattern in PATTERNS:
+        for layout in ("contiguous", "zigzag", "striped", "striped(8)"):
+            for schedule in ("ring", "allgather"):
+                case = make_case(TOKENS, *heads, getattr(torch, dtype), lse=True)
+                assert case.grad_lse is not None
+                whole = case.leaves()
+                options = {"layout": layout, "schedule": schedule, "return_lse": True}
+                out, lse = ra.virtual_attention(*whole, pattern, ranks=size, **options)
+                dlse = case.grad_lse.to(lse.dtype)
+                grads = torch.autograd.grad((out, lse), whole, (case.grad, dlse))
+
+                made = ra.make_layout(layout, tokens=TOKENS, ranks=size)
+                mine = [made.shard_tensor(x.detach(), rank).clone().requires_grad_() for x in whole]
+                plan = ra.make_plan(
+                    pattern, tokens=TOKENS, ranks=size, layout=layout, schedule=schedule, heads=heads[0],
+                    kv_heads=heads[1], head_dim=16, dtype=dtype, batch=2,
+                )  # fmt: skip
+                transport.counters.reset()
+                found, found_lse = ra.ring_attention(*mine, pattern, transport=transport, **options)
+                counted = transport.counters.sent_bytes, transport.counters.sent_messages
+                assert counted == (plan.bytes_sent(rank), plan.messages(rank)), (pattern, layout, schedule)
+                transport.counters.reset()
+                cotangents = made.shard_tensor(case.grad, rank), made.shard_tensor(dlse, rank, -1)
+                found_grads = torch.autograd.grad((found, found_lse), mine, cotangents)
+                counted = transport.counters.sent_bytes, transport.counters.sent_messages
+                assert counted == (plan.bytes_sent(rank, backward=True), plan.messages(rank, backward=True))
+
+                assert torch.equal(found, made.shard_tensor(out, rank)), (pattern, layout, schedule)
+                assert torch.equal(found_lse, made.shard_tensor(lse, rank, -1))
+                for a, b in zip(found_grads, grads, strict=True):
+                    assert torch.equal(a, made.shard_tensor(b, rank)), (pattern, layout, schedule)
+                cells += 1
+    return cells
+
+
+def errors_on_every_rank(rank: int) -> list[str]:
+    """One wrong call after another; what this rank was told each time."""
+    size = dist.get_world_size()
+    x = torch.zeros(1, 2, 4, 8)
+    odd = rank == size - 1
+    calls = (
+        lambda: ra.ring_attention(x[0] if odd else x, x, x, Causal()),
+        lambda: ra.ring_attention(x, x.double() if odd else x, x, Causal()),
+        lambda: ra.ring_attention(x, x, x, Window(3) if odd else Causal()),
+        lambda: ra.ring_attention(x, x, x, Causal(), layout="zigzag" if odd else "contiguous"),
+        lambda: ra.ring_attention(*(torch.zeros(1, 2, 5 if odd else 4, 8) for _ in range(3)), Full(), layout="zigzag"),
+        lambda: ra.ring_attention(*(torch.zeros(2 if odd else 1, 2, 4, 8) for _ in range(3)), Full()),
+        lambda: ra.ring_attention(*(x.double() if odd else x for _ in range(3)), Full()),
+        lambda: ra.ring_attention(x.clone().requires_grad_(odd), x, x, Full()),
+        lambda: ra.ring_attention(x, x, x, Documents([7])),
+        lambda: ra.ring_attention(x, x, x, Causal(), kernel="aten_cuda" if odd else "auto"),
+        lambda: ra.ring_attention(x, x, x, Causal(), schedule="rong" if odd else "ring"),
+    )
+    told = []
+    for call in calls:
+        counters = _transport(None, None).counters
+        counters.reset()
+        try:
+            call()
+        except ra.RingAttentionError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        else:
+            told.append("no error")
+        assert counters.sent_messages == 0, "an error before the first message"
+    # After all these the group still works.
+    out = ra.ring_attention(x, x, x, Full())
+    assert out.shape == x.shape
+    return told
+
+
+def one_rank_is_lost(rank: int, how: str, folder: str) -> None:
+    """The last rank dies, or stays away, between two calls; the others write down what they were told."""
+    transport = TorchDist(timeout=5)
+    x = torch.randn(1, 2, 64, 8)
+    ra.ring_attention(x, x, x, Full(), transport=transport)
+    if rank == dist.get_world_size() - 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(11)
+        return
+    start = time.monotonic()
+    try:
+        ra.ring_attention(x, x, x, Full(), transport=transport)
+    except ra.CommFailure as error:
+        assert time.monotonic() - start < 10
+        Path(folder, f"{rank}").write_text(str(error))
+    time.sleep(max(0.0, 11 - (time.monotonic() - start)))
+
+
+def mesh_and_subgroup(rank: int) -> bool:
+    """A DeviceMesh axis and a ProcessGroup of some ranks give what a whole world of that size gives."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(rank // 2)
+    q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
+    wanted = ra.virtual_attention(q, k, v, Causal(), ranks=2, layout="zigzag")
+    layout = ra.make_layout("zigzag", tokens=30, ranks=2)
+    local = [layout.shard_tensor(x, rank % 2) for x in (q, k, v)]
+    found = ra.ring_attention(*local, Causal(), mesh=mesh["cp"], layout="zigzag")
+    group = ra.ring_attention(*local, Causal(), group=mesh["cp"].get_group(), layout="zigzag")
+    try:
+        ra.ring_attention(*local, Causal(), mesh=mesh)
+    except ra.InvalidInput as error:
+        assert "mesh['cp']" in str(error)
+    else:
+        raise AssertionError("a two-dimensional mesh was taken")
+    return torch.equal(found, layout.shard_tensor(wanted, rank % 2)) and torch.equal(found, group)
+
+
+def fail(rank: int, how: str) -> str:
+    """For the launcher's own tests."""
+    if rank == 1 and how == "raise":
+        raise ValueError("a bad day on rank one")
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), 9)
+    if rank == 1 and how == "hang":
+        print("about to hang", flush=True)
+        time.sleep(60)
+    return f"rank {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads"

@@ -1,0 +1,63 @@
+"""Real Gloo ranks: bitwise equal to virtual ones, byte for byte as planned, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_cases
+
+from ringattn.errors import LaunchFailure
+
+Run = Callable[..., list[Any]]
+pytestmark = pytest.mark.multi
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("dtype", "heads"), [("float32", (4, 2)), ("bfloat16", (2, 2)), ("float64", (3, 1))])
+def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
+    assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [56] * ranks
+
+
+WRONG = (
+    ("InvalidInput: q must be a tensor [batch, heads, tokens, head_dim]", "Mismatch: rank 1 cannot take part: q must be"),
+    ("InvalidInput: q, k and v must have one dtype", "Mismatch: rank 1 cannot take part: q, k and v"),
+    ("Mismatch: the ranks disagree about pattern: Causal() on rank 0; Window(left=3, right=0) on rank 1",) * 2,
+    ("Mismatch: the ranks disagree about layout: contiguous on rank 0; zigzag on rank 1",) * 2,
+    ("Mismatch: rank 0 holds 4 rows, but the layout zigzag of 9 tokens over 2 ranks gives it",) * 2,
+    ("Mismatch: the ranks disagree about batch: 1 on rank 0; 2 on rank 1",) * 2,
+    ("Mismatch: the ranks disagree about dtype: float32 on rank 0; float64 on rank 1",) * 2,
+    ("Mismatch: the ranks disagree about requires_grad: False on rank 0; True on rank 1",) * 2,
+    ("InvalidInput: Documents: the 1 lengths sum to 7, the sequence has 8 tokens",) * 2,
+    ("Unsupported: kernel aten_cuda needs tensors on a cuda device", "Mismatch: rank 1 cannot take part: kernel aten"),
+    ("InvalidInput: unknown schedule 'rong'; did you mean 'ring'", "Mismatch: rank 1 cannot take part: unknown sched"),
+)  # fmt: skip
+
+
+def test_every_rank_is_told_before_the_first_message(run_ranks: Run) -> None:
+    told = run_ranks(rank_cases.errors_on_every_rank, 2, timeout=60)
+    assert len(told[0]) == len(told[1]) == len(WRONG)
+    for good, bad, (on_bad, on_good) in zip(told[0], told[1], WRONG, strict=True):
+        assert bad.startswith(on_bad)
+        assert good.startswith(on_good)
+
+
+@pytest.mark.parametrize("how", ["dies", "stays away"])
+def test_a_lost_rank_makes_the_others_raise(run_ranks: Run, how: str, tmp_path: Path) -> None:
+    if how == "dies":
+        with pytest.raises(LaunchFailure, match="rank 2 of 3 was killed by SIGKILL"):
+            run_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50, grace=15)
+    else:
+        run_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50)
+    told = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    for rank, text in enumerate(told):
+        assert re.match(rf"rank {rank} of 3: forward step \d+: (send to|receive from) rank \d, [\d,]+ bytes: ", text)
+        assert "not done within 5 s or the peer is gone" in text
+    assert any("rank 2, " in text for text in told)
+
+
+def test_mesh_axis_and_process_group(run_ranks: Run) -> None:
+    assert run_ranks(rank_cases.mesh_and_subgroup, 4, timeout=60) == [True] * 4

@@ -1,0 +1,90 @@
+"""The launcher: results in order, failures told with their reason, no process left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import active_children
+from typing import Any
+
+import pytest
+import rank_cases
+
+from ringattn.errors import InvalidInput, LaunchFailure
+from ringattn.launcher import Launch, detect
+
+Run = Callable[..., list[Any]]
+multi = pytest.mark.multi
+
+
+@multi
+def test_results_come_in_rank_order(run_ranks: Run) -> None:
+    assert run_ranks(rank_cases.fail, 2, "not") == [f"rank {rank} of 2, 1 threads" for rank in range(2)]
+    assert active_children() == []
+
+
+@multi
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", ["rank 1 of 2 exited with status 1", "ValueError: a bad day on rank one"]),
+        ("kill", ["rank 1 of 2 was killed by SIGKILL"]),
+        ("hang", ["did not end within 9 s", "rank 1 still ran", "about to hang"]),
+    ],
+)
+def test_a_failing_rank_is_named(run_ranks: Run, how: str, words: list[str]) -> None:
+    start = time.monotonic()
+    with pytest.raises(LaunchFailure) as caught:
+        run_ranks(rank_cases.fail, 2, how, timeout=9 if how == "hang" else 40)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert time.monotonic() - start < 30
+    assert active_children() == []
+
+
+@multi
+def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
+    """The parent is killed with SIGKILL while its ranks sleep."""
+    script = (
+        "import sys; sys.path[:0] = {path!r}\n"
+        "import rank_cases\n"
+        "from ringattn.launcher import run_local\n"
+        "if __name__ == '__main__':\n"
+        "    run_local(rank_cases.fail, 2, 'hang', timeout=50, log_dir=__import__('pathlib').Path({log!r}))\n"
+    ).format(path=[p for p in sys.path if p], log=str(tmp_path))
+    main = tmp_path / "main.py"
+    main.write_text(script)
+    parent = subprocess.Popen([sys.executable, str(main)])
+    log = tmp_path / "rank_0001.log"
+    deadline = time.monotonic() + 30
+    while not (log.exists() and "about to hang" in log.read_text()):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.1)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent.pid)], capture_output=True, text=True).stdout
+    parent.kill()
+    parent.wait()
+    time.sleep(1.0)
+    for pid in children.split():
+        state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout.strip()
+        assert state in ("", "Z", "Zs"), f"process {pid} is left behind in state {state}"
+
+
+@pytest.mark.parametrize(
+    ("env", "launch"),
+    [
+        ({}, Launch("none")),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch("torchrun", 3, 8, 1, 2)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch("openmpi", 1, 2, 0, 1)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, Launch("mpich", 1, 4, 1, 1)),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, Launch("slurm", 2, 4, 0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "1", "WORLD_SIZE": "2"}, Launch("torchrun", 1, 2, 0, 1)),
+    ],
+)
+def test_detect(env: dict[str, str], launch: Launch) -> None:
+    assert detect(env) == launch
+
+
+def test_detect_names_the_bad_variable() -> None:
+    with pytest.raises(InvalidInput, match="RANK='one'"):
+        detect({"RANK": "one", "WORLD_SIZE": "2"})
