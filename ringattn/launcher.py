@@ -96,8 +96,8 @@ def run_local(
 
     `fn` is a function of an importable module; arguments and results are pickled. `timeout` (seconds) bounds the
     whole run and `group_timeout` (default: the same) every collective in it. `threads` is torch's thread count
-    per rank. After one rank has failed the others get `grace` seconds to end by themselves. stdout and stderr of
-    a rank go to `log_dir`/rank_0001.log, but for the ranks in `passthrough`.
+    per rank. After one rank has failed the others get `grace` seconds to end by themselves. stderr and
+    stdout of a rank go to `log_dir`/rank_0001.log, but for the stdout of the ranks in `passthrough`.
 
     Raises LaunchFailure with the stderr of the rank that failed first; no process is left behind.
     """
@@ -118,9 +118,11 @@ def run_local(
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 log = logs / f"rank_{rank:04d}.log"
-                target = None if rank in passthrough else str(log)
+                shown = rank in passthrough
                 process = context.Process(
-                    target=_child, args=(os.getpid(), theirs, target, group, rank, pickle.dumps((fn, args))), daemon=True
+                    target=_child,
+                    args=(os.getpid(), theirs, str(log), shown, group, rank, pickle.dumps((fn, args))),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -143,7 +145,7 @@ def _watch(team: list[_Rank], timeout: float, grace: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        ready = connection.wait([w for m in team if not m.done for w in m.waits], left)
+        ready = connection.wait([w for m in team if not m.done for w in m.waits], min(left, 3600.0))
         for rank, member in enumerate(team):
             if member.done or not any(w in ready for w in member.waits):
                 continue
@@ -190,17 +192,17 @@ def _tail(log: Path) -> str:
     return "; its last output:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
 
-def _child(parent: int, pipe: Any, log: str | None, group: dict[str, Any], rank: int, work: bytes) -> None:
+def _child(parent: int, pipe: Any, log: str, shown: bool, group: dict[str, Any], rank: int, work: bytes) -> None:
     """A rank's process: die with the parent, join the group, run, report."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-    if log is not None:
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(target, 2)
+    if not shown:
         os.dup2(target, 1)
-        os.dup2(target, 2)
-        os.close(target)
+    os.close(target)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if group["threads"]:
@@ -212,7 +214,9 @@ def _child(parent: int, pipe: Any, log: str | None, group: dict[str, Any], rank:
     store = dist.FileStore(group["store"], group["world"])
     timeout = timedelta(seconds=group["timeout"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=group["world"], timeout=timeout)
-    fn, args = pickle.loads(work)
-    pipe.send_bytes(pickle.dumps(fn(rank, *args)))
-    pipe.close()
-    dist.destroy_process_group()
+    try:
+        fn, args = pickle.loads(work)
+        pipe.send_bytes(pickle.dumps(fn(rank, *args)))
+        pipe.close()
+    finally:
+        dist.destroy_process_group()

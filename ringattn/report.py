@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -29,22 +30,23 @@ def size(count: float) -> str:
 
 def show(title: str, numbers: Iterable[Number]) -> None:
     """Print names and values, each with its kind."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(title=escape(title) or None, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(style="dim", no_wrap=True)
     for number in numbers:
-        table.add_row(number.name, number.value, f"[{number.kind}]".replace("[", r"\[") if number.kind else "")
+        kind = f"[{number.kind}]" if number.kind else ""
+        table.add_row(*(escape(text) for text in (number.name, number.value, kind)))
     console().print(table)
 
 
 def grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table with a header."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+        table.add_column(escape(name), justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     console().print(table)
 
 

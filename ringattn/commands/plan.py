@@ -45,7 +45,7 @@ def _ranks(plan: Plan) -> None:
         rows.append(
             (f"rank {rank}", f"{plan.layout.rows(rank):,}", f"{plan.pairs(rank):,}", size(forward), size(backward))
         )
-    grid("", ("[counted]".replace("[", r"\["), "tokens", "pairs", "sends forward", "sends backward"), rows)
+    grid("", ("[counted]", "tokens", "pairs", "sends forward", "sends backward"), rows)
 
 
 def _totals(plan: Plan) -> list[Number]:

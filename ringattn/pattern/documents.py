@@ -22,6 +22,8 @@ class Documents(Pattern):
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.lengths, list | tuple):
+            raise InvalidInput(f"Documents({self.lengths!r}): give the list of lengths; try Documents([512, 256, 256])")
         object.__setattr__(self, "lengths", tuple(self.lengths))
         for length in self.lengths:
             if isinstance(length, bool) or not isinstance(length, int) or length < 0:

@@ -1,0 +1,65 @@
+"""ringattn doctor: what can run here, and what to install for the rest."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ..config import DoctorConfig
+from ..launcher import detect
+from ..report import Number, show
+
+#: Optional packages, what they bring, and how to get them.
+EXTRAS = {
+    "mpi4py": ("the MPI transport", "pip install 'ringattn[mpi]'"),
+    "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
+    "transformers": ("Hugging Face models", "pip install 'ringattn[hf]'"),
+}
+
+
+def main(config: DoctorConfig) -> None:
+    """Print versions, launcher, devices, backends, kernels and missing extras."""
+    torch: Any = importlib.import_module("torch")
+    dist: Any = importlib.import_module("torch.distributed")
+    kernels: Any = importlib.import_module("ringattn.kernels")
+    launch = detect()
+    numbers = [
+        Number("ringattn", version("ringattn")),
+        Number("python", f"{platform.python_version()} on {platform.platform()}"),
+        Number("torch", torch.__version__),
+        Number("launcher", f"{launch.kind}, rank {launch.rank} of {launch.world}, local rank {launch.local_rank}"),
+        Number("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads"),
+        Number("cuda", _cuda(torch)),
+        Number("gloo", "ok" if dist.is_available() and dist.is_gloo_available() else "missing from this torch build"),
+        Number("nccl", _nccl(torch, dist)),
+    ]
+    numbers += [Number(f"kernel {name}", state) for name, state in kernels.available().items()]
+    for package, (brings, command) in EXTRAS.items():
+        numbers.append(Number(package, _installed(package) or f"missing; for {brings}: {command}"))
+    show("ringattn doctor", numbers)
+
+
+def _cuda(torch: Any) -> str:
+    if not torch.cuda.is_available():
+        return "no device, or a CPU build of torch"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{torch.version.cuda}: {', '.join(names)}"
+
+
+def _nccl(torch: Any, dist: Any) -> str:
+    if not dist.is_nccl_available():
+        return "missing from this torch build; install a CUDA build of torch"
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _installed(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "found"

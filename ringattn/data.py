@@ -1,0 +1,301 @@
+"""Inputs of `ringattn run`: each rank makes or reads only its own rows of q, k and v."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import struct
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .config import RunConfig
+from .errors import InvalidInput
+from .layout import Layout
+
+NAMES = ("q", "k", "v")
+#: Width of the byte embedding of a text.
+EMBEDDING = 64
+#: Rows made at a time, so that temporary memory does not grow with the shard.
+CHUNK = 1 << 14
+_SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a whole input: q [batch, heads, tokens, head_dim], k [.., kv_heads, ..], v [.., value_dim]."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """An input that can be read by rows."""
+
+    shape: Shape
+
+    def rows(self, name: str, r: range) -> torch.Tensor:
+        """Rows `r` of q, k or v: [batch, heads, len(r), dim]."""
+
+
+def open_source(config: RunConfig) -> Source:
+    """The input that a config names, checked as far as can be without reading its numbers."""
+    if config.input.name == "file":
+        return _open_file(Path(str(config.input.path)))
+    shape = _asked(config)
+    if config.input.name == "text":
+        return _Text(shape, _read_text(config.input.path, shape.tokens), config.input.seed)
+    return _Random(shape, config.input.seed)
+
+
+def shards(source: Source, layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
+    """(q, k, v) of one rank, in the local order of its shard."""
+    result = []
+    for name in NAMES:
+        parts = [source.rows(name, r) for r in layout.shard(rank)]
+        result.append(torch.cat(parts, 2) if parts else source.rows(name, range(0)))
+    return tuple(result)
+
+
+def _asked(config: RunConfig) -> Shape:
+    kv_heads = config.heads if config.kv_heads is None else config.kv_heads
+    dtype = getattr(torch, config.dtype, None)
+    if dtype not in _SAFETENSORS.values():
+        names = ", ".join(str(d).removeprefix("torch.") for d in _SAFETENSORS.values())
+        raise InvalidInput(f"dtype={config.dtype}: not supported; expected one of {names}")
+    return Shape(config.batch, config.heads, kv_heads, config.size(), config.head_dim, config.head_dim, dtype)
+
+
+def _by_chunks(r: range) -> Iterator[range]:
+    for first in range(0, len(r), CHUNK):
+        yield r[first : first + CHUNK]
+
+
+# -- text -----------------------------------------------------------------------------------------------------
+
+
+def _read_text(path: str | None, tokens: int) -> np.ndarray:
+    if path is None:
+        spec = importlib.util.find_spec("pydoc_data.topics")
+        if spec is None or spec.origin is None:
+            raise InvalidInput("this Python ships no pydoc_data/topics.py; name a text with input.path=")
+        path = spec.origin
+    try:
+        data = np.fromfile(path, dtype=np.uint8, count=tokens)
+        held = Path(path).stat().st_size
+    except OSError as error:
+        raise InvalidInput(f"input.path={path}: {error.strerror or error}") from None
+    if len(data) < tokens:
+        raise InvalidInput(
+            f"tokens={tokens:,}: the text {path} has only {held:,} bytes; try tokens={held}, a longer text with "
+            "input.path=, or input=random"
+        )
+    return data
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Bytes through an embedding and projections that a seed fixes, with rotary positions on q and k."""
+
+    shape: Shape
+    data: np.ndarray
+    seed: int
+
+    def rows(self, name: str, r: range) -> torch.Tensor:
+        heads = self.shape.heads if name == "q" else self.shape.kv_heads
+        # A byte has 256 values, so project the embedding once, not the text: rows do not depend on the shard.
+        generator = torch.Generator().manual_seed(self.seed * 4 + NAMES.index(name) + 1)
+        table = torch.randn(256, EMBEDDING, generator=torch.Generator().manual_seed(self.seed * 4))
+        weights = torch.randn(EMBEDDING, heads * self.shape.head_dim, generator=generator) / math.sqrt(EMBEDDING)
+        projected = (table.double() @ weights.double()).float()
+        out = torch.empty(self.shape.batch, heads, len(r), self.shape.head_dim, dtype=self.shape.dtype)
+        first = 0
+        for part in _by_chunks(r):
+            index = torch.from_numpy(self.data[part.start : part.stop : part.step].astype(np.int64))
+            x = projected[index].view(len(part), heads, self.shape.head_dim).transpose(0, 1)
+            if name != "v":
+                x = rotate(x, torch.arange(part.start, part.stop, part.step))
+            out[:, :, first : first + len(part)] = x
+            first += len(part)
+        return out
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0) -> torch.Tensor:
+    """Rotary position embedding of x [..., n, D] at global `positions` [n]; an odd last column is left as it is.
+
+    Columns i and i + D // 2 turn by position * base^(-2i / D): Su et al., RoFormer (2021), in the half-split order.
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
+    angle = positions.double()[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+# -- random ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Random:
+    """Standard normal numbers, each a pure function of (seed, tensor, batch, head, position, column)."""
+
+    shape: Shape
+    seed: int
+
+    def rows(self, name: str, r: range) -> torch.Tensor:
+        s = self.shape
+        heads, width = (s.heads if name == "q" else s.kv_heads), (s.value_dim if name == "v" else s.head_dim)
+        out = torch.empty(s.batch, heads, len(r), width, dtype=s.dtype)
+        column = torch.arange(width)
+        first = 0
+        for part in _by_chunks(r):
+            position = torch.arange(part.start, part.stop, part.step)[:, None] * width + column
+            for b in range(s.batch):
+                for h in range(heads):
+                    stream = ((self.seed * 3 + NAMES.index(name)) * s.batch + b) * heads + h
+                    out[b, h, first : first + len(part)] = counter_normal(stream, position)
+            first += len(part)
+        return out
+
+
+def counter_normal(stream: int, index: torch.Tensor) -> torch.Tensor:
+    """Standard normal numbers, float64, by Box-Muller from two hashes of (stream, index); index is int64."""
+    key = int.from_bytes(struct.pack("<q", stream & (1 << 63) - 1), "little") * 0xBF58476D1CE4E5B9 % (1 << 63)
+    u = [_uniform(_mix(index * 2 + i ^ key)) for i in (0, 1)]
+    return (-2 * (1 - u[0]).log()).sqrt() * (2 * math.pi * u[1]).cos()
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), on int64 that wraps."""
+    x = x * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _uniform(x: torch.Tensor) -> torch.Tensor:
+    return _shift(x, 11).double() * 2.0**-53
+
+
+# -- files ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An uncompressed tensor within a file."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def rows(self, r: range) -> torch.Tensor:
+        kind = {8: np.int64, 4: np.int32, 2: np.int16}[self.dtype.itemsize]
+        stored = np.memmap(self.path, dtype=kind, mode="r", offset=self.offset, shape=self.shape)
+        return torch.from_numpy(np.array(stored[:, :, r.start : r.stop : r.step])).view(self.dtype)
+
+
+@dataclass(frozen=True)
+class _File:
+    shape: Shape
+    tensors: dict[str, _Stored]
+
+    def rows(self, name: str, r: range) -> torch.Tensor:
+        return self.tensors[name].rows(r)
+
+
+def _open_file(path: Path) -> _File:
+    if not path.is_file():
+        raise InvalidInput(f"input.path={path}: no such file")
+    if path.suffix == ".safetensors":
+        found = _safetensors(path)
+    elif path.suffix == ".npz":
+        found = _npz(path)
+    else:
+        raise InvalidInput(f"input.path={path}: expected a .safetensors or .npz file with q, k and v")
+    for name in NAMES:
+        if name not in found:
+            raise InvalidInput(f"input.path={path}: has no tensor {name!r}, only {', '.join(sorted(found)) or 'none'}")
+        if len(found[name].shape) != 4:
+            raise InvalidInput(f"input.path={path}: {name} must be [B, H, N, D], has shape {found[name].shape}")
+    q, k, v = (found[name] for name in NAMES)
+    if not (q.dtype == k.dtype == v.dtype):
+        raise InvalidInput(f"input.path={path}: q, k and v must have one dtype, have {q.dtype}, {k.dtype}, {v.dtype}")
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if k.shape[:3] != v.shape[:3] or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise InvalidInput(f"input.path={path}: q, k and v do not fit each other: {shapes}")
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        raise InvalidInput(f"input.path={path}: an empty tensor: {shapes}")
+    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype)
+    return _File(shape, {name: found[name] for name in NAMES})
+
+
+def _safetensors(path: Path) -> dict[str, _Stored]:
+    try:
+        with safe_open(path, "pt") as checked:  # checks the header, and that the file has all its bytes
+            names = list(checked.keys())
+    except (SafetensorError, OSError) as error:
+        raise InvalidInput(f"input.path={path}: not a whole safetensors file ({error})") from None
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    found = {}
+    for name in set(names) & set(NAMES):
+        dtype = header[name]["dtype"]
+        if dtype not in _SAFETENSORS:
+            raise InvalidInput(f"input.path={path}: {name} has dtype {dtype}; expected one of {', '.join(_SAFETENSORS)}")
+        start = 8 + length + header[name]["data_offsets"][0]
+        found[name] = _Stored(path, start, tuple(header[name]["shape"]), _SAFETENSORS[dtype])
+    return found
+
+
+def _npz(path: Path) -> dict[str, _Stored]:
+    found = {}
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
+            for info in archive.infolist():
+                name = info.filename.removesuffix(".npy")
+                if name not in NAMES:
+                    continue
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise InvalidInput(
+                        f"input.path={path}: {name} is compressed and cannot be read by rows; write it with numpy.savez"
+                    )
+                raw.seek(info.header_offset + 26)
+                name_length, extra_length = struct.unpack("<HH", raw.read(4))
+                raw.seek(info.header_offset + 30 + name_length + extra_length)
+                version = np.lib.format.read_magic(raw)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, fortran, dtype = read(raw)
+                if fortran or dtype not in (np.float64, np.float32, np.float16) or not dtype.isnative:
+                    raise InvalidInput(
+                        f"input.path={path}: {name} must be a C-ordered array of native float64, float32 or float16"
+                    )
+                found[name] = _Stored(path, raw.tell(), shape, getattr(torch, dtype.name))
+    except (zipfile.BadZipFile, struct.error, ValueError, OSError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"input.path={path}: not a whole npz file ({error})") from None
+    return found
