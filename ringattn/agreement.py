@@ -48,7 +48,11 @@ class Call:
             raise InvalidInput(f"dtype {q.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
         if not (q.shape[0] == k.shape[0] == v.shape[0]) or not (q.shape[2] == k.shape[2] == v.shape[2]):
             raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}")
-        if k.shape[1] != v.shape[1] or q.shape[-1] != k.shape[-1] or 0 in (q.shape[1], q.shape[3], v.shape[3], k.shape[1]):
+        if (
+            k.shape[1] != v.shape[1]
+            or q.shape[-1] != k.shape[-1]
+            or 0 in (q.shape[1], q.shape[3], v.shape[3], k.shape[1])
+        ):
             raise InvalidInput(
                 f"k and v must have the same heads, q and k the same head dim, and none may be 0, got {shapes}"
             )

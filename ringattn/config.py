@@ -29,7 +29,9 @@ def parse_size(value: str | int | float, name: str = "size") -> int:
     text = str(value).strip().replace("_", "").lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmgt]?)", text)
     if match:
-        number = float(match[1]) * _UNITS[match[2]] if re.search(r"[.e]", match[1]) else int(match[1]) * _UNITS[match[2]]
+        number = (
+            float(match[1]) * _UNITS[match[2]] if re.search(r"[.e]", match[1]) else int(match[1]) * _UNITS[match[2]]
+        )
         if number == int(number):
             return int(number)
     raise InvalidInput(f"{name}={value}: not a whole number; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
@@ -145,7 +147,9 @@ def _prepare(verb: str, override: str) -> list[str]:
     for option in value.split(","):
         if option not in options and option != "null":
             shown = [name for name in options if name != "custom"]
-            raise InvalidInput(f"{key}={option}: unknown option; {_near(option, shown)}expected one of {', '.join(shown)}")
+            raise InvalidInput(
+                f"{key}={option}: unknown option; {_near(option, shown)}expected one of {', '.join(shown)}"
+            )
     return [override]
 
 

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ class Shape:
 class Source(Protocol):
     """An input that can be read by rows."""
 
-    shape: Shape
+    @property
+    def shape(self) -> Shape: ...
 
     def rows(self, name: str, r: range) -> torch.Tensor:
         """Rows `r` of q, k or v: [batch, heads, len(r), dim]."""
@@ -71,7 +72,7 @@ def shards(source: Source, layout: Layout, rank: int) -> tuple[torch.Tensor, ...
 
 def _asked(config: RunConfig) -> Shape:
     kv_heads = config.heads if config.kv_heads is None else config.kv_heads
-    dtype = getattr(torch, config.dtype, None)
+    dtype: Any = getattr(torch, config.dtype, None)
     if dtype not in _SAFETENSORS.values():
         names = ", ".join(str(d).removeprefix("torch.") for d in _SAFETENSORS.values())
         raise InvalidInput(f"dtype={config.dtype}: not supported; expected one of {names}")
@@ -265,7 +266,9 @@ def _safetensors(path: Path) -> dict[str, _Stored]:
     for name in set(names) & set(NAMES):
         dtype = header[name]["dtype"]
         if dtype not in _SAFETENSORS:
-            raise InvalidInput(f"input.path={path}: {name} has dtype {dtype}; expected one of {', '.join(_SAFETENSORS)}")
+            raise InvalidInput(
+                f"input.path={path}: {name} has dtype {dtype}; expected one of {', '.join(_SAFETENSORS)}"
+            )
         start = 8 + length + header[name]["data_offsets"][0]
         found[name] = _Stored(path, start, tuple(header[name]["shape"]), _SAFETENSORS[dtype])
     return found

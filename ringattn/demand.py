@@ -56,7 +56,7 @@ class Demand:
         if q_exact and k_exact:
             return True
         # A span that was widened proves absence only: halve the longer run until spans are exact.
-        if len(queriers) >= len(owners) and not q_exact or k_exact:
+        if (len(queriers) >= len(owners) and not q_exact) or k_exact:
             half = len(queriers) // 2
             return self.needs(queriers[:half], owners) or self.needs(queriers[half:], owners)
         half = len(owners) // 2

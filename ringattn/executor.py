@@ -48,23 +48,27 @@ class Forward:
 
 
 def forward(
-    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: bool
+    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: bool, out: torch.Tensor | None = None
 ) -> Program[Forward]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    `keep` holds on to the blocks that the backward starts from.
+    `keep` holds on to the blocks that the backward starts from. The result is written to `out` where it is given.
     """
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.forward
     state = _State(job, k, v, steps, kept=rank_plan.kept if keep else ())
-    rows = _Rows(q, v.shape[-1])
+    rows = _Rows(q, v.shape[-1], out)
     for index, step in enumerate(steps):
         ticket = yield from state.start(index, f"forward step {index}")
         for owner in step.visits:
             key, value = state.blocks[owner]
             for whole in job.works(owner):
                 for work in job.kernel.split(whole):
-                    x, y, z = _select(q, work.heads, work.q), _select(key, work.kv, work.k), _select(value, work.kv, work.k)
+                    x, y, z = (
+                        _select(q, work.heads, work.q),
+                        _select(key, work.kv, work.k),
+                        _select(value, work.kv, work.k),
+                    )
                     rows.add(work, *kernel_forward(job.kernel, x, y, z, work, job.scale))
         yield from state.finish(index, ticket)
     state.buffers.close()
@@ -103,10 +107,9 @@ def backward(
             dk, dv = state.gathered(owner)
             for whole in job.works(owner):
                 for work in job.kernel.split(whole):
-                    inputs = (_select(x, work.heads, work.q) for x in (grad, query))
                     y, z, _ = clean_keys(_select(key, work.kv, work.k), _select(value, work.kv, work.k), work)
-                    rest = (_select(x, work.heads, work.q) for x in (out, lse))
-                    parts = job.kernel.backward(*inputs, y, z, *rest, work, job.scale)
+                    g, x, o, total = (_select(t, work.heads, work.q) for t in (grad, query, out, lse))
+                    parts = job.kernel.backward(g, x, y, z, o, total, work, job.scale)
                     targets = ((dq, work.heads, work.q), (dk, work.kv, work.k), (dv, work.kv, work.k))
                     for (target, heads, positions), part in zip(targets, parts, strict=True):
                         _select(target, heads, positions).add_(part[..., : target.shape[-1]])
@@ -124,18 +127,18 @@ def _select(x: torch.Tensor, heads: range, rows: range) -> torch.Tensor:
 class _Rows:
     """The output rows of one rank. A row's first partial is copied, later ones are merged in fp32 or fp64.
 
-    A first partial that covers all rows is not even copied: it becomes the accumulator.
+    Where no output is given, a first partial that covers all rows is not even copied: it becomes the accumulator.
     """
 
-    def __init__(self, q: torch.Tensor, value_dim: int) -> None:
-        self.q, self.shape = q, (*q.shape[:3], value_dim)
+    def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
+        self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
         self.touched = np.zeros(q.shape[1:3], dtype=bool)
         self.total = self.lse = q.new_empty(0)
 
     def add(self, work: Work, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         heads, rows = work.heads, work.q
         if not self.total.numel():
-            if part.shape == self.shape and part.dtype == wide(self.q.dtype):
+            if self.out is None and part.shape == self.shape and part.dtype == wide(self.q.dtype):
                 self.total, self.lse = part, part_lse
                 self.touched[...] = True
                 return
@@ -157,13 +160,20 @@ class _Rows:
             self._allocate()
         if not self.touched.all():
             _fill(self.total, ~self.touched, 0.0)
-        return self.total.to(self.q.dtype), self.lse
+        if self.out is None:
+            return self.total.to(self.q.dtype), self.lse
+        if self.total is not self.out:
+            self.out.copy_(self.total)
+        return self.out, self.lse
 
     def _allocate(self) -> None:
         batch, heads, rows, width = self.shape
         dtype = wide(self.q.dtype)
         # As the kernels lay out theirs, so that a merge walks memory in order.
-        self.total = self.q.new_empty((batch, rows, heads, width), dtype=dtype).transpose(1, 2)
+        if self.out is not None and self.out.dtype == dtype:
+            self.total = self.out
+        else:
+            self.total = self.q.new_empty((batch, rows, heads, width), dtype=dtype).transpose(1, 2)
         self.lse = self.q.new_full((batch, rows, heads), -torch.inf, dtype=dtype).transpose(1, 2)
 
 

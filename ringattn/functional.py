@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 from .agreement import Call, agree, describe
 from .errors import InvalidInput
 from .executor import Forward, Job, backward, forward
-from .kernels import get_kernel
 from .kernels.base import Kernel
 from .layout import Layout
 from .pattern import Pattern
@@ -54,16 +53,22 @@ class _AllRanks:
     scale: float
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
-        programs = [
-            forward(self._job(rank), *(self._shard(x, rank) for x in (q, k, v)), keep=keep) for rank in self._ranks
-        ]
+        layout = self.plan.layout
+        whole = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
+        # A shard of one range is a view of the whole output, and the rank writes right into it.
+        direct = all(len(layout.shard(rank)) <= 1 for rank in self._ranks) and self.plan.ranks > 1
+        programs = []
+        for rank in self._ranks:
+            out = self._shard(whole, rank) if direct else None
+            x, y, z = (self._shard(t, rank) for t in (q, k, v))
+            programs.append(forward(self._job(rank), x, y, z, keep=keep, out=out))
         results = Virtual(self.plan.ranks).run(programs)
         kept = tuple(pair for result in results for pair in result.kept)
         if self.plan.ranks == 1:
             return Forward(results[0].out, results[0].lse, kept)
-        layout = self.plan.layout
-        out = layout.unshard_tensor([result.out for result in results])
-        return Forward(out, layout.unshard_tensor([result.lse for result in results], -1), kept)
+        if not direct:
+            whole = layout.unshard_tensor([result.out for result in results])
+        return Forward(whole, layout.unshard_tensor([result.lse for result in results], -1), kept)
 
     def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
         q, k, v, result = saved
@@ -72,9 +77,9 @@ class _AllRanks:
         for rank in self._ranks:
             mine = tuple(next(kept) for _ in self.plan.for_rank(rank).kept)
             local = Forward(self._shard(result.out, rank), self._shard(result.lse, rank, -1), mine)
-            shards = (self._shard(x, rank) for x in (q, k, v))
+            x, y, z = (self._shard(t, rank) for t in (q, k, v))
             dlse = None if grad_lse is None else self._shard(grad_lse, rank, -1)
-            programs.append(backward(self._job(rank), self._shard(grad, rank), dlse, *shards, local))
+            programs.append(backward(self._job(rank), self._shard(grad, rank), dlse, x, y, z, local))
         results = Virtual(self.plan.ranks).run(programs)
         return tuple(self.plan.layout.unshard_tensor(parts) for parts in zip(*results, strict=True))
 

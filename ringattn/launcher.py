@@ -172,6 +172,7 @@ def _watch(team: list[_Rank], timeout: float, grace: float) -> None:
 
 def _report(team: list[_Rank], failed: list[int]) -> str:
     """The failure to blame: a killed rank first, then one that does not itself complain of a lost peer."""
+
     def innocent(rank: int) -> bool:
         return "CommFailure" in _tail(team[rank].log)
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ringattn import Pattern
-
 Tensor = torch.Tensor
 
 

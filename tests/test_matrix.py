@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ HEADS = ((4, 4), (4, 2), (3, 1))
 FLOOR = 1e-6
 
 
-@lru_cache(maxsize=None)
+@cache
 def truth(name: str, heads: tuple[int, int], dtype: torch.dtype) -> tuple[Case, Result, list[float]]:
     """The case, its oracle, and the error allowed for out, dq, dk and dv."""
     case = make_case(TOKENS, *heads, dtype)

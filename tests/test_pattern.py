@@ -114,7 +114,7 @@ def test_wrong_patterns_say_what_and_what_to_try(text: str, words: list[str]) ->
 
 
 def test_documents_must_fill_the_sequence() -> None:
-    with pytest.raises(InvalidInput, match="sum to 5, the sequence has 7 tokens.*2 tokens"):
+    with pytest.raises(InvalidInput, match=r"sum to 5, the sequence has 7 tokens.*2 tokens"):
         ra.make_plan(Documents([2, 3]), tokens=7, ranks=2)
 
 

@@ -21,9 +21,7 @@ Problem = tuple[Pattern, int, int, str]
 
 @given(problems(), SCHEDULES, st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.booleans())
 @settings(max_examples=60)
-def test_random_problems_equal_the_oracle(
-    problem: Problem, schedule: str, heads: tuple[int, int], lse: bool
-) -> None:
+def test_random_problems_equal_the_oracle(problem: Problem, schedule: str, heads: tuple[int, int], lse: bool) -> None:
     """Invariant 4: gradients come home, for a random cotangent of out and of lse."""
     pattern, tokens, ranks, layout = problem
     case = make_case(tokens, *heads, torch.float64, batch=1, dim=8, lse=lse)
@@ -76,9 +74,7 @@ def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str) ->
     st.sampled_from([Causal(), Causal() & Window(5), Causal() & (Sinks(2) | Window(3))]),
 )
 @settings(max_examples=40)
-def test_the_future_never_changes_the_past(
-    cut: tuple[int, int], ranks: int, layout: str, pattern: Pattern
-) -> None:
+def test_the_future_never_changes_the_past(cut: tuple[int, int], ranks: int, layout: str, pattern: Pattern) -> None:
     """Invariant 5: bit for bit, forward and backward."""
     tokens, edge = cut
     case = make_case(tokens, 2, 1, torch.float32)
@@ -234,5 +230,3 @@ def test_any_strides_are_taken() -> None:
     assert torch.equal(ra.virtual_attention(*odd, Causal(), ranks=3), plain)
     shifted = [torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in case.inputs]
     assert torch.equal(ra.virtual_attention(*shifted, Causal(), ranks=3), plain)
-
-

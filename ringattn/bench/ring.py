@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +66,9 @@ def _local(context: Context) -> list[torch.Tensor]:
     return [_layout(context).shard_tensor(x, context.rank).clone() for x in _whole(context.settings)]
 
 
-def _differentiated(attend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> Run:
+def _differentiated(
+    attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
+) -> Run:
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -80,7 +84,7 @@ def _single(context: Context) -> Run | None:
     q, k, v, grad = _whole(context.settings)
     causal = context.settings["causal"]
     if context.settings["backward"]:
-        return _differentiated(lambda *x: scaled_dot_product_attention(*x, is_causal=causal), q, k, v, grad)
+        return _differentiated(partial(scaled_dot_product_attention, is_causal=causal), q, k, v, grad)
     return lambda: (scaled_dot_product_attention(q, k, v, is_causal=causal),)
 
 
@@ -89,9 +93,8 @@ def _ring(context: Context) -> Run:
     pattern = Causal() if context.settings["causal"] else Full()
     layout = context.settings["layout"]
 
-    def attend(*x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = ring_attention(*x, pattern, layout=layout, schedule="ring")
-        return out
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ring_attention(q, k, v, pattern, layout=layout, schedule="ring")
 
     if context.settings["backward"]:
         return _differentiated(attend, q, k, v, grad)
@@ -102,7 +105,7 @@ def _template(context: Context) -> Run:
     """torch's `_templated_ring_attention` with the CPU flash op; its head-tail balance is our zigzag."""
     q, k, v, grad = _local(context)
     causal, scale = context.settings["causal"], DIM**-0.5
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
 
     def run() -> tuple[torch.Tensor, ...]:
         cp._cp_options.enable_load_balance = causal
@@ -165,7 +168,8 @@ def _memory(ranks: int, *, backward: bool) -> Case:
     """Contiguous dense attention of 4,096 tokens per rank: the peak must not grow with the ranks."""
 
     def formula(context: Context) -> int:
-        rows, item = context.settings["tokens"] // context.ranks, ITEM_BYTES[context.settings["dtype"]]
+        rows: int = context.settings["tokens"] // context.ranks
+        item = ITEM_BYTES[context.settings["dtype"]]
         block = rows * HEADS * DIM * item
         lse = rows * HEADS * item
         inputs, out, receive, visit = 3 * block, block + lse, 2 * 2 * block, block + lse

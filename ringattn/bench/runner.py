@@ -221,7 +221,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     """One row per ratio: case, columns, ratio, target, met, error."""
-    table = []
+    table: list[tuple[str, ...]] = []
     for case in record["cases"]:
         errors = "; ".join(f"{name} {value:.1e}" for name, value in case["errors"].items())
         if "memory" in case:

@@ -31,7 +31,9 @@ def main(config: PlanConfig) -> None:
     if config.output.path:
         write_text(Path(config.output.path), plan.to_json() + "\n")
     lines = console()
-    lines.print(f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} ranks", highlight=False)
+    lines.print(
+        f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} ranks", highlight=False
+    )
     lines.print(plan.picture(ascii=config.ascii), highlight=False, markup=False, soft_wrap=True)
     _ranks(plan)
     show("", _totals(plan))

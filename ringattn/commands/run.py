@@ -234,7 +234,11 @@ class _Job:
         if worst is not None:
             rows = len(sampled_rows(plan.tokens, c.sample))
             numbers.append(
-                Number("error", f"{worst:.2e} of the largest output, {rows} sampled rows x all heads against fp64", "measured")
+                Number(
+                    "error",
+                    f"{worst:.2e} of the largest output, {rows} sampled rows x all heads against fp64",
+                    "measured",
+                )
             )
         if c.output.path:
             numbers.append(Number("output", str(c.output.path)))
@@ -358,7 +362,8 @@ class _Ranks(_Job):
             yield
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = ring_attention(*self.inputs, self.plan.pattern, transport=self.watched, **self.options())
+        q, k, v = self.inputs
+        out, lse = ring_attention(q, k, v, self.plan.pattern, transport=self.watched, **self.options())
         return out, lse
 
     def barrier(self) -> None:

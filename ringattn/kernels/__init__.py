@@ -15,9 +15,7 @@ from .reference import Reference
 NAMES = ("reference", "aten_cpu", "aten_cuda", *(f"aten_cuda:{choice}" for choice in CHOICES))
 
 
-def get_kernel(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, deterministic: bool = False
-) -> Kernel:
+def get_kernel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, deterministic: bool = False) -> Kernel:
     """The kernel called `name`, checked against the tensors. Raises InvalidInput or Unsupported.
 
     "auto" is aten_cpu on a CPU, aten_cuda on a CUDA device, else reference.

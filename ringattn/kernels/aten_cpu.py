@@ -14,6 +14,8 @@ from .pad import pad_to, unpadded
 
 #: A banded work of at most this many pairs is one masked call: a split would cost more than it saves.
 SMALL = 256 * 256
+#: Query rows times heads per dense call: bounds the partial that a call makes, and leaves work for many threads.
+DENSE_ROWS = 1 << 14
 #: Query rows per masked call of a band that is bounded above.
 BAND_ROWS = 128
 
@@ -37,7 +39,11 @@ class AtenCpu(Kernel):
 
     def split(self, work: Work) -> Iterator[Work]:
         rows, keys = len(work.q), len(work.k)
-        if work.dense or rows * keys <= SMALL:
+        if work.dense:
+            step = max(DENSE_ROWS // len(work.heads), BAND_ROWS)
+            for first in range(0, rows, step):
+                yield narrow(work, (first, min(first + step, rows)), (0, keys))
+        elif rows * keys <= SMALL:
             yield work
         elif work.hi is None:
             # Keys that every row sees, then a triangle whose corner is its first row and key: the op's own causal.

@@ -86,9 +86,7 @@ def forward(
     return out, lse
 
 
-def clean_keys(
-    k: torch.Tensor, v: torch.Tensor, work: Work
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def clean_keys(k: torch.Tensor, v: torch.Tensor, work: Work) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """k and v with non-finite rows zeroed and their flags [B, K, Nk]; as they are where no row is bad or hidden."""
     if work.dense:
         return k, v, None

@@ -35,7 +35,7 @@ class Pattern(ABC):
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         """How often query q attends key k: integers (or bools) of the broadcast shape of int64 `q` and `k`."""
 
-    def check(self, tokens: int, heads: int) -> None:
+    def check(self, tokens: int, heads: int) -> None:  # noqa: B027 (most patterns fit every sequence)
         """Raise InvalidInput where the pattern does not fit a sequence of `tokens` and `heads` heads."""
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:

@@ -33,7 +33,9 @@ def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise InvalidInput(f"pattern {text!r}: unknown name {name!r}; {hint}known names: {', '.join(sorted(names))}")
+            raise InvalidInput(
+                f"pattern {text!r}: unknown name {name!r}; {hint}known names: {', '.join(sorted(names))}"
+            )
         try:
             return names[name](
                 *(argument(value) for value in node.args),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 
 def draw(count: Callable[[range, range], int], tokens: int, *, cells: int, ascii: bool) -> str:
@@ -13,7 +14,7 @@ def draw(count: Callable[[range, range], int], tokens: int, *, cells: int, ascii
     cells = min(cells, tokens)
     marks = ".-+#" if ascii else "·░▓█"
     edges = [tokens * i // cells for i in range(cells + 1)] if cells else [0]
-    blocks = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    blocks = [range(a, b) for a, b in pairwise(edges)]
     lines = []
     for q in blocks:
         line = ""

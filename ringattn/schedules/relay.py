@@ -36,9 +36,7 @@ def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, own
         owner -= owners - 1
     else:
         first -= queriers - 1
-    return any(
-        demand.needs(q, k) for q in _runs(first, queriers, ranks) for k in _runs(owner, owners, ranks)
-    )
+    return any(demand.needs(q, k) for q in _runs(first, queriers, ranks) for k in _runs(owner, owners, ranks))
 
 
 @lru_cache(maxsize=65536)

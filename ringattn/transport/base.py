@@ -77,10 +77,14 @@ class Transport(Protocol):
 
 def drive(program: Program[T], transport: Transport) -> T:
     """Run one rank's program on a transport."""
-    reply = None
+    reply: Any = None
     while True:
         try:
             request = program.send(reply)
         except StopIteration as stop:
             return stop.value
-        reply = transport.post(request) if isinstance(request, Post) else transport.wait(request.ticket)
+        if isinstance(request, Post):
+            reply = transport.post(request)
+        else:
+            transport.wait(request.ticket)
+            reply = None

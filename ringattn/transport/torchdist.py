@@ -54,7 +54,7 @@ class TorchDist:
     def post(self, post: Post) -> list[tuple[Any, str]]:
         self.counters.add(post)
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
-        order = [("receive from", dist.irecv, m) for m in _by_tag(post.recvs)]
+        order: list[tuple[str, Any, Message]] = [("receive from", dist.irecv, m) for m in _by_tag(post.recvs)]
         order += [("send to", dist.isend, m) for m in _by_tag(post.sends)]
         operations = [dist.P2POp(op, m.data, group=self.group, tag=m.tag, group_peer=m.peer) for _, op, m in order]
         names = [f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes" for verb, _, m in order]

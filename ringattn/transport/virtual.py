@@ -14,8 +14,8 @@ from .base import Counters, Message, Post, Program, Wait
 
 T = TypeVar("T")
 #: A small buffer in flight is watched, or poisoned, as a whole, a larger one in the first WATCHED bytes of every PAGE:
-#: enough to catch a block read too early or written too late, at 1 / 256 of the cost of touching all of it.
-SMALL, PAGE, WATCHED = 1 << 16, 1 << 14, 64
+#: enough to catch a block read too early or written too late, at 1 / 1024 of the cost of touching all of it.
+SMALL, PAGE, WATCHED = 1 << 16, 1 << 16, 64
 
 
 @dataclass
@@ -65,7 +65,9 @@ class Virtual:
         waiting: dict[int, _Ticket] = {}
         while ready or waiting:
             if not ready:
-                freed = [rank for rank, ticket in waiting.items() if all(f.done or f.matched for _, f in ticket.flights)]
+                freed = [
+                    rank for rank, ticket in waiting.items() if all(f.done or f.matched for _, f in ticket.flights)
+                ]
                 if not freed:
                     raise CommFailure(f"the virtual ranks wait for each other forever: {self._stuck(waiting)}")
                 for rank in freed:

@@ -47,12 +47,12 @@ def test_a_failing_rank_is_named(run_ranks: Run, how: str, words: list[str]) -> 
 def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
     """The parent is killed with SIGKILL while its ranks sleep."""
     script = (
-        "import sys; sys.path[:0] = {path!r}\n"
+        f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
         "import rank_cases\n"
         "from ringattn.launcher import run_local\n"
         "if __name__ == '__main__':\n"
-        "    run_local(rank_cases.fail, 2, 'hang', timeout=50, log_dir=__import__('pathlib').Path({log!r}))\n"
-    ).format(path=[p for p in sys.path if p], log=str(tmp_path))
+        f"    run_local(rank_cases.fail, 2, 'hang', timeout=50, log_dir=__import__('pathlib').Path({str(tmp_path)!r}))\n"
+    )
     main = tmp_path / "main.py"
     main.write_text(script)
     parent = subprocess.Popen([sys.executable, str(main)])
