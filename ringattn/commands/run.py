@@ -6,31 +6,24 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
-from safetensors.torch import save_file
 
-from .. import memory
 from ..config import RunConfig
-from ..data import Source, open_source, shards
+from ..data import open_source, shards
 from ..errors import InvalidInput, LaunchFailure, Mismatch, RingAttentionError
-from ..files import check_writable, replacing
+from ..files import check_writable
 from ..functional import ring_attention, virtual_attention
+from ..job import Measured, Run, plan_of, save
 from ..launcher import Launch, detect, init_process_group, run_local
-from ..pattern import parse_pattern
-from ..plan import Plan, make_plan
-from ..report import Number, console, show, size
-from ..sampling import Reduce, oracle_rows, sampled_rows
+from ..report import console
 from ..transport.torchdist import TorchDist
 
 TRANSPORTS = ("gloo", "nccl", "virtual")
@@ -61,7 +54,7 @@ def _local(config: RunConfig) -> None:
             "transport=nccl needs one process per GPU; start with torchrun --nproc-per-node N -m ringattn run "
             "transport=nccl"
         )
-    _plan(config, open_source(config), config.ranks)  # all that can be wrong is said here, once, before a rank starts
+    plan_of(config, open_source(config), config.ranks)  # all that can be wrong is said here, once, before a rank starts
     if config.output.path:
         check_writable(Path(config.output.path))
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
@@ -102,170 +95,7 @@ def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _plan(config: RunConfig, source: Source, ranks: int) -> Plan:
-    shape = source.shape
-    return make_plan(
-        parse_pattern(config.pattern.spec), tokens=shape.tokens, ranks=ranks, layout=config.layout.spec,
-        schedule=config.schedule.spec, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch,
-    )  # fmt: skip
-
-
-@dataclass
-class _Measured:
-    """What one rank saw."""
-
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    sent: dict[str, int] = field(default_factory=dict)
-    peak: int = 0
-    before: int = 0
-
-
-class _Job:
-    """The steps that real and virtual ranks share: warm up, time, count, compare, write, report."""
-
-    ranks: int
-    rank = 0
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.device = torch.device("cpu")
-
-    def run(self) -> None:
-        self.open()
-        out, lse, seen = self.measure()
-        worst = self.compare(out)
-        if self.config.output.path:
-            self.write(Path(self.config.output.path), out, lse)
-        everyone = self.collect(seen)
-        if self.rank == 0:
-            self.report(everyone, worst)
-
-    # What differs between real and virtual ranks:
-    def open(self) -> None: ...
-    def attend(self) -> tuple[torch.Tensor, torch.Tensor]: ...  # type: ignore[empty-body]
-    def barrier(self) -> None: ...
-    def collect(self, seen: _Measured) -> list[_Measured]: ...  # type: ignore[empty-body]
-    def compare(self, out: torch.Tensor) -> float | None: ...
-    def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None: ...
-    def counted(self) -> int: ...  # type: ignore[empty-body]
-
-    def make(self) -> None:
-        """Open the input, plan, and load this process's rows into `inputs`."""
-        self.source = open_source(self.config)
-        self.plan = _plan(self.config, self.source, self.ranks)
-        if self.config.output.path and self.rank == 0:
-            check_writable(Path(self.config.output.path))
-        self.inputs = tuple(x.to(self.device) for x in self.load())
-        if self.config.backward:
-            self.inputs = tuple(x.requires_grad_() for x in self.inputs)
-
-    def load(self) -> tuple[torch.Tensor, ...]: ...  # type: ignore[empty-body]
-
-    def options(self) -> dict[str, Any]:
-        c = self.config
-        return {
-            "layout": c.layout.spec, "schedule": c.schedule.spec, "kernel": c.kernel.spec, "scale": c.scale,
-            "return_lse": True, "deterministic": c.deterministic,
-        }  # fmt: skip
-
-    def measure(self) -> tuple[torch.Tensor, torch.Tensor, _Measured]:
-        """One warm-up and `repeat` timed runs; the peak is that of the first timed run."""
-        seen = _Measured()
-        cotangent = torch.ones(())
-        for run in range(self.config.repeat + 1):
-            if run == 1:
-                seen.before = memory.resident()
-                memory.reset_peak()
-            out, lse = self._timed(seen.forward, "forward", self.attend)
-            seen.sent["forward"] = self.counted()
-            if self.config.backward:
-                cotangent = cotangent if run else torch.randn_like(out)
-                start = cotangent
-
-                def backward(out: torch.Tensor = out, start: torch.Tensor = start) -> Any:
-                    return torch.autograd.grad(out, self.inputs, start)
-
-                self._timed(seen.backward, "backward", backward)
-                seen.sent["backward"] = self.counted()
-            if run == 1:
-                seen.peak = memory.peak()
-        seen.forward, seen.backward = seen.forward[1:], seen.backward[1:]
-        return out.detach(), lse.detach(), seen
-
-    def _timed(self, times: list[float], name: str, call: Any) -> Any:
-        self.barrier()
-        start = time.perf_counter()
-        result = call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.barrier()
-        times.append(time.perf_counter() - start)
-        return result
-
-    def report(self, everyone: list[_Measured], worst: float | None) -> None:
-        plan, c = self.plan, self.config
-        title = f"{plan.pattern!r}, {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} {c.transport.spec} ranks"
-        numbers = [
-            Number("input", f"{c.input.name}, B={plan.batch} H={plan.heads} K={plan.kv_heads} D={plan.head_dim} "
-                   f"{plan.dtype}, {torch.get_num_threads()} threads per process"),
-            Number("pairs", f"{plan.pairs():,}, imbalance {plan.imbalance:.3f}", "counted"),
-        ]  # fmt: skip
-        for name in ("forward", "backward"):
-            times: list[float] = getattr(everyone[0], name)
-            if not times:
-                continue
-            mid = median(times)
-            spread = f"{min(times):.4f} .. {max(times):.4f} s over {len(times)} runs"
-            back = name == "backward"
-            sent, planned = [m.sent[name] for m in everyone], plan.bytes_sent(backward=back)
-            share = sum(sent) / (plan.full_ring_bytes(backward=back) or 1)
-            same = "as planned" if sum(sent) == planned else f"NOT AS PLANNED: {planned:,}"
-            numbers += [
-                Number(f"{name} time", f"{mid:.4f} s median ({spread})", "measured"),
-                Number(f"{name} tokens/s", f"{plan.tokens / mid:,.0f}", "measured"),
-                Number(f"{name} bytes sent", f"{sum(sent):,} = {size(sum(sent))} ({same}; {share:.3f} of a full ring)",
-                       "counted"),
-            ]  # fmt: skip
-        for rank, m in enumerate(everyone):
-            rise = f"{size(m.peak)} resident at most, {size(max(m.peak - m.before, 0))} above the start of the call"
-            numbers.append(Number(f"peak memory {self.process(rank)}", rise, "measured"))
-        if worst is not None:
-            rows = len(sampled_rows(plan.tokens, c.sample))
-            numbers.append(
-                Number(
-                    "error",
-                    f"{worst:.2e} of the largest output, {rows} sampled rows x all heads against fp64",
-                    "measured",
-                )
-            )
-        if c.output.path:
-            numbers.append(Number("output", str(c.output.path)))
-        show(title, numbers)
-
-    def process(self, rank: int) -> str:
-        return f"rank {rank}"
-
-    def sampled(self, reduce: Reduce, positions: np.ndarray, out: torch.Tensor) -> float | None:
-        """Largest error of the sampled rows that this rank holds, relative to the largest oracle output."""
-        rows = sampled_rows(self.plan.tokens, self.config.sample)
-        if not rows:
-            return None
-        scale = self.plan.head_dim**-0.5 if self.config.scale is None else self.config.scale
-        tensors = [x.detach() for x in self.inputs]
-        q, k, v = tensors
-        truth = oracle_rows(self.plan.pattern, self.plan.tokens, rows, scale, positions, q, k, v, reduce)
-        place = {int(p): i for i, p in enumerate(positions)}
-        mine = [(i, place[row]) for i, row in enumerate(rows) if row in place]
-        gaps = [(out[:, :, local].double().cpu() - truth[:, :, i]).abs().max() for i, local in mine]
-        worst = torch.stack(gaps).max() if gaps else torch.zeros((), dtype=torch.float64)
-        worst = worst.reshape(1)
-        reduce(worst, True)
-        return float(worst) / max(float(truth.abs().max()), torch.finfo(torch.float64).tiny)
-
-
-class _Virtual(_Job):
+class _Virtual(Run):
     """All ranks in this process."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -287,7 +117,7 @@ class _Virtual(_Job):
     def counted(self) -> int:
         return 0
 
-    def collect(self, seen: _Measured) -> list[_Measured]:
+    def collect(self, seen: Measured) -> list[Measured]:
         # Virtual messages are the planned ones, one for one: nothing is lost by counting them on the plan.
         seen.sent = {"forward": self.plan.bytes_sent(), "backward": self.plan.bytes_sent(backward=True)}
         return [seen]
@@ -296,7 +126,7 @@ class _Virtual(_Job):
         return self.sampled(lambda x, top: None, np.arange(self.plan.tokens), out)
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-        _save(path, out, lse)
+        save(path, out, lse)
 
     def process(self, rank: int) -> str:
         return "of the process"
@@ -316,7 +146,7 @@ class _Watched:
         self._advance()
 
 
-class _Ranks(_Job):
+class _Ranks(Run):
     """This process is one rank of a process group."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
@@ -342,7 +172,7 @@ class _Ranks(_Job):
     def load(self) -> tuple[torch.Tensor, ...]:
         return shards(self.source, self.plan.layout, self.rank)
 
-    def measure(self) -> tuple[torch.Tensor, torch.Tensor, _Measured]:
+    def measure(self) -> tuple[torch.Tensor, torch.Tensor, Measured]:
         with self._progress():
             return super().measure()
 
@@ -374,7 +204,7 @@ class _Ranks(_Job):
         self.transport.counters.reset()
         return sent
 
-    def collect(self, seen: _Measured) -> list[_Measured]:
+    def collect(self, seen: Measured) -> list[Measured]:
         everyone: list[Any] = [None] * self.ranks
         dist.all_gather_object(everyone, seen)
         return everyone
@@ -406,17 +236,9 @@ class _Ranks(_Job):
         error: RingAttentionError | None = None
         if self.rank == 0:
             try:
-                _save(path, wholes[0], wholes[1].squeeze(-1))
+                save(path, wholes[0], wholes[1].squeeze(-1))
             except RingAttentionError as caught:
                 error = caught
         told = self.transport.gather(json.dumps(str(error) if error else None).encode())
         if json.loads(told[0]) is not None:
             raise error or Mismatch(f"rank 0 could not write the output: {json.loads(told[0])}")
-
-
-def _save(path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-    with replacing(path) as temporary:
-        try:
-            save_file({"out": out.contiguous(), "lse": lse.contiguous()}, temporary)
-        except OSError as error:
-            raise InvalidInput(f"output {path}: {error.strerror or error}; nothing was written") from None

@@ -1,0 +1,194 @@
+"""One run of `ringattn run`: warm up, time, count, compare with the oracle, write, report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from . import memory
+from .config import RunConfig
+from .data import Source, open_source
+from .errors import InvalidInput
+from .files import check_writable, replacing
+from .pattern import parse_pattern
+from .plan import Plan
+from .report import Number, show, size
+from .sampling import Reduce, oracle_rows, sampled_rows
+
+
+def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
+    shape = source.shape
+    return make_plan(
+        parse_pattern(config.pattern.spec), tokens=shape.tokens, ranks=ranks, layout=config.layout.spec,
+        schedule=config.schedule.spec, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch,
+    )  # fmt: skip
+
+
+@dataclass
+class Measured:
+    """What one rank saw."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    before: int = 0
+
+
+class Run:
+    """The steps that real and virtual ranks share: warm up, time, count, compare, write, report."""
+
+    ranks: int
+    rank = 0
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.device = torch.device("cpu")
+
+    def run(self) -> None:
+        self.open()
+        out, lse, seen = self.measure()
+        worst = self.compare(out)
+        if self.config.output.path:
+            self.write(Path(self.config.output.path), out, lse)
+        everyone = self.collect(seen)
+        if self.rank == 0:
+            self.report(everyone, worst)
+
+    # What differs between real and virtual ranks:
+    def open(self) -> None: ...
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]: ...  # type: ignore[empty-body]
+    def barrier(self) -> None: ...
+    def collect(self, seen: Measured) -> list[Measured]: ...  # type: ignore[empty-body]
+    def compare(self, out: torch.Tensor) -> float | None: ...
+    def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None: ...
+    def counted(self) -> int: ...  # type: ignore[empty-body]
+
+    def make(self) -> None:
+        """Open the input, plan, and load this process's rows into `inputs`."""
+        self.source = open_source(self.config)
+        self.plan = plan_of(self.config, self.source, self.ranks)
+        if self.config.output.path and self.rank == 0:
+            check_writable(Path(self.config.output.path))
+        self.inputs = tuple(x.to(self.device) for x in self.load())
+        if self.config.backward:
+            self.inputs = tuple(x.requires_grad_() for x in self.inputs)
+
+    def load(self) -> tuple[torch.Tensor, ...]: ...  # type: ignore[empty-body]
+
+    def options(self) -> dict[str, Any]:
+        c = self.config
+        return {
+            "layout": c.layout.spec, "schedule": c.schedule.spec, "kernel": c.kernel.spec, "scale": c.scale,
+            "return_lse": True, "deterministic": c.deterministic,
+        }  # fmt: skip
+
+    def measure(self) -> tuple[torch.Tensor, torch.Tensor, Measured]:
+        """One warm-up and `repeat` timed runs; the peak is that of the first timed run."""
+        seen = Measured()
+        cotangent = torch.ones(())
+        for run in range(self.config.repeat + 1):
+            if run == 1:
+                seen.before = memory.resident()
+                memory.reset_peak()
+            out, lse = self._timed(seen.forward, "forward", self.attend)
+            seen.sent["forward"] = self.counted()
+            if self.config.backward:
+                cotangent = cotangent if run else torch.randn_like(out)
+                start = cotangent
+
+                def backward(out: torch.Tensor = out, start: torch.Tensor = start) -> Any:
+                    return torch.autograd.grad(out, self.inputs, start)
+
+                self._timed(seen.backward, "backward", backward)
+                seen.sent["backward"] = self.counted()
+            if run == 1:
+                seen.peak = memory.peak()
+        seen.forward, seen.backward = seen.forward[1:], seen.backward[1:]
+        return out.detach(), lse.detach(), seen
+
+    def _timed(self, times: list[float], name: str, call: Any) -> Any:
+        self.barrier()
+        start = time.perf_counter()
+        result = call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.barrier()
+        times.append(time.perf_counter() - start)
+        return result
+
+    def report(self, everyone: list[Measured], worst: float | None) -> None:
+        plan, c = self.plan, self.config
+        title = f"{plan.pattern!r}, {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} {c.transport.spec} ranks"
+        numbers = [
+            Number("input", f"{c.input.name}, B={plan.batch} H={plan.heads} K={plan.kv_heads} D={plan.head_dim} "
+                   f"{plan.dtype}, {torch.get_num_threads()} threads per process"),
+            Number("pairs", f"{plan.pairs():,}, imbalance {plan.imbalance:.3f}", "counted"),
+        ]  # fmt: skip
+        for name in ("forward", "backward"):
+            times: list[float] = getattr(everyone[0], name)
+            if not times:
+                continue
+            mid = median(times)
+            spread = f"{min(times):.4f} .. {max(times):.4f} s over {len(times)} runs"
+            back = name == "backward"
+            sent, planned = [m.sent[name] for m in everyone], plan.bytes_sent(backward=back)
+            share = sum(sent) / (plan.full_ring_bytes(backward=back) or 1)
+            same = "as planned" if sum(sent) == planned else f"NOT AS PLANNED: {planned:,}"
+            numbers += [
+                Number(f"{name} time", f"{mid:.4f} s median ({spread})", "measured"),
+                Number(f"{name} tokens/s", f"{plan.tokens / mid:,.0f}", "measured"),
+                Number(f"{name} bytes sent", f"{sum(sent):,} = {size(sum(sent))} ({same}; {share:.3f} of a full ring)",
+                       "counted"),
+            ]  # fmt: skip
+        for rank, m in enumerate(everyone):
+            rise = f"{size(m.peak)} resident at most, {size(max(m.peak - m.before, 0))} above the start of the call"
+            numbers.append(Number(f"peak memory {self.process(rank)}", rise, "measured"))
+        if worst is not None:
+            rows = len(sampled_rows(plan.tokens, c.sample))
+            numbers.append(
+                Number(
+                    "error",
+                    f"{worst:.2e} of the largest output, {rows} sampled rows x all heads against fp64",
+                    "measured",
+                )
+            )
+        if c.output.path:
+            numbers.append(Number("output", str(c.output.path)))
+        show(title, numbers)
+
+    def process(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def sampled(self, reduce: Reduce, positions: np.ndarray, out: torch.Tensor) -> float | None:
+        """Largest error of the sampled rows that this rank holds, relative to the largest oracle output."""
+        rows = sampled_rows(self.plan.tokens, self.config.sample)
+        if not rows:
+            return None
+        scale = self.plan.head_dim**-0.5 if self.config.scale is None else self.config.scale
+        tensors = [x.detach() for x in self.inputs]
+        q, k, v = tensors
+        truth = oracle_rows(self.plan.pattern, self.plan.tokens, rows, scale, positions, q, k, v, reduce)
+        place = {int(p): i for i, p in enumerate(positions)}
+        mine = [(i, place[row]) for i, row in enumerate(rows) if row in place]
+        gaps = [(out[:, :, local].double().cpu() - truth[:, :, i]).abs().max() for i, local in mine]
+        worst = torch.stack(gaps).max() if gaps else torch.zeros((), dtype=torch.float64)
+        worst = worst.reshape(1)
+        reduce(worst, True)
+        return float(worst) / max(float(truth.abs().max()), torch.finfo(torch.float64).tiny)
+
+
+def save(path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
+    with replacing(path) as temporary:
+        try:
+            save_file({"out": out.contiguous(), "lse": lse.contiguous()}, temporary)
+        except OSError as error:
+            raise InvalidInput(f"output {path}: {error.strerror or error}; nothing was written") from None

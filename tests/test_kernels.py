@@ -1,0 +1,191 @@
+"""The traps of attention libraries, on every backend that runs on this machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import error
+
+from ringattn import InvalidInput, Unsupported
+from ringattn.demand import Work
+from ringattn.kernels import NAMES, available, get_kernel
+from ringattn.kernels.base import Kernel, band, narrow
+from ringattn.kernels.base import forward as guarded
+from ringattn.kernels.pad import EXTRA, with_column
+from ringattn.softmax import merge_
+
+CUDA = torch.cuda.is_available()
+BACKENDS = [name for name, state in available().items() if state == "ok"]
+SHAPES = [(1, 1), (7, 13), (13, 7), (64, 64), (300, 300), (290, 700), (700, 290)]
+BANDS = [(None, None), (0, None), (-3, None), (None, 0), (-5, 9), (-1, 300), (2, 40), (None, 5)]
+
+
+def device(name: str) -> str:
+    return "cuda" if name.startswith("aten_cuda") else "cpu"
+
+
+def dtypes(name: str) -> list[torch.dtype]:
+    if name == "aten_cuda:efficient" or name == "aten_cuda":
+        return [torch.float32, torch.bfloat16, torch.float16]
+    if name.startswith("aten_cuda"):
+        return [torch.bfloat16, torch.float16]
+    return [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def trimmed(rows: int, keys: int, lo: int | None, hi: int | None) -> Work | None:
+    """A work whose every row sees a key, as the planner makes them."""
+    first = max(0, lo) if lo is not None else 0
+    last = min(rows, keys + hi) if hi is not None else rows
+    left = max(0, first - hi) if hi is not None else 0
+    right = min(keys, last - lo) if lo is not None else keys
+    if first >= last or left >= right:
+        return None
+    whole = Work(range(4), range(2), range(rows), range(keys), lo, hi)
+    return narrow(whole, (first, last), (left, right))
+
+
+def tensors(work: Work, name: str, dtype: torch.dtype, dim: int = 16) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(3)
+    sizes = ((4, len(work.q)), (2, len(work.k)), (2, len(work.k)), (4, len(work.q)))
+    made = [torch.randn(2, h, n, dim, generator=source, dtype=torch.float64) for h, n in sizes]
+    return [x.to(dtype).to(device(name)) for x in made]
+
+
+def run(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> tuple[torch.Tensor, ...]:
+    """All calls of a work merged, as the executor does."""
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=kind, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
+    local = Work(work.heads, work.kv, range(len(work.q)), range(len(work.k)), work.lo, work.hi)
+    for call in kernel.split(local):
+        rows, keys = slice(call.q.start, call.q.stop), slice(call.k.start, call.k.stop)
+        part, part_lse = guarded(kernel, q[:, :, rows], k[:, :, keys], v[:, :, keys], call, 0.25)
+        assert part_lse.dtype == kind and part_lse.shape == part.shape[:3]
+        assert (part_lse != -torch.inf).all(), "every row of a call sees a key"
+        merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    return out, lse
+
+
+def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.25
+    i, j = torch.arange(len(work.q), device=q.device)[:, None], torch.arange(len(work.k), device=q.device)[None, :]
+    for bound, hidden in ((work.lo, lambda b: i - j < b), (work.hi, lambda b: i - j > b)):
+        if bound is not None:
+            scores = scores.masked_fill(hidden(bound), -torch.inf)
+    return scores.softmax(-1) @ v.repeat_interleave(2, 1), scores.logsumexp(-1)
+
+
+LIMIT = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_band_and_rectangle(name: str, shape: tuple[int, int]) -> None:
+    """Causal corners when Lq != Lk, windows, and bounds that bind on one side only."""
+    for lo, hi in BANDS:
+        work = trimmed(*shape, lo, hi)
+        if work is None:
+            continue
+        for dtype in dtypes(name):
+            q, k, v, grad = tensors(work, name, dtype)
+            kernel = get_kernel(name, q, k, v)
+            out, lse = run(kernel, q, k, v, work)
+            wanted, wanted_lse = truth(q, k, v, work)
+            assert error(out, wanted) <= LIMIT[dtype], (lo, hi, dtype)
+            assert error(lse, wanted_lse) <= LIMIT[dtype], (lo, hi, dtype)
+
+            leaves = [x.double().requires_grad_() for x in (q, k, v)]
+            grads = torch.autograd.grad(truth(*leaves, work)[0], leaves, grad.double())
+            found = [torch.zeros_like(x) for x in grads]
+            local = Work(work.heads, work.kv, range(len(work.q)), range(len(work.k)), work.lo, work.hi)
+            for call in kernel.split(local):
+                rows, keys = slice(call.q.start, call.q.stop), slice(call.k.start, call.k.stop)
+                pieces = kernel.backward(
+                    grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows].to(dtype),
+                    lse[:, :, rows], call, 0.25,
+                )  # fmt: skip
+                for target, where, piece in zip(found, (rows, keys, keys), pieces, strict=True):
+                    target[:, :, where] += piece
+            for a, b in zip(found, grads, strict=True):
+                assert error(a, b) <= 4 * LIMIT[dtype], (lo, hi, dtype)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_strided_and_overlapping_views(name: str) -> None:
+    dtype = dtypes(name)[0] if name.startswith("aten_cuda") else torch.float32
+    work = Work(range(4), range(2), range(40), range(40))
+    base = [torch.randn(2, h, 120, 16).to(dtype).to(device(name)) for h in (4, 2, 2)]
+    views = [x[:, :, 1:120:3] for x in base]
+    kernel = get_kernel(name, *views)
+    found = run(kernel, *views, work)
+    plain = run(kernel, *(x.contiguous() for x in views), work)
+    assert error(found[0], plain[0].double()) <= LIMIT[dtype]
+    turned = [x.mT.contiguous().mT for x in views]  # the last stride is not 1
+    assert error(run(kernel, *turned, work)[0], plain[0].double()) <= LIMIT[dtype]
+    assert error(run(kernel, *views, work)[0], truth(*views, work)[0]) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_large_logits_stay_finite(name: str) -> None:
+    dtype = dtypes(name)[0]
+    work = Work(range(4), range(2), range(64), range(64), 0, None)
+    q, k, v, _ = tensors(work, name, dtype)
+    out, lse = run(get_kernel(name, q, k, v), q * 100, k * 100, v, work)
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_hidden_bad_key_does_not_leak(name: str) -> None:
+    dtype = dtypes(name)[-1]
+    for lo, hi in ((0, None), (-3, 20)):
+        work = Work(range(4), range(2), range(300), range(300), lo, hi)
+        q, k, v, _ = tensors(work, name, dtype)
+        v[0, 1, 150, 0] = torch.nan
+        k[1, 0, 200, 5] = torch.inf
+        out, _ = run(get_kernel(name, q, k, v), q, k, v, work)
+        seen = band(300, 300, lo, hi, q.device)
+        assert out[0, 2:][:, ~seen[:, 150]].isfinite().all() and out[0, 2:][:, seen[:, 150]].isnan().all()
+        assert out[1, :2][:, ~seen[:, 200]].isfinite().all()
+        assert out[0, :2].isfinite().all() and out[1, 2:].isfinite().all()
+
+
+def test_merging_empty_partials() -> None:
+    out, lse = torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), -torch.inf)
+    part, part_lse = torch.ones(1, 1, 3, 2), torch.tensor([[[0.0, -torch.inf, 2.0]]])
+    part[:, :, 1] = 0
+    merge_(out, lse, part, part_lse)
+    assert out.tolist() == [[[[1, 1], [0, 0], [1, 1]]]] and lse.tolist() == [[[0.0, -torch.inf, 2.0]]]
+    merge_(out, lse, torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), -torch.inf))
+    assert out.tolist() == [[[[1, 1], [0, 0], [1, 1]]]] and lse.tolist() == [[[0.0, -torch.inf, 2.0]]]
+
+
+def test_merging_many_partials_loses_nothing() -> None:
+    scores, values = torch.randn(1, 1, 5, 4096, dtype=torch.float64) * 30, torch.randn(4096, 8, dtype=torch.float64)
+    out, lse = torch.zeros(1, 1, 5, 8, dtype=torch.float64), torch.full((1, 1, 5), -torch.inf, dtype=torch.float64)
+    for first in range(0, 4096, 16):
+        part = scores[..., first : first + 16]
+        merge_(out, lse, part.softmax(-1) @ values[first : first + 16], part.logsumexp(-1))
+    assert error(out, scores.softmax(-1) @ values) <= 1e-12
+    assert error(lse, scores.logsumexp(-1)) <= 1e-12
+
+
+def test_extra_columns() -> None:
+    x = with_column(torch.ones(2, 3), torch.tensor([5.0, 6.0]))
+    assert x.shape == (2, 3 + EXTRA)
+    assert x[:, 3].tolist() == [5, 6] and (x[:, 4:] == 0).all()
+
+
+def test_a_name_is_never_replaced() -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    assert get_kernel("auto", x, x, x).name == "aten_cpu"
+    assert get_kernel("reference", x, x, x).name == "reference"
+    with pytest.raises(InvalidInput, match=r"unknown kernel 'flash'; .*expected auto, reference"):
+        get_kernel("flash", x, x, x)
+    with pytest.raises(InvalidInput, match="did you mean 'aten_cpu'"):
+        get_kernel("aten_cpus", x, x, x)
+    for name in NAMES:
+        if name.startswith("aten_cuda"):
+            with pytest.raises(Unsupported, match=f"kernel {name} needs tensors on a cuda device"):
+                get_kernel(name, x, x, x)
+    assert set(available()) == set(NAMES)
