@@ -18,7 +18,7 @@ from .data import Source, open_source
 from .errors import InvalidInput
 from .files import check_writable, replacing
 from .pattern import parse_pattern
-from .plan import Plan
+from .plan import Plan, make_plan
 from .report import Number, show, size
 from .sampling import Reduce, oracle_rows, sampled_rows
 

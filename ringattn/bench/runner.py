@@ -87,6 +87,7 @@ def _measure_memory(case: Case, context: Context, repeat: int) -> dict[str, Any]
     A run of a few tokens comes first: it loads libraries and opens connections.
     """
     assert case.memory is not None
+    memory.return_freed()
     (column,) = case.columns
     torch.set_num_threads(column.threads)
     small = column.make(replace(context, settings={**context.settings, "tokens": 16 * context.ranks}))
