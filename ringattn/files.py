@@ -42,6 +42,16 @@ def check_writable(path: Path) -> None:
         raise InvalidInput(f"output {path}: not writable by this user; choose another path")
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, with its parents, where it does not exist; raise InvalidInput where nothing can be written to it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"output {path}: cannot be a folder ({error.strerror}); choose another path") from error
+    if not os.access(path, os.W_OK):
+        raise InvalidInput(f"output {path}: not writable by this user; choose another path")
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

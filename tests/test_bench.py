@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ringattn.bench import SUITES, get_cases
+from ringattn.bench import SUITES, get_cases, ring
 from ringattn.bench import runner as bench_runner
-from ringattn.bench.case import Case, Column, Context, Ratio
-from ringattn.bench.ring import _against_single, _check, _ring, _single, _template, _whole
+from ringattn.bench.case import Case, Column, Ratio
+from ringattn.commands import bench as bench_command
+from ringattn.config import BenchConfig, OutputGroup
 from ringattn.errors import InvalidInput
 from ringattn.launcher import run_local
 
@@ -61,20 +63,58 @@ def test_unknown_names() -> None:
     assert len({c.name for suite in SUITES for c in get_cases(suite)}) >= 10
 
 
-def small_case(rank: int, causal: bool) -> dict[str, float]:
-    """All three columns of a small case of the real suite, on this rank."""
-    made = _against_single("small", 256, causal, True, None)
-    context = Context(rank, 2, made.settings)
-    results = {}
-    for name, make in (("single", _single), ("ring", _ring), ("template", _template)):
-        run = make(context)
-        results[name] = run() if run is not None else None
-    assert len(_whole(made.settings)) == 4
-    return _check(context, results)
+def test_a_bad_output_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(InvalidInput, match="cannot be a folder"):
+            bench_command.main(BenchConfig(output=OutputGroup(str(path))))
+    with pytest.raises(InvalidInput, match="suite=rong"):
+        bench_command.main(BenchConfig(suite="rong", output=OutputGroup(str(tmp_path / "new"))))
+    assert not (tmp_path / "new").exists()
+
+
+def small() -> list[Case]:
+    """The kinds of cases of suite "ring", at sizes for tests. The memory case needs a process with a fresh heap."""
+    return [
+        ring._memory(2, rows=1024),
+        ring._against_single("dense", 256, False, False, None),
+        ring._against_single("causal_backward", 256, True, True, 0.5),
+    ]
+
+
+def measure_small(rank: int) -> dict[str, dict[str, Any]]:
+    SUITES["small"] = small
+    return {case.name: bench_runner.measure(rank, "small", case.name, 2) for case in small()}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, dict[str, Any]]]:
+    """What two real ranks measured, by case; one start for all tests."""
+    return run_local(measure_small, 2, timeout=60)
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_is_timed_is_right(causal: bool) -> None:
-    errors = run_local(small_case, 2, causal, timeout=60, threads=1)[0]
-    assert set(errors) == {"ring", "template"} and max(errors.values()) < 1e-5
+@pytest.mark.parametrize("name", ["dense", "causal_backward"])
+def test_what_is_timed_is_right(name: str, measured: list[dict[str, dict[str, Any]]]) -> None:
+    found = measured[0][name]
+    columns = ["single", "ring", "template", "template_a2a"]
+    assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
+    assert list(found["errors"]) == columns[1:] and max(found["errors"].values()) < 1e-5
+
+
+@pytest.mark.multi
+def test_every_round_sees_the_whole_peak(measured: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in measured:
+        found = rank["memory_2_ranks"]
+        assert all(0.8 < peak / found["allowed"] < 1.2 for peak in found["bytes"]), found
+
+
+@pytest.mark.multi
+def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
+    bench_command.show(
+        {"cases": [bench_runner.summarise(case, [rank[case.name] for rank in measured]) for case in small()]}
+    )
+    shown = capsys.readouterr().out
+    for text in ("template_a2a / ring", "causal_backward", ">= 0.5", "<= 1.1", "seconds [measured]", "[counted]"):
+        assert text in shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ class Case:
     check: Callable[[Context, dict[str, Any]], dict[str, float]] | None = None
     memory: Callable[[Context], int] | None = None
     limit: float | None = None
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    #: What a reader of the numbers must know about how they were found.
+    notes: tuple[str, ...] = ()
 
 
 def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.experimental._context_parallel._attention as cp
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..errors import Unsupported
 from ..functional import ring_attention, virtual_attention
 from ..layout import Layout, make_layout
 from ..pattern import Causal, Full
@@ -21,6 +21,17 @@ CORES = 2
 HEADS, DIM = 8, 64
 #: A result that differs from the single call by more than this is wrong, and is not timed.
 WRONG = 1e-5
+#: Columns of torch's own ring, by how its K/V travel: its default, and the one that hops as a ring does.
+TEMPLATES = {"template": "allgather", "template_a2a": "alltoall"}
+NOTE = (
+    "template and template_a2a: torch's private context-parallel ring, on the same CPU flash op, with its rotate "
+    "methods allgather (its default) and alltoall"
+)
+MEMORY_NOTE = (
+    "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds and ranks; "
+    "glibc is told (mallopt) to give freed blocks back at once, as it would otherwise keep some from an earlier round; "
+    "formula: inputs + output + lse + two receive buffers + out and lse of one visit"
+)
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -39,7 +50,7 @@ def cases() -> list[Case]:
     found = [_against_single(*row) for row in table]
     found.append(_virtual("virtual_dense_8192", False, 0.93))
     found.append(_virtual("virtual_causal_8192", True, 0.85))
-    found += [_memory(ranks, backward=False) for ranks in (2, 4)]
+    found += [_memory(ranks) for ranks in (2, 4)]
     return found
 
 
@@ -101,13 +112,24 @@ def _ring(context: Context) -> Run:
     return lambda: (attend(q, k, v),)
 
 
-def _template(context: Context) -> Run:
-    """torch's `_templated_ring_attention` with the CPU flash op; its head-tail balance is our zigzag."""
+def _template(context: Context, rotate: str) -> Run:
+    """torch's `_templated_ring_attention` with the CPU flash op; its head-tail balance is our zigzag.
+
+    `rotate` is how its K/V travel in the forward and the backward, as in torch's `set_rotate_method`.
+    """
+    try:  # private: only the cases that compare with it need it
+        import torch.distributed.tensor.experimental._context_parallel._attention as cp
+    except ImportError as error:
+        raise Unsupported(
+            f"torch {torch.__version__} has no context-parallel template where torch 2.13 has it ({error}); "
+            "leave its cases out with cases=[...]"
+        ) from error
     q, k, v, grad = _local(context)
     causal, scale = context.settings["causal"], DIM**-0.5
     group: Any = dist.group.WORLD
 
     def run() -> tuple[torch.Tensor, ...]:
+        cp.set_rotate_method(rotate)
         cp._cp_options.enable_load_balance = causal
         out, lse, *_ = cp._templated_ring_attention(group, 2, _flash, q, k, v, is_causal=causal, scale=scale)
         if not context.settings["backward"]:
@@ -123,7 +145,7 @@ def _template(context: Context) -> Run:
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Largest error of every column against the single call, over out and gradients."""
     layout, errors = _layout(context), {}
-    for name in ("ring", "template"):
+    for name in ("ring", *TEMPLATES):
         wholes = []
         for x in results[name]:
             shards = [x.new_empty((*x.shape[:2], layout.rows(r), DIM)) for r in range(context.ranks)]
@@ -140,9 +162,14 @@ def _against_single(name: str, tokens: int, causal: bool, backward: bool, target
         name,
         CORES,
         _settings(tokens, causal, backward),
-        (Column("single", CORES, _single), Column("ring", 1, _ring), Column("template", 1, _template)),
-        (Ratio("single", "ring", target), Ratio("template", "ring", 1.0), Ratio("single", "template")),
+        (
+            Column("single", CORES, _single),
+            Column("ring", 1, _ring),
+            *(Column(name, 1, partial(_template, rotate=rotate)) for name, rotate in TEMPLATES.items()),
+        ),
+        (Ratio("single", "ring", target), *(Ratio(name, "ring", 1.0) for name in TEMPLATES)),
         _check,
+        notes=(NOTE,),
     )
 
 
@@ -164,11 +191,10 @@ def _virtual(name: str, causal: bool, target: float) -> Case:
     return Case(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
 
 
-def _memory(ranks: int, *, backward: bool) -> Case:
-    """Contiguous dense attention of 4,096 tokens per rank: the peak must not grow with the ranks."""
+def _memory(ranks: int, *, rows: int = 4096) -> Case:
+    """The forward of contiguous dense attention with `rows` tokens per rank: the peak must not grow with the ranks."""
 
     def formula(context: Context) -> int:
-        rows: int = context.settings["tokens"] // context.ranks
         item = ITEM_BYTES[context.settings["dtype"]]
         block = rows * HEADS * DIM * item
         lse = rows * HEADS * item
@@ -176,9 +202,17 @@ def _memory(ranks: int, *, backward: bool) -> Case:
         return inputs + out + receive + visit
 
     def make(context: Context) -> Run:
-        rows = context.settings["tokens"] // context.ranks
-        q, k, v = (torch.randn(1, HEADS, rows, DIM) for _ in range(3))
+        local = context.settings["tokens"] // context.ranks  # fewer than `rows` in the warm-up
+        q, k, v = (torch.randn(1, HEADS, local, DIM) for _ in range(3))
         return lambda: ring_attention(q, k, v, Full(), schedule="ring")
 
-    settings = _settings(4096 * ranks, False, backward)
-    return Case(f"memory_{ranks}_ranks", ranks, settings, (Column("ring", 1, make),), memory=formula, limit=1.1)
+    settings = _settings(rows * ranks, False, False)
+    return Case(
+        f"memory_{ranks}_ranks",
+        ranks,
+        settings,
+        (Column("ring", 1, make),),
+        memory=formula,
+        limit=1.1,
+        notes=(MEMORY_NOTE,),
+    )

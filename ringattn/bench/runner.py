@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__, memory
-from ..files import write_text
+from ..files import make_folder, write_text
 from ..launcher import run_local
 from ..pool import pool
 from . import get_cases
@@ -150,7 +150,8 @@ def summarise(case: Case, raw: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
+    middle, least, most = median(values), min(values), max(values)
+    return {"median": middle, "min": least, "max": most, "spread": (most - least) / middle}
 
 
 def machine() -> dict[str, Any]:
@@ -189,7 +190,7 @@ def _git(*arguments: str) -> str | None:
 
 def write(record: dict[str, Any], folder: Path) -> tuple[Path, Path]:
     """Store a record as dated JSON and Markdown; returns both paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     words = re.sub(r"[^a-z0-9]+", "-", str(record["machine"]["cpu"]).lower()).strip("-")
     stem = f"{record['suite']}_{words}_{record['machine']['cores']}cores_{record['machine']['date'][:10]}"
     number = 1
@@ -217,6 +218,8 @@ def markdown(record: dict[str, Any]) -> str:
     ]
     for row in rows(record):
         lines.append("| " + " | ".join(row) + " |")
+    notes = dict.fromkeys(note for case in record["cases"] for note in case["notes"])
+    lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join([*lines, "", "Settings and every raw number are in the JSON file of the same name.", ""])
 
 

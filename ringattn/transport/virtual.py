@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -46,6 +45,11 @@ class _Ticket:
     label: str
     flights: list[tuple[str, _Flight]] = field(default_factory=list)
 
+    @property
+    def ready(self) -> bool:
+        """Whether both sides of every message are posted."""
+        return all(flight.done or flight.matched for _, flight in self.flights)
+
 
 class Virtual:
     """`size` ranks of one process. A receive buffer is poisoned from its post to its wait, and a send buffer
@@ -61,29 +65,24 @@ class Virtual:
         """Run one program per rank to the end, in turns, and return their results in rank order."""
         assert len(programs) == self.size
         results: list[Any] = [None] * self.size
-        ready = deque((rank, None) for rank in range(self.size))
-        waiting: dict[int, _Ticket] = {}
-        while ready or waiting:
-            if not ready:
-                freed = [
-                    rank for rank, ticket in waiting.items() if all(f.done or f.matched for _, f in ticket.flights)
-                ]
-                if not freed:
-                    raise CommFailure(f"the virtual ranks wait for each other forever: {self._stuck(waiting)}")
-                for rank in freed:
-                    for name, flight in waiting.pop(rank).flights:
-                        flight.deliver(name)
-                    ready.append((rank, None))
-            rank, reply = ready.popleft()
-            try:
-                request = programs[rank].send(reply)
-                while isinstance(request, Post):
-                    request = programs[rank].send(self._post(rank, request))
-            except StopIteration as stop:
-                results[rank] = stop.value
-                continue
-            assert isinstance(request, Wait)
-            waiting[rank] = request.ticket
+        waiting: dict[int, _Ticket] = {rank: _Ticket("start") for rank in range(self.size)}
+        while waiting:
+            free = [rank for rank, ticket in waiting.items() if ticket.ready]
+            if not free:
+                raise CommFailure(f"the virtual ranks wait for each other forever: {self._stuck(waiting)}")
+            for rank in free:
+                # Messages of one rank at a time, right before it runs: what it reads next is still in the cache.
+                for name, flight in waiting.pop(rank).flights:
+                    flight.deliver(name)
+                try:
+                    request = programs[rank].send(None)
+                    while isinstance(request, Post):
+                        request = programs[rank].send(self._post(rank, request))
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                    continue
+                assert isinstance(request, Wait)
+                waiting[rank] = request.ticket
         assert not self._open, f"messages that nobody received: {sorted(self._open)}"
         return results
 
