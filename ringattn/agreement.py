@@ -16,9 +16,12 @@ from .layout import Layout, make_layout
 from .pattern import Pattern
 from .plan import ITEM_BYTES, Plan, make_plan
 from .schedules import resolve
+from .transport.base import Transport
 
 #: Characters of an error that other ranks repeat.
 QUOTED = 1500
+#: Handshakes that a transport remembers.
+REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any
     }
 
 
-def agree(transport: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[Plan, Kernel]:
+def agree(transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[Plan, Kernel]:
     """The plan that all ranks of the transport run, and this rank's kernel.
 
     The first call with given shapes and arguments is a handshake; later ones are answered from memory. Where one
@@ -122,6 +125,8 @@ def agree(transport: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cal
     _raise_errors(records, error)
     _compare(records)
     assert plan is not None and kernel is not None
+    if len(transport.agreed) >= REMEMBERED:
+        transport.agreed.clear()  # on all ranks alike: they make the same calls
     transport.agreed[key] = (plan, kernel)
     return plan, kernel
 

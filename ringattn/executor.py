@@ -192,7 +192,7 @@ class _State:
         self.job, self.steps, self.kept = job, steps, kept
         plan = job.plan
         hops = [hop for step in steps for hop in (*step.sends, *step.recvs)]
-        grads = [(Part("grad", owner),) for step in steps for owner in step.visits if held or _has_grad(hops)]
+        grads = [(Part("grad", owner),) for step in steps for owner in step.visits if _has_grad(hops)]
         sizes = [sum(map(plan.part_bytes, parts)) for parts in [*(hop.parts for hop in hops), *grads]]
         self.buffers = Buffers(plan, max(sizes, default=0), k.device)
         self.blocks: dict[int, Pair] = {job.rank: (k, v), **dict(zip(kept, held, strict=False))}

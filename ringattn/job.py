@@ -171,7 +171,7 @@ class Run:
     def sampled(self, reduce: Reduce, positions: np.ndarray, out: torch.Tensor) -> float | None:
         """Largest error of the sampled rows that this rank holds, relative to the largest oracle output."""
         rows = sampled_rows(self.plan.tokens, self.config.sample)
-        if not rows:
+        if not rows or not out.shape[0]:
             return None
         scale = self.plan.head_dim**-0.5 if self.config.scale is None else self.config.scale
         tensors = [x.detach() for x in self.inputs]

@@ -44,7 +44,7 @@ def test_ratios_are_medians_of_the_rounds(target: float, met: bool) -> None:
 def test_files_are_dated_numbered_and_complete(tmp_path: Path) -> None:
     raw = [{"times": {"single": [4.0], "ring": [2.0]}, "errors": {"ring": 1e-7}}]
     record = {
-        "suite": "ring", "repeat": 1, "machine": bench_runner.machine(), "kind": "measured",
+        "suite": "ring", "repeat": 1, "machine": bench_runner.machine(), "mixed": True, "kind": "measured",
         "cases": [bench_runner.summarise(case(1.5), raw)],
     }  # fmt: skip
     first, text = bench_runner.write(record, tmp_path)
@@ -52,6 +52,7 @@ def test_files_are_dated_numbered_and_complete(tmp_path: Path) -> None:
     assert first.stem.endswith("_1") and second.stem.endswith("_2")
     assert json.loads(first.read_text()) == record
     assert "single / ring = 2.000" in text.read_text() and "| yes |" in text.read_text()
+    assert bench_runner.MIXED in text.read_text()
     assert len(list(tmp_path.iterdir())) == 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -28,16 +29,20 @@ from .case import Case, Context, Run
 Clock = Callable[[], float]
 #: Seconds that one suite may take before its processes are killed.
 TIMEOUT = 3600.0
+MIXED = "**The code changed during this run: its cases measured different versions. Run it again.**"
 
 
 def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure a suite; the record that `write` stores. `tell` hears what is under way."""
-    results = []
+    results, before = [], machine()
     for case in get_cases(suite, names):
         tell(f"{case.name}: {', '.join(column.name for column in case.columns)}")
         raw = run_local(measure, case.ranks, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
         results.append(summarise(case, raw))
-    return {"suite": suite, "repeat": repeat, "machine": machine(), "kind": "measured", "cases": results}
+    mixed = before["source"] != machine()["source"]
+    return {
+        "suite": suite, "repeat": repeat, "machine": before, "mixed": mixed, "kind": "measured", "cases": results
+    }  # fmt: skip
 
 
 def measure(rank: int, suite: str, name: str, repeat: int) -> dict[str, Any]:
@@ -166,6 +171,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "ringattn": __version__,
         "commit": _git("rev-parse", "--short", "HEAD"),
+        "source": _source(),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -178,6 +184,15 @@ def _cpu() -> str:
         if "model name" in found:
             return f"{found['model name']} (family {found.get('cpu family')}, model {found.get('model')})"
     return platform.processor() or platform.machine()
+
+
+def _source() -> str:
+    """A hash of this package's code: every case starts new processes, which read it again."""
+    package = Path(__file__).resolve().parents[1]
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _git(*arguments: str) -> str | None:
@@ -212,6 +227,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"ringattn {m['ringattn']} at commit {m['commit']}{' with local changes' if m['dirty'] else ''}; "
         f"{record['repeat']} alternating rounds after one warm-up. All numbers are measured; ratios are medians of the "
         "rounds' own ratios, [min .. max].",
+        *(["", MIXED] if record["mixed"] else []),
         "",
         "| case | columns: median seconds [min .. max] | ratio | target | met | error |",
         "|---|---|---|---|---|---|",

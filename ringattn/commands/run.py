@@ -37,6 +37,10 @@ def main(config: RunConfig) -> None:
     for name, value, least in (("repeat", config.repeat, 1), ("ranks", config.ranks, 1), ("sample", config.sample, 0)):
         if value < least:
             raise InvalidInput(f"{name}={value}: must be at least {least}")
+    if config.threads is not None and config.threads < 1:
+        raise InvalidInput(f"threads={config.threads}: must be at least 1; leave it out to share the cores evenly")
+    if not config.timeout > 0:
+        raise InvalidInput(f"timeout={config.timeout}: must be a number of seconds above 0")
     if config.transport.spec == "virtual":
         _set_threads(config.threads or os.cpu_count() or 1)
         _Virtual(config).run()

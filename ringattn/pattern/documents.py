@@ -37,10 +37,12 @@ class Documents(Pattern):
         return tuple(accumulate(self.lengths, initial=0))
 
     def check(self, tokens: int, heads: int) -> None:
-        if self.starts[-1] != tokens:
+        held = self.starts[-1]
+        if held != tokens:
+            hint = f"try adding a last document of {tokens - held:,}" if held < tokens else f"drop {held - tokens:,}"
             raise InvalidInput(
-                f"Documents: the {len(self.lengths)} lengths sum to {self.starts[-1]:,}, the sequence has {tokens:,} "
-                f"tokens; try adding a last document of {tokens - self.starts[-1]:,} tokens, or drop the surplus"
+                f"Documents: the {len(self.lengths)} lengths sum to {held:,}, the sequence has {tokens:,} tokens; "
+                f"{hint} tokens"
             )
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:

@@ -64,6 +64,11 @@ class Transport(Protocol):
     rank: int
     size: int
     counters: Counters
+    #: Answers of past handshakes, by what was asked; filled by `agreement.agree`.
+    agreed: dict[Any, Any]
+
+    def check(self, device: torch.device) -> None:
+        """Raise InvalidInput where this transport does not carry tensors of `device`."""
 
     def post(self, post: Post) -> Any:
         """Start the messages of a step and return a ticket."""
