@@ -6,7 +6,7 @@ group and, thousands of times in turns, on virtual ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -192,8 +192,9 @@ class _State:
         self.job, self.steps, self.kept = job, steps, kept
         plan = job.plan
         hops = [hop for step in steps for hop in (*step.sends, *step.recvs)]
-        grads = [(Part("grad", owner),) for step in steps for owner in step.visits if _has_grad(hops)]
-        sizes = [sum(map(plan.part_bytes, parts)) for parts in [*(hop.parts for hop in hops), *grads]]
+        sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]
+        if any(part.kind == "grad" for hop in hops for part in hop.parts):
+            sizes += [plan.part_bytes(Part("grad", owner)) for step in steps for owner in step.visits]
         self.buffers = Buffers(plan, max(sizes, default=0), k.device)
         self.blocks: dict[int, Pair] = {job.rank: (k, v), **dict(zip(kept, held, strict=False))}
         self.mine: Pair | None = None
@@ -277,10 +278,6 @@ class _State:
         if part.kind == "kv":
             del self.blocks[part.owner]
         self.buffers.drop(buffer, part)
-
-
-def _has_grad(hops: Iterable[Hop]) -> bool:
-    return any(part.kind == "grad" for hop in hops for part in hop.parts)
 
 
 def _last_uses(steps: Sequence[Step]) -> dict[Part, int]:
