@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from .config import SCHEMAS, conf_dir, prepare
-from .errors import InvalidInput, RingAttentionError
+from .errors import InvalidInput, RingAttentionError, did_you_mean
 from .launcher import detect
 
 VERBS = {
@@ -59,8 +58,7 @@ def _usage() -> str:
 
 def _run(verb: str, overrides: list[str]) -> None:
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(verb, VERBS)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
     launch = detect()
     prepared = prepare(verb, overrides)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidInput
+from .errors import InvalidInput, did_you_mean
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "kernel")
@@ -148,7 +147,7 @@ def _prepare(verb: str, override: str) -> list[str]:
         if option not in options and option != "null":
             shown = [name for name in options if name != "custom"]
             raise InvalidInput(
-                f"{key}={option}: unknown option; {_near(option, shown)}expected one of {', '.join(shown)}"
+                f"{key}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
             )
     return [override]
 
@@ -158,19 +157,14 @@ def _check_key(verb: str, schema: type, key: str) -> None:
     first, _, rest = key.partition(".")
     if first not in names:
         raise InvalidInput(
-            f"unknown key {first!r}; {_near(first, list(names))}keys of {verb}: {', '.join(names)} "
+            f"unknown key {first!r}; {did_you_mean(first, list(names))}keys of {verb}: {', '.join(names)} "
             f"(ringattn {verb} --cfg job shows their values)"
         )
     inner = names[first].default_factory
     if rest and inner is not dataclasses.MISSING and rest not in _names(inner):
         shown = list(_names(inner))
-        raise InvalidInput(f"unknown key {key!r}; {_near(rest, shown)}keys of {first}: {', '.join(shown)}")
+        raise InvalidInput(f"unknown key {key!r}; {did_you_mean(rest, shown)}keys of {first}: {', '.join(shown)}")
 
 
 def _names(schema: Any) -> dict[str, Any]:
     return {f.name: f for f in dataclasses.fields(schema)}
-
-
-def _near(name: str, options: list[str]) -> str:
-    near = difflib.get_close_matches(name, options, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class RingAttentionError(Exception):
     """Base of every error that ringattn raises on purpose."""
@@ -25,3 +28,9 @@ class CommFailure(RingAttentionError, RuntimeError):
 
 class LaunchFailure(CommFailure):
     """A rank that this process started has failed, was killed, or did not end in time."""
+
+
+def did_you_mean(name: object, options: Iterable[str]) -> str:
+    """The words "did you mean 'x'? " for the option that is nearest to a wrong name, or nothing."""
+    near = difflib.get_close_matches(str(name), list(options), n=1)
+    return f"did you mean {near[0]!r}? " if near and near[0] != name else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import InvalidInput
+from .errors import InvalidInput, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -214,8 +213,7 @@ def _named(name: str, tokens: int, ranks: int) -> Layout:
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:block\s*=\s*)?(\d+)\s*\))?\s*", name)
     kind = match[1] if match else name
     if match is None or kind not in _NAMES or (match[2] and kind != "striped"):
-        near = difflib.get_close_matches(str(kind), _NAMES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
+        hint = did_you_mean(kind, _NAMES)
         raise InvalidInput(f"unknown layout {name!r}; {hint}expected contiguous, zigzag, striped or striped(block)")
     if match[2]:
         return Striped(tokens, ranks, int(match[2]))

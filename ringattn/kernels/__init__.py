@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, did_you_mean
 from .aten_cpu import AtenCpu
 from .aten_cuda import CHOICES, AtenCuda, missing
 from .base import Kernel
@@ -23,8 +21,7 @@ def get_kernel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, 
     if name == "auto":
         name = {"cpu": "aten_cpu", "cuda": "aten_cuda"}.get(q.device.type, "reference")
     if name not in NAMES:
-        near = difflib.get_close_matches(str(name), [*NAMES, "auto"], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, [*NAMES, "auto"])
         raise InvalidInput(f"unknown kernel {name!r}; {hint}expected auto, {', '.join(NAMES)}")
     kernel: Kernel
     if name == "reference":

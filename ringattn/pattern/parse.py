@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Callable, Mapping
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, did_you_mean
 from .base import Pattern
 
 
@@ -31,8 +30,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
             )
         name = node.func.id
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, names)
             raise InvalidInput(
                 f"pattern {text!r}: unknown name {name!r}; {hint}known names: {', '.join(sorted(names))}"
             )

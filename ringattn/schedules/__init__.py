@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from ..demand import Demand
-from ..errors import InvalidInput
+from ..errors import InvalidInput, did_you_mean
 from ..steps import RankPlan
 from . import allgather, ring
 
@@ -21,7 +20,6 @@ def resolve(name: str) -> str:
     if name == "auto":
         return "ring"
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(str(name), [*SCHEDULES, "auto"], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, [*SCHEDULES, "auto"])
         raise InvalidInput(f"unknown schedule {name!r}; {hint}expected auto, {', '.join(SCHEDULES)}")
     return name
