@@ -31,6 +31,13 @@ class Documents(Pattern):
                     f"Documents: a length must be an integer >= 0, got {length!r}; try Documents([512, 256, 256])"
                 )
 
+    def __hash__(self) -> int:
+        return self._hash  # plans look patterns up often, and there may be a million lengths
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.lengths)
+
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First position of each document, and the end of the last."""
