@@ -14,7 +14,8 @@ import torch
 
 from .buffers import Buffer, Buffers, wide
 from .demand import Work
-from .kernels.base import Kernel, clean_keys
+from .kernels.base import Kernel
+from .kernels.base import backward as kernel_backward
 from .kernels.base import forward as kernel_forward
 from .kernels.pad import with_column
 from .plan import Plan
@@ -107,9 +108,9 @@ def backward(
             dk, dv = state.gathered(owner)
             for whole in job.works(owner):
                 for work in job.kernel.split(whole):
-                    y, z, _ = clean_keys(_select(key, work.kv, work.k), _select(value, work.kv, work.k), work)
+                    y, z = _select(key, work.kv, work.k), _select(value, work.kv, work.k)
                     g, x, o, total = (_select(t, work.heads, work.q) for t in (grad, query, out, lse))
-                    parts = job.kernel.backward(g, x, y, z, o, total, work, job.scale)
+                    parts = kernel_backward(job.kernel, g, x, y, z, o, total, work, job.scale)
                     targets = ((dq, work.heads, work.q), (dk, work.kv, work.k), (dv, work.kv, work.k))
                     for (target, heads, positions), part in zip(targets, parts, strict=True):
                         _select(target, heads, positions).add_(part[..., : target.shape[-1]])
@@ -150,7 +151,7 @@ class _Rows:
             lse.copy_(part_lse)
         else:
             if not marks.all():
-                _fill(total, ~marks, 0.0)
+                _clear(total, ~marks)
             merge_(total, lse, part, part_lse)
         marks[...] = True
 
@@ -159,7 +160,7 @@ class _Rows:
         if not self.total.numel():
             self._allocate()
         if not self.touched.all():
-            _fill(self.total, ~self.touched, 0.0)
+            _clear(self.total, ~self.touched)
         if self.out is None:
             return self.total.to(self.q.dtype), self.lse
         if self.total is not self.out:
@@ -177,9 +178,9 @@ class _Rows:
         self.lse = self.q.new_full((batch, rows, heads), -torch.inf, dtype=dtype).transpose(1, 2)
 
 
-def _fill(x: torch.Tensor, where: np.ndarray, value: float) -> None:
-    """Set rows of x [B, H, n, D], flagged in `where` [H, n], to a value."""
-    x.masked_fill_(torch.from_numpy(where).to(x.device).unsqueeze(-1), value)
+def _clear(x: torch.Tensor, where: np.ndarray) -> None:
+    """Set the rows of x [B, H, n, D] that are flagged in `where` [H, n] to 0."""
+    x.masked_fill_(torch.from_numpy(where).to(x.device).unsqueeze(-1), 0.0)
 
 
 class _State:
@@ -260,16 +261,15 @@ class _State:
             self.blocks[part.owner] = views
             self.where[part] = buffer
             return
-        here = self.where.get(part)
-        if here is not None or part.owner == self.job.rank:
-            for target, x in zip(views, self.gathered(part.owner), strict=True):
-                target.add_(x)
         if part.owner == self.job.rank:
             for target, x in zip(self.gathered(part.owner), views, strict=True):
-                target.copy_(x)
+                target.add_(x)
             self.buffers.drop(buffer, part)
             return
-        if here is not None:
+        here = self.where.get(part)
+        if here is not None:  # gathered by this rank's own visit; the sum goes on in the buffer that arrived
+            for target, x in zip(views, here.view(part), strict=True):
+                target.add_(x)
             self.buffers.drop(here, part)
         self.where[part] = buffer
 

@@ -123,6 +123,28 @@ def test_a_bad_number_reaches_only_the_rows_that_see_it(which: int, bad: float, 
                 assert out[0, 1][sees].isnan().any(-1).all()
 
 
+@pytest.mark.parametrize("kernel", ["reference", "aten_cpu"])
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_a_bad_number_reaches_only_the_gradients_that_depend_on_it(which: int, kernel: str) -> None:
+    tokens, place = 700, 333
+    for pattern in (Causal(), Window(40, 3), Causal() & Window(40), Documents([300, 400])):
+        case = make_case(tokens, 2, 1, torch.float32, batch=1)
+        tensors = [*case.leaves(), case.grad.clone()]
+        with torch.no_grad():
+            tensors[which][0, 0, place, 3] = torch.nan
+        *inputs, grad = tensors
+        mask = torch.from_numpy(pattern.mask(tokens)[0]) > 0
+        rows = mask[:, place] if which in (1, 2) else torch.arange(tokens) == place  # that are NaN, in head 0
+        keys = mask[rows].any(0)
+        for ranks, layout in ((1, "contiguous"), (3, "zigzag"), (2, "striped")):
+            out = ra.virtual_attention(*inputs, pattern, ranks=ranks, layout=layout, kernel=kernel)
+            dq, dk, dv = torch.autograd.grad(out, inputs, grad)
+            assert dq[0, 0][~rows].isfinite().all()
+            assert dk[0, 0][~keys].isfinite().all() and dv[0, 0][~keys].isfinite().all(), (pattern, ranks)
+            assert dk[0, 0][keys].isnan().any(-1).all()
+            assert which in (1, 2) or dq[0, 1].isfinite().all()
+
+
 def test_a_block_changed_in_flight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The virtual transport makes a race show: here the executor writes to a block that is being sent."""
     from ringattn import executor
