@@ -12,6 +12,7 @@ from .errors import CommFailure, InvalidInput, Mismatch, RingAttentionError, Uns
 from .layout import Layout, make_layout
 from .pattern import (
     Causal,
+    Dilated,
     Documents,
     Full,
     Pattern,
@@ -44,6 +45,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "Causal",
     "CommFailure",
+    "Dilated",
     "Documents",
     "Full",
     "InvalidInput",

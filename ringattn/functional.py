@@ -200,6 +200,8 @@ def attention(
 
 def _apply(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: _Runner, plan: Plan, return_lse: bool) -> Any:
     out, lse = _Attention.apply(q, k, v, runner)
+    if plan.pattern.output_scale != 1.0:
+        out = out * plan.pattern.output_scale
     return (out, lse) if return_lse else out
 
 

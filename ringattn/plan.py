@@ -200,4 +200,4 @@ def make_plan(
         raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
     made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern)
     pattern.check(tokens, heads)
-    return _cached(pattern, made, resolve(schedule), heads, kv_heads, head_dim, value_dim, item, batch)
+    return _cached(pattern.bind(heads), made, resolve(schedule), heads, kv_heads, head_dim, value_dim, item, batch)

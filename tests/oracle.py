@@ -55,7 +55,7 @@ def make_case(
     return Case(q, k, v, grad, grad_lse if lse else None)
 
 
-def dense(case: Case, mask: Tensor) -> Result:
+def dense(case: Case, mask: Tensor, output_scale: float = 1.0) -> Result:
     """fp64 softmax with multiplicities `mask` [H, N, N]; rows that see no key are 0, their lse -inf."""
     q, k, v = case.leaves(torch.float64)
     group = q.shape[1] // k.shape[1]
@@ -64,7 +64,7 @@ def dense(case: Case, mask: Tensor) -> Result:
     bias = mask.double().log().where(seen.unsqueeze(-1), zero)  # hidden rows: finite here, struck out below
     scores = q @ k.repeat_interleave(group, 1).mT * case.factor + bias
     lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ v.repeat_interleave(group, 1) * seen.unsqueeze(-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ v.repeat_interleave(group, 1) * seen.unsqueeze(-1) * output_scale
     loss = (out * case.grad.double()).sum()
     if case.grad_lse is not None:
         loss = loss + (lse * seen * case.grad_lse).sum()
@@ -72,7 +72,7 @@ def dense(case: Case, mask: Tensor) -> Result:
     return Result(out.detach(), shown, torch.autograd.grad(loss, (q, k, v)))
 
 
-def single_device(case: Case, mask: Tensor) -> Result:
+def single_device(case: Case, mask: Tensor, output_scale: float = 1.0) -> Result:
     """One call of torch's SDPA in the dtype of the case, with the same mask: the error that nobody can blame us for."""
     q, k, v = case.leaves()
     seen = (mask.sum(-1) > 0).unsqueeze(-1)
@@ -80,7 +80,7 @@ def single_device(case: Case, mask: Tensor) -> Result:
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=bias.expand(q.shape[0], -1, -1, -1), scale=case.factor, enable_gqa=q.shape[1] != k.shape[1]
     )
-    out = out * seen
+    out = out * seen * output_scale
     return Result(out.detach(), torch.empty(0), torch.autograd.grad(out, (q, k, v), case.grad))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ringattn import Causal, Documents, Full, Pattern, Sinks, Strided, Window, mix
+from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
 from ringattn.pattern import Tile
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped(3)", "striped(8)")
@@ -49,6 +49,14 @@ def documents(draw: st.DrawFn, tokens: int) -> Documents:
     return Documents(tuple(lengths))
 
 
+def dilated(branches: list[tuple[int, int]]) -> st.SearchStrategy[Pattern]:
+    segments, rates = zip(*branches, strict=True)
+    offsets = st.sampled_from(["per_head", "group"])
+    return st.builds(
+        lambda causal, where: Dilated(segments, rates, causal=causal, offsets=where), st.booleans(), offsets
+    )
+
+
 @st.composite
 def patterns(draw: st.DrawFn, tokens: int, depth: int = 2) -> Pattern:
     if depth == 0 or draw(st.booleans()):
@@ -59,6 +67,7 @@ def patterns(draw: st.DrawFn, tokens: int, depth: int = 2) -> Pattern:
             | st.builds(Sinks, st.integers(0, 5))
             | st.builds(Strided, st.integers(1, 5))
             | documents(tokens)
+            | st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=2).flatmap(dilated)
         )
     a, b = draw(patterns(tokens, depth - 1)), draw(patterns(tokens, depth - 1))
     kind = draw(st.sampled_from(["and", "or", "mix"]))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from .base import Mix, Pattern, mix
 from .causal import Causal
+from .dilated import Dilated
 from .documents import Documents
 from .full import Full
 from .parse import parse
@@ -19,6 +20,7 @@ NAMES: dict[str, Callable[..., Pattern]] = {
     "Full": Full,
     "Causal": Causal,
     "Window": Window,
+    "Dilated": Dilated,
     "Documents": Documents,
     "Sinks": Sinks,
     "Strided": Strided,
@@ -34,6 +36,7 @@ def parse_pattern(text: str) -> Pattern:
 __all__ = [
     "NAMES",
     "Causal",
+    "Dilated",
     "Documents",
     "Full",
     "Mix",

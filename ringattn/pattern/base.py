@@ -27,6 +27,15 @@ class Pattern(ABC):
         """Number of branches; a pair that two branches see counts twice in the softmax."""
         return 1
 
+    @property
+    def output_scale(self) -> float:
+        """Outputs are multiplied by this; 1 but for conventions that ask for it."""
+        return 1.0
+
+    def bind(self, heads: int) -> Pattern:
+        """The pattern for a known number of heads; itself, but where its meaning depends on that number."""
+        return self
+
     @abstractmethod
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         """Lazily, the trimmed tiles that touch the rectangle q x k. Those of one branch are disjoint."""
@@ -45,9 +54,10 @@ class Pattern(ABC):
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
         """How often each pair counts: int64 [heads, tokens, tokens]. The oracle, for small `tokens`."""
         self.check(tokens, heads)
+        bound = self.bind(heads)
         position = np.arange(tokens, dtype=np.int64)
         shape = (tokens, tokens)
-        rows = [self.visible(position[:, None], position[None, :], h, tokens) for h in range(heads)]
+        rows = [bound.visible(position[:, None], position[None, :], h, tokens) for h in range(heads)]
         return np.stack([np.broadcast_to(row, shape).astype(np.int64) for row in rows])
 
     def row_mask(self, position: int, tokens: int, head: int = 0) -> np.ndarray:
@@ -88,6 +98,13 @@ class And(Pattern):
     def branches(self) -> int:
         return self.a.branches * self.b.branches
 
+    @property
+    def output_scale(self) -> float:
+        return self.a.output_scale * self.b.output_scale
+
+    def bind(self, heads: int) -> Pattern:
+        return And(self.a.bind(heads), self.b.bind(heads))
+
     def check(self, tokens: int, heads: int) -> None:
         self.a.check(tokens, heads)
         self.b.check(tokens, heads)
@@ -121,6 +138,14 @@ class Or(Pattern):
                     f"| takes patterns of one branch, but {part!r} has {part.branches}: a union counts each pair once, "
                     "a mix counts it once per branch; try mix(a, b), or | inside the branches"
                 )
+        _same_scale(self.a, self.b)
+
+    @property
+    def output_scale(self) -> float:
+        return self.a.output_scale
+
+    def bind(self, heads: int) -> Pattern:
+        return Or(self.a.bind(heads), self.b.bind(heads))
 
     def check(self, tokens: int, heads: int) -> None:
         self.a.check(tokens, heads)
@@ -148,9 +173,19 @@ class Mix(Pattern):
 
     parts: tuple[Pattern, ...]
 
+    def __post_init__(self) -> None:
+        _same_scale(*self.parts)
+
     @property
     def branches(self) -> int:
         return sum(part.branches for part in self.parts)
+
+    @property
+    def output_scale(self) -> float:
+        return self.parts[0].output_scale
+
+    def bind(self, heads: int) -> Pattern:
+        return Mix(tuple(part.bind(heads) for part in self.parts))
 
     def check(self, tokens: int, heads: int) -> None:
         for part in self.parts:
@@ -171,6 +206,14 @@ class Mix(Pattern):
 
     def __repr__(self) -> str:
         return f"mix({', '.join(map(repr, self.parts))})"
+
+
+def _same_scale(*patterns: Pattern) -> None:
+    scales = {pattern.output_scale for pattern in patterns}
+    if len(scales) > 1:
+        raise InvalidInput(
+            f"{' and '.join(map(repr, patterns))} scale their outputs differently ({scales}): they have no common softmax"
+        )
 
 
 def mix(*patterns: Pattern) -> Mix:
