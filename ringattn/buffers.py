@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .kernels.base import wide
 from .plan import Plan
 from .pool import pool
 from .steps import Part
@@ -40,11 +41,6 @@ def _views(data: torch.Tensor, part: Part, plan: Plan) -> tuple[torch.Tensor, to
     edge = plan.batch * plan.kv_heads * rows * plan.head_dim
     shape = (plan.batch, plan.kv_heads, rows)
     return flat[:edge].view(*shape, plan.head_dim), flat[edge:].view(*shape, plan.value_dim)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results are gathered."""
-    return dtype if dtype == torch.float64 else torch.float32
 
 
 class Buffers:

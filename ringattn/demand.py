@@ -10,30 +10,10 @@ from .layout import Layout
 from .pattern import Pattern, Tile
 from .pattern.ranges import ceil_div, locate
 from .pattern.tile import make
+from .work import Work, gathered, repeated
 
 #: Works of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
-
-
-@dataclass(frozen=True)
-class Work:
-    """A tile lowered to the local rows of a shard and of a held block: what a kernel computes.
-
-    Query row q[i] attends key row k[j] iff lo <= i - j <= hi (indices i, j into `q` and `k`; None is unbounded),
-    for the query heads `heads`, which share the key/value heads `kv`. Every row of `q` sees a key.
-    """
-
-    heads: range
-    kv: range
-    q: range
-    k: range
-    lo: int | None = None
-    hi: int | None = None
-
-    @property
-    def dense(self) -> bool:
-        """True where every query row sees every key row."""
-        return self.lo is None and self.hi is None
 
 
 @dataclass(frozen=True)
@@ -70,8 +50,12 @@ class Demand:
         return _pairs(self, rank, owner)
 
     def works(self, rank: int, owner: int) -> tuple[Work, ...]:
-        """The visit of `rank` to the whole block of `owner`, lowered to local rows."""
+        """The visit of `rank` to the whole block of `owner`, lowered to local rows, one work per tile."""
         return _works(self, rank, owner)
+
+    def batched(self, rank: int, owner: int) -> tuple[Work, ...]:
+        """The same pairs as few works: short runs of keys gathered, equal works repeated."""
+        return _batched(self, rank, owner)
 
 
 @lru_cache(maxsize=65536)
@@ -91,8 +75,13 @@ def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
             step = tile.q.step
             lo = None if tile.lo is None else ceil_div(tile.lo - base, step)
             hi = None if tile.hi is None else (tile.hi - base) // step
-            works.append(Work(heads, kv, tile.q, tile.k, lo, hi))
+            works.append(Work(heads, kv, tile.q, (tile.k,), lo, hi))
     return tuple(works)
+
+
+@lru_cache(maxsize=1024)
+def _batched(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
+    return tuple(repeated(gathered(demand.works(rank, owner))))
 
 
 def _local_tiles(demand: Demand, rank: int, owner: int) -> Iterator[Tile]:

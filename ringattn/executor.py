@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from .buffers import Buffer, Buffers, wide
-from .demand import Work
-from .kernels.base import Kernel
+from .buffers import Buffer, Buffers
+from .kernels.base import Kernel, finite, wide
 from .kernels.base import backward as kernel_backward
 from .kernels.base import forward as kernel_forward
 from .kernels.pad import with_column
 from .plan import Plan
-from .softmax import merge_
+from .rows import Rows, add_, batches, inputs
+from .script import make_script
 from .steps import Hop, Part, Step
 from .transport.base import Message, Post, Program, Wait
 
@@ -34,9 +33,6 @@ class Job:
     rank: int
     kernel: Kernel
     scale: float
-
-    def works(self, owner: int) -> tuple[Work, ...]:
-        return self.plan.demand.works(self.rank, owner)
 
 
 @dataclass(frozen=True)
@@ -57,23 +53,26 @@ def forward(
     """
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.forward
+    script = make_script(job.plan, job.rank, job.kernel)
+    visits = iter(script.visits)
     state = _State(job, k, v, steps, kept=rank_plan.kept if keep else ())
-    rows = _Rows(q, v.shape[-1], out)
+    rows = Rows(q, v.shape[-1], out)
     for index, step in enumerate(steps):
         ticket = yield from state.start(index, f"forward step {index}")
         for owner in step.visits:
             key, value = state.blocks[owner]
-            for whole in job.works(owner):
-                for work in job.kernel.split(whole):
-                    x, y, z = (
-                        _select(q, work.heads, work.q),
-                        _select(key, work.kv, work.k),
-                        _select(value, work.kv, work.k),
-                    )
-                    rows.add(work, *kernel_forward(job.kernel, x, y, z, work, job.scale))
+            clean = script.hides and finite(key, value)
+            for portion in next(visits):
+                for piece in portion.pieces:
+                    for batch in batches(piece.work, q):
+                        x, y, z = inputs(piece.work, batch, (q,), (key, value))
+                        part = kernel_forward(job.kernel, x, y, z, piece.work, job.scale, clean=clean)
+                        rows.add(portion.section, piece, *part, batch)
+                if portion.last:
+                    rows.close(portion.section)
         yield from state.finish(index, ticket)
     state.buffers.close()
-    return Forward(*rows.finish(), tuple(state.blocks[owner] for owner in state.kept))
+    return Forward(*rows.finish(script.empty), tuple(state.blocks[owner] for owner in state.kept))
 
 
 def backward(
@@ -93,7 +92,9 @@ def backward(
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.backward
     state = _State(job, k, v, steps, kept=rank_plan.kept, held=result.kept)
-    out, lse = result.out, result.lse.masked_fill(result.lse == -torch.inf, torch.inf)
+    out, hidden = result.out, result.lse == -torch.inf
+    whole = finite(grad, q, out, result.lse.masked_fill(hidden, 0.0))
+    lse = result.lse.masked_fill(hidden, torch.inf)
     dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     query = q
     if grad_lse is not None:
@@ -106,81 +107,19 @@ def backward(
             if grad_lse is not None:
                 key, value = with_column(key, 0.0), with_column(value, 1.0)
             dk, dv = state.gathered(owner)
-            for whole in job.works(owner):
-                for work in job.kernel.split(whole):
-                    y, z = _select(key, work.kv, work.k), _select(value, work.kv, work.k)
-                    g, x, o, total = (_select(t, work.heads, work.q) for t in (grad, query, out, lse))
-                    parts = kernel_backward(job.kernel, g, x, y, z, o, total, work, job.scale)
-                    targets = ((dq, work.heads, work.q), (dk, work.kv, work.k), (dv, work.kv, work.k))
-                    for (target, heads, positions), part in zip(targets, parts, strict=True):
-                        _select(target, heads, positions).add_(part[..., : target.shape[-1]])
+            works = [call for work in job.plan.demand.batched(job.rank, owner) for call in job.kernel.split(work)]
+            clean = whole and any(not work.dense for work in works) and finite(key, value)
+            for work in works:
+                for batch in batches(work, q):
+                    g, x, o, total, y, z = inputs(work, batch, (grad, query, out, lse), (key, value))
+                    parts = kernel_backward(job.kernel, g, x, y, z, o, total, work, job.scale, clean=clean)
+                    add_(dq[batch], work.heads, (work.q,), work, work.q_shift, parts[0])
+                    add_(dk[batch], work.kv, work.k, work, work.k_shift, parts[1])
+                    add_(dv[batch], work.kv, work.k, work, work.k_shift, parts[2])
         yield from state.finish(index, ticket)
     state.buffers.close()
     dk, dv = state.gathered(job.rank)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _select(x: torch.Tensor, heads: range, rows: range) -> torch.Tensor:
-    """The view of x [B, H, n, ...] at these heads and rows."""
-    return x[:, heads.start : heads.stop : heads.step, rows.start : rows.stop : rows.step]
-
-
-class _Rows:
-    """The output rows of one rank. A row's first partial is copied, later ones are merged in fp32 or fp64.
-
-    Where no output is given, a first partial that covers all rows is not even copied: it becomes the accumulator.
-    """
-
-    def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
-        self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
-        self.touched = np.zeros(q.shape[1:3], dtype=bool)
-        self.total = self.lse = q.new_empty(0)
-
-    def add(self, work: Work, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-        heads, rows = work.heads, work.q
-        if not self.total.numel():
-            if self.out is None and part.shape == self.shape and part.dtype == wide(self.q.dtype):
-                self.total, self.lse = part, part_lse
-                self.touched[...] = True
-                return
-            self._allocate()
-        marks = self.touched[heads.start : heads.stop : heads.step, rows.start : rows.stop : rows.step]
-        total, lse = _select(self.total, heads, rows), _select(self.lse, heads, rows)
-        if not marks.any():
-            total.copy_(part)
-            lse.copy_(part_lse)
-        else:
-            if not marks.all():
-                _clear(total, ~marks)
-            merge_(total, lse, part, part_lse)
-        marks[...] = True
-
-    def finish(self) -> Pair:
-        """(out, lse); rows that saw no key are 0 and -inf."""
-        if not self.total.numel():
-            self._allocate()
-        if not self.touched.all():
-            _clear(self.total, ~self.touched)
-        if self.out is None:
-            return self.total.to(self.q.dtype), self.lse
-        if self.total is not self.out:
-            self.out.copy_(self.total)
-        return self.out, self.lse
-
-    def _allocate(self) -> None:
-        batch, heads, rows, width = self.shape
-        dtype = wide(self.q.dtype)
-        # As the kernels lay out theirs, so that a merge walks memory in order.
-        if self.out is not None and self.out.dtype == dtype:
-            self.total = self.out
-        else:
-            self.total = self.q.new_empty((batch, rows, heads, width), dtype=dtype).transpose(1, 2)
-        self.lse = self.q.new_full((batch, rows, heads), -torch.inf, dtype=dtype).transpose(1, 2)
-
-
-def _clear(x: torch.Tensor, where: np.ndarray) -> None:
-    """Set the rows of x [B, H, n, D] that are flagged in `where` [H, n] to 0."""
-    x.masked_fill_(torch.from_numpy(where).to(x.device).unsqueeze(-1), 0.0)
 
 
 class _State:

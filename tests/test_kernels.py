@@ -7,12 +7,12 @@ import torch
 from oracle import error
 
 from ringattn import InvalidInput, Unsupported
-from ringattn.demand import Work
 from ringattn.kernels import NAMES, available, get_kernel
-from ringattn.kernels.base import Kernel, band, narrow
+from ringattn.kernels.base import Kernel, band
 from ringattn.kernels.base import forward as guarded
 from ringattn.kernels.pad import EXTRA, with_column
 from ringattn.softmax import merge_
+from ringattn.work import Work
 
 CUDA = torch.cuda.is_available()
 BACKENDS = [name for name, state in available().items() if state == "ok"]
@@ -40,13 +40,13 @@ def trimmed(rows: int, keys: int, lo: int | None, hi: int | None) -> Work | None
     right = min(keys, last - lo) if lo is not None else keys
     if first >= last or left >= right:
         return None
-    whole = Work(range(4), range(2), range(rows), range(keys), lo, hi)
-    return narrow(whole, (first, last), (left, right))
+    whole = Work(range(4), range(2), range(rows), (range(keys),), lo, hi)
+    return whole.narrow((first, last), (left, right))
 
 
 def tensors(work: Work, name: str, dtype: torch.dtype, dim: int = 16) -> list[torch.Tensor]:
     source = torch.Generator().manual_seed(3)
-    sizes = ((4, len(work.q)), (2, len(work.k)), (2, len(work.k)), (4, len(work.q)))
+    sizes = ((4, len(work.q)), (2, work.keys), (2, work.keys), (4, len(work.q)))
     made = [torch.randn(2, h, n, dim, generator=source, dtype=torch.float64) for h, n in sizes]
     return [x.to(dtype).to(device(name)) for x in made]
 
@@ -56,10 +56,10 @@ def run(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work:
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=kind, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
-    local = Work(work.heads, work.kv, range(len(work.q)), range(len(work.k)), work.lo, work.hi)
-    for call in kernel.split(local):
-        rows, keys = slice(call.q.start, call.q.stop), slice(call.k.start, call.k.stop)
-        part, part_lse = guarded(kernel, q[:, :, rows], k[:, :, keys], v[:, :, keys], call, 0.25)
+    local = Work(work.heads, work.kv, range(len(work.q)), (range(work.keys),), work.lo, work.hi)
+    for call in (single for batch in kernel.split(local) for single in batch.singles()):
+        rows, keys = slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
+        part, part_lse = guarded(kernel, q[:, :, rows], k[:, :, keys], v[:, :, keys], call, 0.25, clean=False)
         assert part_lse.dtype == kind and part_lse.shape == part.shape[:3]
         assert (part_lse != -torch.inf).all(), "every row of a call sees a key"
         merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
@@ -69,7 +69,7 @@ def run(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work:
 def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (x.double() for x in (q, k, v))
     scores = q @ k.repeat_interleave(2, 1).mT * 0.25
-    i, j = torch.arange(len(work.q), device=q.device)[:, None], torch.arange(len(work.k), device=q.device)[None, :]
+    i, j = torch.arange(len(work.q), device=q.device)[:, None], torch.arange(work.keys, device=q.device)[None, :]
     for bound, hidden in ((work.lo, lambda b: i - j < b), (work.hi, lambda b: i - j > b)):
         if bound is not None:
             scores = scores.masked_fill(hidden(bound), -torch.inf)
@@ -98,9 +98,9 @@ def test_every_band_and_rectangle(name: str, shape: tuple[int, int]) -> None:
             leaves = [x.double().requires_grad_() for x in (q, k, v)]
             grads = torch.autograd.grad(truth(*leaves, work)[0], leaves, grad.double())
             found = [torch.zeros_like(x) for x in grads]
-            local = Work(work.heads, work.kv, range(len(work.q)), range(len(work.k)), work.lo, work.hi)
-            for call in kernel.split(local):
-                rows, keys = slice(call.q.start, call.q.stop), slice(call.k.start, call.k.stop)
+            local = Work(work.heads, work.kv, range(len(work.q)), (range(work.keys),), work.lo, work.hi)
+            for call in (single for batch in kernel.split(local) for single in batch.singles()):
+                rows, keys = slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
                 pieces = kernel.backward(
                     grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows].to(dtype),
                     lse[:, :, rows], call, 0.25,
@@ -114,7 +114,7 @@ def test_every_band_and_rectangle(name: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_strided_and_overlapping_views(name: str) -> None:
     dtype = dtypes(name)[0] if name.startswith("aten_cuda") else torch.float32
-    work = Work(range(4), range(2), range(40), range(40))
+    work = Work(range(4), range(2), range(40), (range(40),))
     base = [torch.randn(2, h, 120, 16).to(dtype).to(device(name)) for h in (4, 2, 2)]
     views = [x[:, :, 1:120:3] for x in base]
     kernel = get_kernel(name, *views)
@@ -129,7 +129,7 @@ def test_strided_and_overlapping_views(name: str) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_large_logits_stay_finite(name: str) -> None:
     dtype = dtypes(name)[0]
-    work = Work(range(4), range(2), range(64), range(64), 0, None)
+    work = Work(range(4), range(2), range(64), (range(64),), 0, None)
     q, k, v, _ = tensors(work, name, dtype)
     out, lse = run(get_kernel(name, q, k, v), q * 100, k * 100, v, work)
     assert out.isfinite().all() and lse.isfinite().all()
@@ -139,7 +139,7 @@ def test_large_logits_stay_finite(name: str) -> None:
 def test_a_hidden_bad_key_does_not_leak(name: str) -> None:
     dtype = dtypes(name)[-1]
     for lo, hi in ((0, None), (-3, 20)):
-        work = Work(range(4), range(2), range(300), range(300), lo, hi)
+        work = Work(range(4), range(2), range(300), (range(300),), lo, hi)
         q, k, v, _ = tensors(work, name, dtype)
         v[0, 1, 150, 0] = torch.nan
         k[1, 0, 200, 5] = torch.inf

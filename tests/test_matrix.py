@@ -9,7 +9,7 @@ import torch
 from oracle import Case, Result, dense, errors, make_case, single_device
 
 import ringattn as ra
-from ringattn import Causal, Documents, Full, Pattern, Sinks, Strided, Window, mix
+from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
 
 TOKENS = 53
 PATTERNS: dict[str, Pattern] = {
@@ -23,6 +23,9 @@ PATTERNS: dict[str, Pattern] = {
     "strided": Causal() & (Strided(3) | Window(2)),
     "mix": mix(Causal(), Window(5, 5), Strided(4)),
     "hidden-rows": Strided(2) & Window(9, 0) & Documents([13, 40]) & (Sinks(20) | Full()),
+    "longnet": Dilated((8, 24, 64), (1, 2, 5)),
+    "longnet-causal": Dilated((7, 30), (2, 3), causal=True),
+    "dilated-groups": Dilated((16, 32), (1, 3), causal=True, mix="group"),
     "empty-rows": Sinks(4) & Documents([30, 23]),
 }
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped(4)")
@@ -37,10 +40,11 @@ def truth(name: str, heads: tuple[int, int], dtype: torch.dtype) -> tuple[Case, 
     """The case, its oracle, and the error allowed for out, dq, dk and dv."""
     case = make_case(TOKENS, *heads, dtype)
     mask = torch.from_numpy(PATTERNS[name].mask(TOKENS, heads[0]))
-    oracle = dense(case, mask)
+    scale = PATTERNS[name].output_scale
+    oracle = dense(case, mask, scale)
     if dtype == torch.float64:
         return case, oracle, [1e-12] * 4
-    single = errors(single_device(case, mask), oracle)
+    single = errors(single_device(case, mask, scale), oracle)
     return case, oracle, [2 * e + FLOOR for e in single]
 
 
@@ -72,7 +76,7 @@ def test_cell(name: str, layout: str, dtype: torch.dtype) -> None:
 def test_kernels_and_value_dims(name: str, kernel: str) -> None:
     for value_dim in (16, 8, 20):
         case = make_case(TOKENS, 4, 2, torch.float64, value_dim=value_dim, lse=True)
-        oracle = dense(case, torch.from_numpy(PATTERNS[name].mask(TOKENS, 4)))
+        oracle = dense(case, torch.from_numpy(PATTERNS[name].mask(TOKENS, 4)), PATTERNS[name].output_scale)
         q, k, v = case.leaves()
         out, lse = ra.virtual_attention(
             q, k, v, PATTERNS[name], ranks=3, layout="zigzag", kernel=kernel, return_lse=True

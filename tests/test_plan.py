@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -15,9 +15,11 @@ from strategies import problems
 import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Plan, Sinks, Window, make_plan
 from ringattn.demand import Demand
+from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.layout import make_layout
 from ringattn.pattern.base import And
 from ringattn.steps import Step
+from ringattn.work import Work
 
 SCHEDULES = ("ring", "allgather")
 head_counts = st.sampled_from([(1, 1), (4, 2), (3, 1), (2, 2)])
@@ -35,20 +37,34 @@ def test_works_hold_every_pair_once(case: tuple[Pattern, int, int, str], counts:
     for rank in range(ranks):
         for owner in range(ranks):
             wanted = mask[:, positions[rank]][:, :, positions[owner]]
-            found = np.zeros_like(wanted)
-            for work in demand.works(rank, owner):
-                i, j = np.arange(len(work.q))[:, None], np.arange(len(work.k))[None, :]
-                seen = np.ones((len(work.q), len(work.k)), dtype=bool)
-                seen &= work.lo is None or i - j >= work.lo
-                seen &= work.hi is None or i - j <= work.hi
-                assert seen.any(1).all(), "every row of a work sees a key"
-                assert work.dense == seen.all() or not work.dense
-                for head in work.heads:
-                    assert head * kv_heads // heads in work.kv
-                    found[head][np.ix_(list(work.q), list(work.k))] += seen
-            assert (found == wanted).all()
+            for works in (demand.works(rank, owner), demand.batched(rank, owner), _calls(demand.batched(rank, owner))):
+                found = np.zeros_like(wanted)
+                for work in works:
+                    _mark(found, work, kv_heads)
+                assert (found == wanted).all()
             assert demand.pairs(rank, owner) == wanted.sum()
             assert demand.needs(range(rank, rank + 1), range(owner, owner + 1)) == bool(wanted.any())
+
+
+def _calls(works: Iterable[Work]) -> list[Work]:
+    return [call for work in works for call in AtenCpu().split(work)]
+
+
+def _mark(found: np.ndarray, whole: Work, kv_heads: int) -> None:
+    """Add the pairs of a work to `found` [H, queries, keys]."""
+    for turn in range(whole.repeat):
+        rows = [i + turn * whole.q_shift for i in whole.q]
+        keys = [j + turn * whole.k_shift for run in whole.k for j in run]
+        i, j = np.arange(len(rows))[:, None], np.arange(len(keys))[None, :]
+        seen = np.ones((len(rows), len(keys)), dtype=bool)
+        seen &= whole.lo is None or i - j >= whole.lo
+        seen &= whole.hi is None or i - j <= whole.hi
+        assert seen.any(1).all(), "every row of a work sees a key"
+        assert whole.dense == seen.all() or not whole.dense
+        for head in whole.heads:
+            assert head * kv_heads // len(found) in whole.kv
+            np.add.at(found[head], np.ix_(rows, keys), seen.astype(int))
+        assert set(rows) <= set(whole.rows)
 
 
 def visits(steps: tuple[Step, ...]) -> list[int]:

@@ -151,8 +151,8 @@ def test_a_block_changed_in_flight_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
     honest = executor.kernel_forward
 
-    def scribble(kernel, q, k, v, work, scale):  # type: ignore[no-untyped-def]
-        result = honest(kernel, q, k, v, work, scale)
+    def scribble(kernel, q, k, v, work, scale, *, clean):  # type: ignore[no-untyped-def]
+        result = honest(kernel, q, k, v, work, scale, clean=clean)
         k.zero_()
         return result
 

@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import torch
 
-from ..demand import Work
 from ..errors import Unsupported
-from .base import Kernel, band, narrow
+from ..work import Work, repeated
+from .base import Kernel, band
 from .pad import pad_to, unpadded
 
 #: A banded work of at most this many pairs is one masked call: a split would cost more than it saves.
@@ -38,25 +38,26 @@ class AtenCpu(Kernel):
             raise Unsupported(f"kernel aten_cpu needs tensors on the cpu, got {q.device}; try kernel=auto")
 
     def split(self, work: Work) -> Iterator[Work]:
-        rows, keys = len(work.q), len(work.k)
-        if work.dense:
+        rows, keys = len(work.q), work.keys
+        most = DENSE_ROWS // (rows * len(work.heads))
+        if work.dense and most < 1:
             step = max(DENSE_ROWS // len(work.heads), BAND_ROWS)
-            for first in range(0, rows, step):
-                yield narrow(work, (first, min(first + step, rows)), (0, keys))
-        elif rows * keys <= SMALL:
-            yield work
+            for single in work.singles():
+                for first in range(0, rows, step):
+                    yield single.narrow((first, min(first + step, rows)), (0, keys))
+        elif work.dense or rows * keys <= SMALL:
+            yield from work.batches(most)
         elif work.hi is None:
             # Keys that every row sees, then a triangle whose corner is its first row and key: the op's own causal.
             assert work.lo is not None and work.lo <= 0, "the first row of a work sees its first key"
             wide = -work.lo
             if wide:
-                yield narrow(work, (0, rows), (0, wide))
-            yield narrow(work, (0, rows), (wide, keys))
+                yield from self.split(work.narrow((0, rows), (0, wide)))
+            yield from work.narrow((0, rows), (wide, keys)).batches(most)
         else:
-            for first in range(0, rows, BAND_ROWS):
-                last = min(first + BAND_ROWS, rows)
-                stop = keys if work.lo is None else min(keys, last - work.lo)
-                yield narrow(work, (first, last), (max(0, first - work.hi), stop))
+            for single in work.singles():
+                for part in repeated(_strips(single, BAND_ROWS)):
+                    yield from part.batches(DENSE_ROWS // (len(part.q) * len(part.heads)))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
@@ -85,6 +86,16 @@ class AtenCpu(Kernel):
         return unpadded(dq, q.shape[-1]), unpadded(dk, q.shape[-1]), unpadded(dv, v.shape[-1])
 
 
+def _strips(work: Work, height: int) -> Iterator[Work]:
+    """A band that is bounded above, cut into strips of rows, each with the keys that it sees."""
+    assert work.hi is not None
+    rows, keys = len(work.q), work.keys
+    for first in range(0, rows, height):
+        last = min(first + height, rows)
+        stop = keys if work.lo is None else min(keys, last - work.lo)
+        yield work.narrow((first, last), (max(0, first - work.hi), stop))
+
+
 def _ready(x: torch.Tensor) -> torch.Tensor:
     """The op reads garbage, silently, where the last stride is not 1."""
     if x.dtype in (torch.float16, torch.bfloat16):
@@ -98,7 +109,7 @@ def _masking(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]
         return False, None
     if work.hi is None and work.lo == 0:
         return True, None
-    return False, _mask(len(work.q), len(work.k), work.lo, work.hi, dtype)
+    return False, _mask(len(work.q), work.keys, work.lo, work.hi, dtype)
 
 
 @lru_cache(maxsize=32)

@@ -10,14 +10,16 @@ from contextlib import contextmanager
 
 import torch
 
-from ..demand import Work
 from ..errors import Unsupported
-from .base import Kernel, band, narrow
+from ..work import Work
+from .base import Kernel, band
 from .pad import pad_to, unpadded
 
 CHOICES = ("flash", "cudnn", "efficient")
 #: Query rows per masked call of the memory-efficient op.
 BAND_ROWS = 128
+#: Largest second or third dimension of a CUDA grid; the ops put heads, or batch times heads, there.
+GRID = 65_535
 
 _aten = torch.ops.aten
 _SIXTEEN = (torch.float16, torch.bfloat16)
@@ -54,15 +56,16 @@ class AtenCuda(Kernel):
             raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {q.shape[-1]}; try kernel=reference")
 
     def split(self, work: Work) -> Iterator[Work]:
-        rows, keys = len(work.q), len(work.k)
-        if self.choice in (None, "flash") or work.dense or _corner(work):
-            yield work
-            return
-        for first in range(0, rows, BAND_ROWS):
-            last = min(first + BAND_ROWS, rows)
-            start = 0 if work.hi is None else max(0, first - work.hi)
-            stop = keys if work.lo is None else min(keys, last - work.lo)
-            yield narrow(work, (first, last), (start, stop))
+        for few in work.batches(GRID // len(work.heads)):
+            if self.choice in (None, "flash") or few.dense or _corner(few):
+                yield few
+                continue
+            rows, keys = len(few.q), few.keys
+            for first in range(0, rows, BAND_ROWS):
+                last = min(first + BAND_ROWS, rows)
+                start = 0 if few.hi is None else max(0, first - few.hi)
+                stop = keys if few.lo is None else min(keys, last - few.lo)
+                yield few.narrow((first, last), (start, stop))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
@@ -73,7 +76,7 @@ class AtenCuda(Kernel):
         if op == "flash":
             left, right = _window(work)
             out, lse, *_ = _aten._flash_attention_forward(
-                *(t.transpose(1, 2) for t in (x, y, z)), None, None, len(work.q), len(work.k), 0.0, False, False,
+                *(t.transpose(1, 2) for t in (x, y, z)), None, None, len(work.q), work.keys, 0.0, False, False,
                 scale=scale, window_size_left=left, window_size_right=right,
             )  # fmt: skip
             out = out.transpose(1, 2)
@@ -104,7 +107,7 @@ class AtenCuda(Kernel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
         g, x, y, z, o = (pad_to(t, width) for t in (grad, q, k, v, out))
-        rows, keys, lse = len(work.q), len(work.k), lse.contiguous()
+        rows, keys, lse = len(work.q), work.keys, lse.contiguous()
         op = self._op(x, y, work)
         zero = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of no dropout
         with _deterministic(self.deterministic):
@@ -136,8 +139,8 @@ class AtenCuda(Kernel):
     def _op(self, q: torch.Tensor, k: torch.Tensor, work: Work) -> str:
         if self.choice is not None:
             return self.choice
-        square = work.dense or (_corner(work) and len(work.q) == len(work.k))
-        plain = square and q.shape[1] == k.shape[1] and q.shape[-1] <= 128 and len(work.k) > 1
+        square = work.dense or (_corner(work) and len(work.q) == work.keys)
+        plain = square and q.shape[1] == k.shape[1] and q.shape[-1] <= 128 and work.keys > 1
         fast = torch.cuda.get_device_capability(q.device) >= (9, 0) and not self.deterministic
         return "cudnn" if plain and fast else "flash"
 
@@ -149,7 +152,7 @@ def _corner(work: Work) -> bool:
 
 def _window(work: Work) -> tuple[int, int]:
     """The flash op's window, anchored at the last row and key, -1 is unbounded: i + Lk - Lq - left <= j."""
-    shift = len(work.k) - len(work.q)
+    shift = work.keys - len(work.q)
     left = -1 if work.hi is None else work.hi + shift
     right = -1 if work.lo is None else -work.lo - shift
     return left, right
@@ -161,7 +164,7 @@ def _masking(work: Work, q: torch.Tensor) -> tuple[int, torch.Tensor | None]:
         return 0, None
     if _corner(work):
         return 1, None
-    rows, keys = len(work.q), len(work.k)
+    rows, keys = len(work.q), work.keys
     bias = torch.zeros(rows, -(-keys // 8) * 8, dtype=q.dtype, device=q.device)[:, :keys]  # rows aligned for the op
     bias.masked_fill_(~band(rows, keys, work.lo, work.hi, q.device), -torch.inf)
     return 0, bias.expand(q.shape[0], q.shape[1], rows, keys)

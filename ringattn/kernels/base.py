@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
-from ..demand import Work
+from ..work import Work
 
 
 class Kernel(ABC):
-    """Attention of one work: q [B, H, Nq, D], k [B, K, Nk, D], v [B, K, Nk, Dv], strided views welcome."""
+    """Attention of one work: q [B, H, Nq, D], k [B, K, Nk, D], v [B, K, Nk, Dv], strided views welcome.
+
+    B is the batch, or the repetitions of the work for one element of the batch.
+    """
 
     name: str
 
@@ -24,9 +26,9 @@ class Kernel(ABC):
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise Unsupported where these tensors cannot be computed by this kernel."""
 
+    @abstractmethod
     def split(self, work: Work) -> Iterator[Work]:
         """The work as the calls that this kernel makes of it; together they hold the same pairs."""
-        yield work
 
     @abstractmethod
     def forward(
@@ -49,15 +51,6 @@ class Kernel(ABC):
         """(dq, dk, dv) of one call, given the *global* out and lse of its query rows: dS = P * (dP - delta)."""
 
 
-def narrow(work: Work, q: tuple[int, int], k: tuple[int, int]) -> Work:
-    """The part of a work in rows q[0] .. q[1]-1 and keys k[0] .. k[1]-1, indices into its own rows."""
-    shift = q[0] - k[0]
-    rows, keys = q[1] - q[0], k[1] - k[0]
-    lo = None if work.lo is None or work.lo - shift <= 1 - keys else work.lo - shift
-    hi = None if work.hi is None or work.hi - shift >= rows - 1 else work.hi - shift
-    return replace(work, q=work.q[q[0] : q[1]], k=work.k[k[0] : k[1]], lo=lo, hi=hi)
-
-
 @lru_cache(maxsize=32)
 def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.device) -> torch.Tensor:
     """Bool [rows, keys], true where row i attends key j: lo <= i - j <= hi. Shared: do not write to it."""
@@ -71,19 +64,19 @@ def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.dev
 
 
 def forward(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
+    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float, *, clean: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernel.forward`, where a NaN or infinity in a key row reaches only the rows that see it.
 
     Libraries hide a key by a zero weight, and 0 * NaN is NaN; so bad key rows are zeroed first and the rows
-    that see one are set to NaN after.
+    that see one are set to NaN after. `clean` says that k and v are known to be finite.
     """
-    k, v, bad = _clean_keys(k, v, work)
+    if clean or work.dense:
+        return kernel.forward(q, k, v, work, scale)
+    k, v, bad = _clean_keys(k, v)
     out, lse = kernel.forward(q, k, v, work, scale)
-    if bad is not None:
-        hit = _sees(bad, work.lo, work.hi, len(work.q)).repeat_interleave(q.shape[1] // bad.shape[1], 1)
-        out, lse = out.masked_fill(hit.unsqueeze(-1), torch.nan), lse.masked_fill(hit, torch.nan)
-    return out, lse
+    hit = _sees(bad, work.lo, work.hi, len(work.q)).repeat_interleave(q.shape[1] // bad.shape[1], 1)
+    return out.masked_fill(hit.unsqueeze(-1), torch.nan), lse.masked_fill(hit, torch.nan)
 
 
 def backward(
@@ -96,46 +89,48 @@ def backward(
     lse: torch.Tensor,
     work: Work,
     scale: float,
+    *,
+    clean: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`kernel.backward`, where a bad row reaches only the gradients of the keys that it sees.
 
     A row that sees a bad key is bad itself: its lse or out is. Bad rows are taken out (P = 0), their traces set after.
     """
-    k, v, _ = _clean_keys(k, v, work)
-    bad = _bad_rows(work, grad, q, out, lse.unsqueeze(-1))
-    if bad is None:
+    if clean or work.dense:
         return kernel.backward(grad, q, k, v, out, lse, work, scale)
+    k, v, _ = _clean_keys(k, v)
+    bad = _bad_rows(grad, q, out, lse.unsqueeze(-1))
     wide = bad.unsqueeze(-1)
     grad, q, out = (x.masked_fill(wide, 0) for x in (grad, q, out))
     dq, dk, dv = kernel.backward(grad, q, k, v, out, lse.masked_fill(bad, torch.inf), work, scale)
     # Key j is seen by row i iff -hi <= j - i <= -lo.
     lo, hi = (None if bound is None else -bound for bound in (work.hi, work.lo))
     group = bad.unflatten(1, (k.shape[1], -1)).any(2)
-    hit = _sees(group, lo, hi, len(work.k)).unsqueeze(-1)
+    hit = _sees(group, lo, hi, work.keys).unsqueeze(-1)
     return dq.masked_fill(wide, torch.nan), dk.masked_fill(hit, torch.nan), dv.masked_fill(hit, torch.nan)
 
 
-def _clean_keys(k: torch.Tensor, v: torch.Tensor, work: Work) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """k and v with non-finite rows zeroed and their flags [B, K, Nk]; as they are where no row is bad or hidden."""
-    bad = _bad_rows(work, k, v)
-    if bad is None:
-        return k, v, None
+def finite(*tensors: torch.Tensor) -> bool:
+    """Whether no entry is NaN or infinite, where that is known: a CUDA device is not waited for, and gives False."""
+    if any(x.device.type != "cpu" for x in tensors):
+        return False
+    return all(bool(x.sum(dtype=wide(x.dtype)).isfinite()) or bool(x.isfinite().all()) for x in tensors)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial results are gathered."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _clean_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """k and v with non-finite rows zeroed, and their flags [B, K, Nk]."""
+    bad = _bad_rows(k, v)
     return k.masked_fill(bad.unsqueeze(-1), 0), v.masked_fill(bad.unsqueeze(-1), 0), bad
 
 
-def _bad_rows(work: Work, *tensors: torch.Tensor) -> torch.Tensor | None:
-    """Flags [B, heads, rows] of rows with a NaN or infinity in any tensor [B, heads, rows, ...].
-
-    None where nothing is hidden, so that nothing can leak, or on a CPU where no row is bad; a CUDA device is
-    not waited for.
-    """
-    if work.dense:
-        return None
-    cpu = tensors[0].device.type == "cpu"
-    if cpu and torch.stack([x.sum().double() for x in tensors]).isfinite().all():
-        return None  # a NaN or infinity would show in a sum
-    bad = torch.stack([~x.isfinite().all(-1) for x in tensors]).any(0)
-    return None if cpu and not bad.any() else bad  # no bad row: a sum overflowed
+def _bad_rows(*tensors: torch.Tensor) -> torch.Tensor:
+    """Flags [B, heads, rows] of rows with a NaN or infinity in any tensor [B, heads, rows, ...]."""
+    return torch.stack([~x.isfinite().all(-1) for x in tensors]).any(0)
 
 
 def _sees(bad: torch.Tensor, lo: int | None, hi: int | None, rows: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..demand import Work
-from .base import Kernel, band, narrow
+from ..work import Work
+from .base import Kernel, band
 
 #: Query rows per call, so that the scores of a long block do not have to exist at once.
 ROWS = 1024
@@ -22,8 +22,9 @@ class Reference(Kernel):
         pass
 
     def split(self, work: Work) -> Iterator[Work]:
-        for first in range(0, len(work.q), ROWS):
-            yield narrow(work, (first, min(first + ROWS, len(work.q))), (0, len(work.k)))
+        for few in work.batches(ROWS // len(work.q)):
+            for first in range(0, len(few.q), ROWS):
+                yield few.narrow((first, min(first + ROWS, len(few.q))), (0, few.keys))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
@@ -66,4 +67,4 @@ def _scores(q: torch.Tensor, k: torch.Tensor, work: Work, scale: float) -> torch
     scores = _wide(q) @ _expand(k, q.shape[1]).mT * scale
     if work.dense:
         return scores
-    return scores.masked_fill(~band(len(work.q), len(work.k), work.lo, work.hi, q.device), -torch.inf)
+    return scores.masked_fill(~band(len(work.q), work.keys, work.lo, work.hi, q.device), -torch.inf)
