@@ -84,6 +84,27 @@ def single_device(case: Case, mask: Tensor, output_scale: float = 1.0) -> Result
     return Result(out.detach(), torch.empty(0), torch.autograd.grad(out, (q, k, v), case.grad))
 
 
+def stored(case: Case, mask: Tensor, output_scale: float = 1.0) -> Result:
+    """Exact arithmetic, but for the output that every implementation stores in the dtype of the case and whose
+    rounding its backward reads (delta = rowsum(dO * O)): what a call in that dtype can reach at best."""
+    q, k, v = case.leaves(torch.float64)
+    group = q.shape[1] // k.shape[1]
+    seen = (mask.sum(-1) > 0).unsqueeze(-1)
+    bias = mask.double().log().where(seen, torch.zeros((), dtype=torch.float64))
+    scores = q @ k.repeat_interleave(group, 1).mT * case.factor + bias
+    weights = scores.softmax(-1) * seen
+    out = (weights @ v.repeat_interleave(group, 1)).to(case.grad.dtype)
+    grad = case.grad.double() * output_scale
+    inner = grad @ v.repeat_interleave(group, 1).mT - (grad * out.double()).sum(-1, keepdim=True)
+    inner = weights * inner * case.factor
+    dq, dk, dv = inner @ k.repeat_interleave(group, 1), inner.mT @ q, weights.mT @ grad
+    grads = (dq, *(x.unflatten(1, (k.shape[1], group)).sum(2) for x in (dk, dv)))
+    return Result(
+        (out.double() * output_scale).to(case.grad.dtype), torch.empty(0),
+        tuple(x.detach().to(case.grad.dtype) for x in grads),
+    )  # fmt: skip
+
+
 def error(found: Tensor, truth: Tensor) -> float:
     """Largest absolute error, relative to the largest entry of the truth (1 where all are smaller than 1)."""
     if not truth.numel():

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from oracle import Case, Result, dense, errors, make_case, single_device
+from oracle import Case, Result, dense, errors, make_case, single_device, stored
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
@@ -44,8 +44,9 @@ def truth(name: str, heads: tuple[int, int], dtype: torch.dtype) -> tuple[Case, 
     oracle = dense(case, mask, scale)
     if dtype == torch.float64:
         return case, oracle, [1e-12] * 4
-    single = errors(single_device(case, mask, scale), oracle)
-    return case, oracle, [2 * e + FLOOR for e in single]
+    # SDPA's rounding is luckier than the best possible one now and then: its output is no worse a yardstick than that.
+    single, best = (errors(call(case, mask, scale), oracle) for call in (single_device, stored))
+    return case, oracle, [2 * max(pair) + FLOOR for pair in zip(single, best, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
