@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import CommFailure, InvalidInput, Mismatch, RingAttentionError, Unsupported
+from .errors import CommFailure, InvalidInput, LaunchLimit, Mismatch, OutOfMemory, RingAttentionError, Unsupported
 from .layout import Layout, make_layout
 from .pattern import (
     Causal,
@@ -26,10 +26,19 @@ from .plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from .functional import attention, ring_attention, virtual_attention
+    from .pool import auto_batch_size, memory_pool
+    from .remat import keep_attention
 
 __version__ = "0.1.0"
 
-_LAZY = {"attention": "functional", "ring_attention": "functional", "virtual_attention": "functional"}
+_LAZY = {
+    "attention": "functional",
+    "auto_batch_size": "pool",
+    "keep_attention": "remat",
+    "memory_pool": "pool",
+    "ring_attention": "functional",
+    "virtual_attention": "functional",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -49,8 +58,10 @@ __all__ = [
     "Documents",
     "Full",
     "InvalidInput",
+    "LaunchLimit",
     "Layout",
     "Mismatch",
+    "OutOfMemory",
     "Pattern",
     "Plan",
     "RingAttentionError",
@@ -59,8 +70,11 @@ __all__ = [
     "Unsupported",
     "Window",
     "attention",
+    "auto_batch_size",
+    "keep_attention",
     "make_layout",
     "make_plan",
+    "memory_pool",
     "mix",
     "parse_pattern",
     "ring_attention",

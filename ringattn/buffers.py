@@ -6,7 +6,7 @@ import torch
 
 from .kernels.base import wide
 from .plan import Plan
-from .pool import pool
+from .pool import memory_pool
 from .steps import Part
 
 
@@ -48,7 +48,7 @@ class Buffers:
 
     def __init__(self, plan: Plan, capacity: int, device: torch.device) -> None:
         self.plan, self.capacity = plan, capacity
-        self.pool = pool(device)
+        self.pool = memory_pool(device)
         self.free: list[torch.Tensor] = []
 
     def take(self, parts: tuple[Part, ...]) -> Buffer:

@@ -18,6 +18,14 @@ class Unsupported(RingAttentionError, ValueError):
     """A valid request that the chosen kernel, transport or device cannot honour."""
 
 
+class LaunchLimit(Unsupported):
+    """A size that no launch of the device's kernels can have, such as a grid dimension above 65,535."""
+
+
+class OutOfMemory(RingAttentionError, MemoryError):
+    """The memory of a device is not enough, even after idle memory was given back; `__cause__` is its own error."""
+
+
 class Mismatch(RingAttentionError, ValueError):
     """The ranks of one call disagree about shapes, dtypes, pattern, layout or plan."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,7 +18,8 @@ from .kernels.base import backward as kernel_backward
 from .kernels.base import forward as kernel_forward
 from .kernels.pad import with_column
 from .plan import Plan
-from .rows import Rows, add_, batches, inputs
+from .pool import memory_pool, retried
+from .rows import Inputs, Rows, add_, batches
 from .script import make_script
 from .steps import Hop, Part, Step
 from .transport.base import Message, Post, Program, Wait
@@ -56,7 +58,7 @@ def forward(
     script = make_script(job.plan, job.rank, job.kernel)
     visits = iter(script.visits)
     state = _State(job, k, v, steps, kept=rank_plan.kept if keep else ())
-    rows = Rows(q, v.shape[-1], out)
+    rows, inputs = Rows(q, v.shape[-1], out), Inputs(memory_pool(q.device))
     for index, step in enumerate(steps):
         ticket = yield from state.start(index, f"forward step {index}")
         for owner in step.visits:
@@ -65,13 +67,14 @@ def forward(
             for portion in next(visits):
                 for piece in portion.pieces:
                     for batch in batches(piece.work, q):
-                        x, y, z = inputs(piece.work, batch, (q,), (key, value))
-                        part = kernel_forward(job.kernel, x, y, z, piece.work, job.scale, clean=clean)
-                        rows.add(portion.section, piece, *part, batch)
+                        x, y, z = inputs.of(piece.work, batch, (q,), (key, value))
+                        call = partial(kernel_forward, job.kernel, x, y, z, piece.work, job.scale, clean=clean)
+                        rows.add(portion.section, piece, *retried(call, q.device), batch)
                 if portion.last:
                     rows.close(portion.section)
         yield from state.finish(index, ticket)
     state.buffers.close()
+    inputs.close()
     return Forward(*rows.finish(script.empty), tuple(state.blocks[owner] for owner in state.kept))
 
 
@@ -95,7 +98,8 @@ def backward(
     out, hidden = result.out, result.lse == -torch.inf
     whole = finite(grad, q, out, result.lse.masked_fill(hidden, 0.0))
     lse = result.lse.masked_fill(hidden, torch.inf)
-    dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+    inputs = Inputs(memory_pool(q.device))
+    dq = retried(partial(torch.zeros, q.shape, dtype=wide(q.dtype), device=q.device), q.device)
     query = q
     if grad_lse is not None:
         query, out = with_column(q, 0.0), with_column(out, 0.0)
@@ -111,13 +115,15 @@ def backward(
             clean = whole and any(not work.dense for work in works) and finite(key, value)
             for work in works:
                 for batch in batches(work, q):
-                    g, x, o, total, y, z = inputs(work, batch, (grad, query, out, lse), (key, value))
-                    parts = kernel_backward(job.kernel, g, x, y, z, o, total, work, job.scale, clean=clean)
+                    g, x, o, total, y, z = inputs.of(work, batch, (grad, query, out, lse), (key, value))
+                    call = partial(kernel_backward, job.kernel, g, x, y, z, o, total, work, job.scale, clean=clean)
+                    parts = retried(call, q.device)
                     add_(dq[batch], work.heads, (work.q,), work, work.q_shift, parts[0])
                     add_(dk[batch], work.kv, work.k, work, work.k_shift, parts[1])
                     add_(dv[batch], work.kv, work.k, work, work.k_shift, parts[2])
         yield from state.finish(index, ticket)
     state.buffers.close()
+    inputs.close()
     dk, dv = state.gathered(job.rank)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

@@ -15,6 +15,7 @@ from .kernels.base import Kernel
 from .layout import Layout
 from .pattern import Pattern
 from .plan import Plan, make_plan
+from .remat import computed
 from .transport.base import drive
 from .transport.torchdist import TorchDist
 from .transport.virtual import Virtual
@@ -101,7 +102,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: _Runner
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
+        result = computed(lambda: runner.forward(q, k, v, keep=any(ctx.needs_input_grad)))
         ctx.runner = runner
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, result.out, result.lse, *(x for pair in result.kept for x in pair))

@@ -1,21 +1,30 @@
-"""One pool of message buffers per device, so that a step does not pay for fresh memory.
+"""One pool of memory per device: message buffers, accumulators and workspaces, so that a step needs no fresh memory.
 
 On CPUs the first touch of fresh memory costs more than the copy that fills it. CUDA needs no pool: PyTorch's
-allocator is one.
+allocator is one, so there the limit is 0 and nothing is held.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+
+from .errors import OutOfMemory
 
 #: Bytes that a pool holds at most while nobody uses them.
 LIMIT = 1 << 28
 
+T = TypeVar("T")
+
 
 class Pool:
-    """Idle uint8 tensors of one device, by size. `hits` and `misses` count the calls of `take`."""
+    """Idle uint8 tensors of one device, by size. `hits` and `misses` count the calls of `take`.
+
+    Setting `limit` (bytes) to 0 turns it off. `idle_bytes` never exceeds `limit`.
+    """
 
     def __init__(self, device: torch.device, limit: int = LIMIT) -> None:
         self.device, self.limit = device, limit
@@ -23,14 +32,14 @@ class Pool:
         self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()  # least recently used size first
 
     def take(self, size: int) -> torch.Tensor:
-        """A tensor of `size` bytes with arbitrary contents."""
+        """A tensor of `size` bytes with arbitrary contents. Raises OutOfMemory."""
         stores = self._idle.get(size)
         if stores:
             self.hits += 1
             self.idle_bytes -= size
             return stores.pop()
         self.misses += 1
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        return empty((size,), torch.uint8, self.device)
 
     def give(self, store: torch.Tensor) -> None:
         """Take back a tensor that nobody reads or writes any more; the least recently used go beyond the limit."""
@@ -55,8 +64,59 @@ class Pool:
 _pools: dict[torch.device, Pool] = {}
 
 
-def pool(device: torch.device) -> Pool:
+def memory_pool(device: torch.device | str = "cpu") -> Pool:
     """The pool of a device."""
+    device = torch.device(device)
     if device not in _pools:
         _pools[device] = Pool(device, LIMIT if device.type == "cpu" else 0)
     return _pools[device]
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.empty`, with one more try after the pool was emptied. Raises OutOfMemory."""
+    # With a valid shape there is but one way for it to fail; on CPUs that has no type of its own.
+    return _twice(lambda: torch.empty(tuple(shape), dtype=dtype, device=device), device, RuntimeError)
+
+
+def retried(call: Callable[[], T], device: torch.device) -> T:
+    """`call()`, which must be repeatable, with one more try after the pool was emptied. Raises OutOfMemory."""
+    return _twice(call, device, torch.OutOfMemoryError)
+
+
+def _twice(call: Callable[[], T], device: torch.device, failure: type[RuntimeError]) -> T:
+    try:
+        return call()
+    except (failure, MemoryError):
+        pass  # the second try has the same cause, if it fails
+    memory_pool(device).clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        return call()
+    except (failure, MemoryError) as error:
+        raise OutOfMemory(
+            f"{device} has not enough memory, nor had it after ringattn's pool was emptied: {error}; "
+            "try a smaller batch (auto_batch_size finds one), more ranks, or a narrower dtype"
+        ) from error
+
+
+def auto_batch_size(call: Callable[[int], T], start: int) -> tuple[int, T]:
+    """(batch, call(batch)) for the first of start, start // 2, ... 1 that fits into the memory of this process.
+
+    Any other error passes; OutOfMemory is raised where a batch of 1 does not fit. For one process: on a ring, one
+    rank that runs out of memory leaves the others waiting, so find the size with `virtual_attention` or one rank.
+    """
+    batch = start
+    while True:
+        try:
+            return batch, call(batch)
+        except (OutOfMemory, torch.OutOfMemoryError, MemoryError) as error:
+            for pool in _pools.values():
+                pool.clear()
+            if batch <= 1:
+                if isinstance(error, OutOfMemory):
+                    raise
+                raise OutOfMemory(
+                    f"a batch of {batch} does not fit into memory: {error}; shard the sequence"
+                ) from error
+            batch //= 2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
 from .kernels.base import wide
-from .pool import pool
+from .pool import Pool, empty, memory_pool
 from .script import Piece, Section
 from .softmax import merge_
 from .work import Work, moved
@@ -25,15 +26,37 @@ def batches(work: Work, q: torch.Tensor) -> Iterator[slice]:
             yield slice(element, element + 1)
 
 
-def inputs(
-    work: Work, batch: slice, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """What a call of the kernel reads: views, but for keys that must be gathered from several runs."""
-    found = [select(x[batch], work.heads, work.q, work) for x in by_query]
-    for x in by_key:
-        runs = [select(x[batch], work.kv, run, work, work.k_shift) for run in work.k]
-        found.append(runs[0] if len(runs) == 1 else torch.cat(runs, 2))
-    return found
+class Inputs:
+    """What calls of the kernel read: views, but for keys that must be gathered from several runs, in a workspace."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.stores: dict[int, torch.Tensor] = {}
+
+    def of(
+        self, work: Work, batch: slice, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The rows of a call in each tensor. Gathered keys hold until the next call."""
+        found = [select(x[batch], work.heads, work.q, work) for x in by_query]
+        for place, x in enumerate(by_key):
+            runs = [select(x[batch], work.kv, run, work, work.k_shift) for run in work.k]
+            found.append(runs[0] if len(runs) == 1 else self._gather(place, runs, work.keys))
+        return found
+
+    def close(self) -> None:
+        """Give the workspaces back to the pool."""
+        while self.stores:
+            self.pool.give(self.stores.popitem()[1])
+
+    def _gather(self, place: int, runs: list[torch.Tensor], keys: int) -> torch.Tensor:
+        one = runs[0]
+        shape = (*one.shape[:2], keys, one.shape[3])
+        size = prod(shape) * one.element_size()
+        if place not in self.stores or self.stores[place].numel() < size:
+            if place in self.stores:
+                self.pool.give(self.stores[place])
+            self.stores[place] = self.pool.take(1 << (size - 1).bit_length())  # few sizes, so that they are met again
+        return torch.cat(runs, 2, out=self.stores[place][:size].view(one.dtype).view(shape))
 
 
 def select(x: torch.Tensor, heads: range, rows: range, work: Work, shift: int | None = None) -> torch.Tensor:
@@ -69,7 +92,7 @@ class Rows:
     def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
         self.lse = q.new_empty(0)
-        self.pool = pool(q.device)
+        self.pool = memory_pool(q.device)
         self.open: dict[Section, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def add(self, section: Section, piece: Piece, part: torch.Tensor, part_lse: torch.Tensor, batch: slice) -> None:
@@ -127,5 +150,5 @@ class Rows:
         batch, heads, rows, width = self.shape
         # As the kernels lay out theirs, so that a merge walks memory in order.
         if self.out is None:
-            self.out = self.q.new_empty((batch, rows, heads, width)).transpose(1, 2)
-        self.lse = self.q.new_empty((batch, rows, heads), dtype=wide(self.q.dtype)).transpose(1, 2)
+            self.out = empty((batch, rows, heads, width), self.q.dtype, self.q.device).transpose(1, 2)
+        self.lse = empty((batch, rows, heads), wide(self.q.dtype), self.q.device).transpose(1, 2)

@@ -191,7 +191,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 
 def test_buffers_are_reused_from_call_to_call() -> None:
-    from ringattn.pool import pool
+    from ringattn.pool import memory_pool as pool
 
     x = [torch.randn(1, 2, 256, 16) for _ in range(3)]
     device = x[0].device
@@ -206,7 +206,7 @@ def test_buffers_are_reused_from_call_to_call() -> None:
 
 
 def test_only_two_receive_buffers_per_rank() -> None:
-    from ringattn.pool import pool
+    from ringattn.pool import memory_pool as pool
 
     x = [torch.randn(1, 2, 1024, 16) for _ in range(3)]
     pool(x[0].device).clear()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from .. import __version__, memory
 from ..files import make_folder, write_text
 from ..launcher import run_local
-from ..pool import pool
+from ..pool import memory_pool
 from . import get_cases
 from .case import Case, Context, Run
 
@@ -109,7 +109,7 @@ def _measure_memory(case: Case, context: Context, repeat: int) -> dict[str, Any]
             run()
         rises.append(memory.peak() - base)
         del run
-        pool(torch.device("cpu")).clear()
+        memory_pool().clear()
     return {"bytes": rises, "allowed": case.memory(context), "errors": {}}
 
 

@@ -14,10 +14,12 @@ from .pad import pad_to, unpadded
 
 #: A banded work of at most this many pairs is one masked call: a split would cost more than it saves.
 SMALL = 256 * 256
-#: Query rows times heads per dense call: bounds the partial that a call makes, and leaves work for many threads.
+#: Query rows times heads per call: bounds what a call allocates, and leaves work for many threads. Repetitions are
+#: batched up to as many keys times heads, for the gradients that a backward allocates.
 DENSE_ROWS = 1 << 14
-#: Query rows per masked call of a band that is bounded above.
-BAND_ROWS = 128
+#: Least and most query rows of a strip of a band that is bounded above. Low strips compute fewer hidden pairs, high
+#: ones make better matrix products; an eighth of the band's width, measured, is near the best of both.
+STRIP_ROWS = (64, 256)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -39,9 +41,9 @@ class AtenCpu(Kernel):
 
     def split(self, work: Work) -> Iterator[Work]:
         rows, keys = len(work.q), work.keys
-        most = DENSE_ROWS // (rows * len(work.heads))
-        if work.dense and most < 1:
-            step = max(DENSE_ROWS // len(work.heads), BAND_ROWS)
+        most = DENSE_ROWS // (max(rows, keys) * len(work.heads))
+        if work.dense and rows * len(work.heads) > DENSE_ROWS:
+            step = max(DENSE_ROWS // len(work.heads), STRIP_ROWS[1])
             for single in work.singles():
                 for first in range(0, rows, step):
                     yield single.narrow((first, min(first + step, rows)), (0, keys))
@@ -56,8 +58,8 @@ class AtenCpu(Kernel):
             yield from work.narrow((0, rows), (wide, keys)).batches(most)
         else:
             for single in work.singles():
-                for part in repeated(_strips(single, BAND_ROWS)):
-                    yield from part.batches(DENSE_ROWS // (len(part.q) * len(part.heads)))
+                for part in repeated(_strips(single)):
+                    yield from part.batches(DENSE_ROWS // (part.keys * len(part.heads)))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
@@ -86,10 +88,13 @@ class AtenCpu(Kernel):
         return unpadded(dq, q.shape[-1]), unpadded(dk, q.shape[-1]), unpadded(dv, v.shape[-1])
 
 
-def _strips(work: Work, height: int) -> Iterator[Work]:
+def _strips(work: Work) -> Iterator[Work]:
     """A band that is bounded above, cut into strips of rows, each with the keys that it sees."""
     assert work.hi is not None
     rows, keys = len(work.q), work.keys
+    least, most = STRIP_ROWS
+    width = keys if work.lo is None else work.hi - work.lo + 1
+    height = min(max(-(-width // (8 * least)) * least, least), most)
     for first in range(0, rows, height):
         last = min(first + height, rows)
         stop = keys if work.lo is None else min(keys, last - work.lo)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..errors import Unsupported
+from ..errors import LaunchLimit, Unsupported
 from ..work import Work
 from .base import Kernel, band
 from .pad import pad_to, unpadded
@@ -52,6 +52,11 @@ class AtenCuda(Kernel):
             raise Unsupported(f"kernel {self.name} computes float16 and bfloat16, got {q.dtype}; try kernel=aten_cuda")
         if self.choice == "cudnn" and self.deterministic:
             raise Unsupported("cuDNN's backward is not deterministic; try kernel=aten_cuda:flash")
+        if max(q.shape[:2]) > GRID:
+            raise LaunchLimit(
+                f"a batch of {q.shape[0]:,} with {q.shape[1]:,} heads: CUDA grids have at most {GRID:,} of either; "
+                "split the tensors"
+            )
         if max(q.shape[-1], v.shape[-1]) > 256:
             raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {q.shape[-1]}; try kernel=reference")
 

@@ -1,0 +1,209 @@
+"""The memory pool, running out of memory, and gradient checkpointing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+from ringattn import Causal, Dilated, Full, OutOfMemory, Window, functional, memory_pool
+from ringattn.pool import Pool, retried
+
+
+def inputs(tokens: int = 96, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, tokens, 16, generator=source).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def test_the_pool_serves_receive_buffers_accumulators_and_workspaces() -> None:
+    """After one step of warm-up, 100 steps find what they need in the pool."""
+    pool = memory_pool()
+    q, k, v = inputs(512, dtype=torch.bfloat16)
+    longnet = Dilated((64, 256), (1, 2))
+    scattered = ra.dilated_blocks(16, offsets=(3, 6))
+
+    def step() -> None:
+        for pattern, ranks in ((longnet, 1), (longnet, 3), (scattered, 2), (Full(), 4)):
+            out = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
+            torch.autograd.grad(out.float().sum(), (q, k, v))
+
+    pool.clear()
+    step()
+    hits, misses = pool.hits, pool.misses
+    for _ in range(100):
+        step()
+    hits, misses = pool.hits - hits, pool.misses - misses
+    assert hits > 400 and hits / (hits + misses) > 0.95
+
+
+def test_a_thousand_forwards_do_not_grow() -> None:
+    pool, held = memory_pool(), []
+    q, k, v = (x.detach() for x in inputs(64))
+    for turn in range(1000):
+        ra.virtual_attention(q, k, v, Causal(), ranks=4)
+        if turn % 100 == 99:
+            held.append((pool.idle_bytes, len(pool._idle)))
+    assert len(set(held)) == 1 and pool.idle_bytes <= pool.limit
+
+
+def test_off_is_the_same_numbers() -> None:
+    pool = memory_pool()
+    q, k, v = inputs()
+    on = ra.virtual_attention(q, k, v, Causal(), ranks=3)
+    limit, pool.limit = pool.limit, 0
+    try:
+        pool.clear()
+        off = ra.virtual_attention(q, k, v, Causal(), ranks=3)
+        assert pool.idle_bytes == 0
+    finally:
+        pool.limit = limit
+    assert torch.equal(on, off)
+
+
+def test_the_limit_drops_what_was_used_least_recently() -> None:
+    pool = Pool(torch.device("cpu"), limit=100)
+    small, large = pool.take(40), pool.take(60)
+    pool.give(small)
+    pool.give(large)
+    assert pool.idle_bytes == 100
+    pool.give(pool.take(50))
+    assert pool.idle_bytes <= 100 and (pool.hits, pool.misses) == (0, 3)
+    assert pool.take(50).numel() == 50 and pool.hits == 1
+
+
+def test_out_of_memory_empties_the_pool_and_tries_once_more() -> None:
+    pool, calls = memory_pool(), []
+    pool.give(torch.empty(1000, dtype=torch.uint8))
+
+    def second() -> str:
+        calls.append(pool.idle_bytes)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("full")
+        return "done"
+
+    assert retried(second, torch.device("cpu")) == "done"
+    assert calls[0] >= 1000 and calls[1] == 0
+
+    def never() -> None:
+        raise torch.OutOfMemoryError("still full")
+
+    with pytest.raises(OutOfMemory, match="still full") as caught:
+        retried(never, torch.device("cpu"))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+    def broken() -> None:
+        raise RuntimeError("not about memory at all")
+
+    with pytest.raises(RuntimeError, match="not about memory"):
+        retried(broken, torch.device("cpu"))
+
+
+def test_a_real_lack_of_memory() -> None:
+    """In a process that may have 2 GiB more: an output of 4 GiB is a typed error, and a smaller batch works after it."""
+    code = """
+import resource, torch, ringattn as ra
+from ringattn.memory import resident
+q = torch.zeros(1, 1, 1, 1).expand(1 << 16, 8, 256, 8)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 31), used + (1 << 31)))
+try:
+    ra.attention(q, q, q, ra.Full())
+    raise SystemExit("it fitted")
+except ra.OutOfMemory as error:
+    assert isinstance(error.__cause__, RuntimeError) and isinstance(error, MemoryError), error
+found, out = ra.auto_batch_size(lambda batch: ra.attention(q[:batch], q[:batch], q[:batch], ra.Dilated((64,), (2,))), 1 << 16)
+assert 1 <= found < 1 << 16 and len(out) == found
+print("batch", found)
+"""
+    code = code.replace("from ringattn.memory import resident\n", "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "batch" in done.stdout
+
+
+def test_auto_batch_size() -> None:
+    def call(batch: int) -> str:
+        if batch > 5:
+            raise torch.OutOfMemoryError("full")
+        return "ok" * batch
+
+    assert ra.auto_batch_size(call, 32) == (4, "okokokok")
+
+    def never(batch: int) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(OutOfMemory, match="batch of 1"):
+        ra.auto_batch_size(never, 8)
+    with pytest.raises(ZeroDivisionError):
+        ra.auto_batch_size(lambda batch: batch // 0, 8)
+
+
+def layer(weight: torch.Tensor, x: torch.Tensor, *, ranks: int) -> torch.Tensor:
+    q, k, v = (weight @ x).chunk(3, -2)
+    q, k, v = (t.unflatten(-2, (2, 8)).mT for t in (q, k, v))
+    out = ra.virtual_attention(q, k, v, Causal() & Window(20), ranks=ranks)
+    return torch.tanh(out.mT.flatten(1, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_checkpoints_have_equal_gradients(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, 16, generator=source, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 16, 50, generator=source, dtype=torch.float64, requires_grad=True)
+    cotangent = torch.randn(2, 16, 50, generator=source, dtype=torch.float64)
+    function = partial(layer, ranks=ranks)
+    forwards = []
+    honest = functional._AllRanks.forward
+
+    def counted(self, *arguments):  # type: ignore[no-untyped-def]
+        forwards.append(1)
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(functional._AllRanks, "forward", counted)
+    plain = torch.autograd.grad(function(weight, x), (weight, x), cotangent)
+    assert len(forwards) == 1
+    full = torch.autograd.grad(checkpoint(function, weight, x, use_reentrant=False), (weight, x), cotangent)
+    assert len(forwards) == 3
+    out = checkpoint(function, weight, x, use_reentrant=False, context_fn=ra.keep_attention)
+    kept = torch.autograd.grad(out, (weight, x), cotangent, retain_graph=True)
+    again = torch.autograd.grad(out, (weight, x), cotangent)
+    assert len(forwards) == 4, "the ring is not run again"
+    for grads in (full, kept, again):
+        assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+
+
+def test_checkpoints_that_cannot_be_kept() -> None:
+    x = torch.randn(1, 1, 8, 4, requires_grad=True)
+
+    def changed(y: torch.Tensor) -> torch.Tensor:
+        return ra.attention(y, y, y, Full()).mul_(2) * y
+
+    with pytest.raises(ra.InvalidInput, match="changed in place"):
+        checkpoint(changed, x, use_reentrant=False, context_fn=ra.keep_attention).sum().backward()
+
+
+def saved_bytes(run) -> int:  # type: ignore[no-untyped-def]
+    """Bytes of the tensors that the graph of `run()` keeps alive."""
+    stores: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        stores[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(stores.values())
+
+
+def test_checkpoints_save_memory() -> None:
+    """Counted on the graph: everything without, out and lse with keep_attention, nothing but the inputs in full."""
+    weight, x = torch.randn(48, 16, requires_grad=True), torch.randn(2, 16, 256, requires_grad=True)
+    function = partial(layer, ranks=1)
+    plain = saved_bytes(lambda: function(weight, x))
+    full = saved_bytes(lambda: checkpoint(function, weight, x, use_reentrant=False))
+    assert full <= weight.nbytes + x.nbytes < plain / 4
