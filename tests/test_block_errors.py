@@ -77,3 +77,9 @@ def test_errors(make: Callable[[], object], words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         make()
     assert words in str(caught.value)
+
+
+def test_a_density_may_be_any_real_number() -> None:
+    assert local_window(4, density=np.float32(0.5)) == local_window(4, density=0.5)
+    assert repr(local_window(4, density=1)) == "local_window(4, density=1.0)"
+    assert global_local(4, globals=0, density=0.1).bind(1, 8).mask(8).sum() == 32  # one block per row, at least

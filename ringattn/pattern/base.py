@@ -75,12 +75,14 @@ class Pattern(ABC):
         row = bound.visible(np.array([position], dtype=np.int64), keys, head, tokens)
         return np.broadcast_to(row, (tokens,)).astype(np.int64)
 
-    def picture(self, tokens: int, *, head: int = 0, cells: int = 32, ascii: bool = False) -> str:
-        """The pattern drawn from exact counts, one character per cell of the N x N square."""
-        self.check(tokens, head + 1)
-        bound = self.bind(head + 1, tokens)
-        heads = range(head, head + 1)
-        return draw(lambda q, k: bound.count(q, k, heads), tokens, cells=cells, ascii=ascii)
+    def picture(
+        self, tokens: int, *, head: int = 0, heads: int | None = None, cells: int = 32, ascii: bool = False
+    ) -> str:
+        """One head (the last of `heads`, unless told) drawn from exact counts, one character per cell of N x N."""
+        heads = head + 1 if heads is None else heads
+        self.check(tokens, heads)
+        bound, shown = self.bind(heads, tokens), range(head, head + 1)
+        return draw(lambda q, k: bound.count(q, k, shown), tokens, cells=cells, ascii=ascii)
 
     def __and__(self, other: Pattern) -> Pattern:
         return And(self, _pattern(other, "&"))

@@ -80,7 +80,7 @@ class Family(Blocks):
 
 def check_density(density: object, name: str) -> float:
     """`density`, checked to be a fraction in (0, 1]."""
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+    if isinstance(density, bool) or not isinstance(density, int | float | np.floating) or not 0 < density <= 1:
         raise InvalidInput(f"{name}: density={density!r} must be a fraction, 0 < density <= 1; try density=0.25")
     return float(density)
 
@@ -216,12 +216,15 @@ class GlobalLocal(Family):
         if self.blocks is not None:
             object.__setattr__(self, "blocks", whole(self.blocks, "global_local: blocks", 0))
         # The slack forgives the rounding of a density such as 3 / 7, which means 3 of 7 blocks.
-        if self.density is not None and self.total and self.density * self.total < self.globals + 1 - 1e-9:
+        if self.density is None or not self.total or not self.globals:
+            return
+        room = self.density * self.total + 1e-9
+        if room < self.globals + 1:
+            least = (self.globals + 1) / self.total
+            more = f", or a density >= {least:.4g}" if least <= 1 else ""
             raise InvalidInput(
-                f"global_local: density={self.density} of {self.total:,} key blocks is {self.density * self.total:.4g} "
-                f"blocks per row, fewer than the {self.globals} globals and one local block; "
-                f"try globals={max(0, share(self.density, self.total) - 1)} or a density >= "
-                f"{(self.globals + 1) / self.total:.4g}"
+                f"global_local: density={self.density} of {self.total:,} key blocks is {room:.4g} blocks per row, fewer "
+                f"than the {self.globals} globals and one local block; try globals={max(0, int(room) - 1)}{more}"
             )
 
     def rows(self, low: int, high: int, first: int, last: int) -> Iterable[range]:

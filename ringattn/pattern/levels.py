@@ -47,17 +47,22 @@ class DilatedBlocks(Family):
 
     def rows(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
         every = range(low, high + 1)
-        spread = 0  # every distance up to this is possible
         if self.offsets is not None:
-            distances: Iterable[int] = self.offsets
-        else:
-            kept, total = self.size()
-            # A row at the edge has the fewest powers within the sequence, and reaches the furthest of them.
-            powers = (total - 1).bit_length()
-            distances = (1 << t for t in range(min(kept, powers)))
-            spread = kept if kept > 1 + powers else 0
+            signed = [sign * d for d in (0, *self.offsets) for sign in (-1, 1)]
+            return [clip(every, first - away, last - away) for away in signed]
+        kept, total = self.size()
+        powers = (total - 1).bit_length()
+        # Only where a row has more places than the powers in the sequence (fewest at the edge) do others matter.
+        spread = kept if kept > 1 + powers else 0
         near = [clip(every, first - spread, last + spread)]
-        return near + [clip(every, first - d, last - d) for s in distances for d in (s, -s)]
+        for t in range(min(powers, kept - 1)):
+            # The block itself, t powers on this side and at most t (t + 1) on the other come before 2 ** t: where
+            # the other side has room for all of them, and they fill the row, the other side must be short.
+            short = 1 << (kept - 2 - t)
+            right = every if 2 * t + 2 < kept else clip(every, 0, short - 1)
+            left = every if 2 * t + 1 < kept else clip(every, total - short, total - 1)
+            near += [clip(right, first - (1 << t), last - (1 << t)), clip(left, first + (1 << t), last + (1 << t))]
+        return near
 
     def runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
         if self.offsets is None:
