@@ -7,8 +7,11 @@ from itertools import count, islice
 
 import numpy as np
 import pytest
+import torch
+from oracle import dense, error, make_case
 from strategies import pairs
 
+import ringattn as ra
 from ringattn import (
     BlockSparse,
     Causal,
@@ -23,7 +26,6 @@ from ringattn import (
     make_plan,
     parse_pattern,
     strided_blocks,
-    top_k,
 )
 
 SIZES = [(1, 9), (2, 16), (3, 31), (4, 61), (5, 3), (7, 7), (8, 1)]  # (block, tokens)
@@ -282,22 +284,15 @@ def test_one_rank_of_very_many(few_calls: None) -> None:
     assert len(make_plan(dilated_blocks(4096), tokens=1 << 30, ranks=1 << 18).for_rank(100000).forward) <= 40
 
 
-def test_top_k() -> None:
-    scores = np.array([[3, 1, 3, 2], [0, 0, 0, 0], [-5, -np.inf, 2, 2], [1, 2, 3, 4]])
-    assert top_k(2, 2, scores).table[0].astype(int).tolist() == [[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-    causal = top_k(2, 2, scores, causal=True).table[0].astype(int).tolist()
-    assert causal == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]
-    low = np.array([[9, 9, 9], [9, 0, 9], [5, 6, 0]])  # the own block is kept whatever its score
-    assert top_k(1, 1, low, causal=True).table[0].tolist() == np.eye(3, dtype=bool).tolist()
-    assert top_k(1, 9, scores).table.all() and top_k(2, None, scores, density=0.5) == top_k(2, 2, scores)
-    rng = np.random.default_rng(1)
-    many = rng.integers(0, 4, (5, 12, 12)).astype(np.uint8)
-    for k in (1, 4, 12):
-        for causal_ in (False, True):
-            table = top_k(3, k, many, causal=causal_).table
-            for h in range(5):
-                for i in range(12):
-                    near = [j for j in range(12) if not causal_ or j <= i]
-                    best = sorted(near, key=lambda j: (causal_ and j != i, -int(many[h, i, j]), j))[:k]
-                    assert np.flatnonzero(table[h, i]).tolist() == sorted(best)
-    agree(top_k(2, 2, scores), expand(lambda i, j: top_k(2, 2, scores).table[0, i, j], 2, 7))
+@pytest.mark.parametrize(
+    "pattern", [*FAMILIES, Causal() & BlockSparse(13, [[[1, 0, 1], [0, 0, 0], [1, 1, 1]]] * 2)], ids=repr
+)
+def test_attention_on_a_ring_equals_the_dense_oracle(pattern: Pattern) -> None:
+    case = make_case(37, 2, 1, torch.float64, batch=1, dim=8)
+    truth = dense(case, torch.from_numpy(pattern.mask(37, 2)))
+    for ranks, layout in ((1, "contiguous"), (3, "zigzag"), (4, "striped")):
+        inputs = case.leaves()
+        out = ra.virtual_attention(*inputs, pattern, ranks=ranks, layout=layout)
+        assert error(out, truth.out) <= 1e-12
+        for a, b in zip(torch.autograd.grad(out, inputs, case.grad), truth.grads, strict=True):
+            assert error(a, b) <= 1e-12
