@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import CommFailure, InvalidInput, LaunchLimit, Mismatch, OutOfMemory, RingAttentionError, Unsupported
 from .layout import Layout, make_layout
 from .pattern import (
+    BlockSparse,
     Causal,
     Dilated,
     Documents,
@@ -19,8 +20,15 @@ from .pattern import (
     Sinks,
     Strided,
     Window,
+    dilated_blocks,
+    from_block_mask,
+    global_local,
+    hierarchical,
+    local_window,
     mix,
     parse_pattern,
+    strided_blocks,
+    top_k,
 )
 from .plan import Plan, make_plan
 
@@ -52,6 +60,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "BlockSparse",
     "Causal",
     "CommFailure",
     "Dilated",
@@ -71,12 +80,19 @@ __all__ = [
     "Window",
     "attention",
     "auto_batch_size",
+    "dilated_blocks",
+    "from_block_mask",
+    "global_local",
+    "hierarchical",
     "keep_attention",
+    "local_window",
     "make_layout",
     "make_plan",
     "memory_pool",
     "mix",
     "parse_pattern",
     "ring_attention",
+    "strided_blocks",
+    "top_k",
     "virtual_attention",
 ]

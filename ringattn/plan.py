@@ -90,6 +90,11 @@ class Plan:
         return sum(self.pattern.count(q, whole, heads) for q in rows)
 
     @property
+    def density(self) -> float:
+        """Pairs over heads x tokens x tokens: 1 is full attention, each branch adds its own. Counted."""
+        return self.pairs() / (self.heads * self.tokens**2) if self.tokens else 0.0
+
+    @property
     def imbalance(self) -> float:
         """Pairs of the busiest rank over the mean of all ranks; 1 is perfect. Counted."""
         total = self.pairs()
@@ -200,4 +205,6 @@ def make_plan(
         raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
     made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern)
     pattern.check(tokens, heads)
-    return _cached(pattern.bind(heads), made, resolve(schedule), heads, kv_heads, head_dim, value_dim, item, batch)
+    return _cached(
+        pattern.bind(heads, made.tokens), made, resolve(schedule), heads, kv_heads, head_dim, value_dim, item, batch
+    )

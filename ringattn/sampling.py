@@ -41,7 +41,7 @@ def oracle_rows(
     weights = torch.zeros(heads, len(rows), len(positions), dtype=torch.float64)
     for h in range(heads):
         for i, row in enumerate(rows):
-            weights[h, i] = torch.from_numpy(pattern.row_mask(row, tokens, h)[positions]).double()
+            weights[h, i] = torch.from_numpy(pattern.row_mask(row, tokens, h, heads)[positions]).double()
     top = torch.full((batch, heads, len(rows)), -torch.inf, dtype=torch.float64)
     total = torch.zeros(batch, heads, len(rows), v.shape[-1] + 1, dtype=torch.float64)
     if len(positions):

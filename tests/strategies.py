@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 
-from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
+from ringattn import (
+    BlockSparse,
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    Pattern,
+    Sinks,
+    Strided,
+    Window,
+    dilated_blocks,
+    global_local,
+    hierarchical,
+    local_window,
+    mix,
+    strided_blocks,
+)
 from ringattn.pattern import Tile
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped(3)", "striped(8)")
@@ -53,8 +70,34 @@ def dilated(branches: list[tuple[int, int]]) -> st.SearchStrategy[Pattern]:
     segments, rates = zip(*branches, strict=True)
     offsets = st.sampled_from(["per_head", "group"])
     return st.builds(
-        lambda causal, where: Dilated(segments, rates, causal=causal, offsets=where), st.booleans(), offsets
+        lambda causal, where, mix: Dilated(segments, rates, causal=causal, offsets=where, mix=mix),
+        st.booleans(),
+        offsets,
+        st.sampled_from(["lse", "union"]),
     )
+
+
+@st.composite
+def block_sparse(draw: st.DrawFn, tokens: int) -> Pattern:
+    """Tables, and the families with a width or, bound to `tokens`, with a density."""
+    block, width = draw(st.integers(1, 5)), draw(st.integers(0, 3))
+    kind = draw(st.sampled_from(["table", "window", "dilated", "strided", "global", "hierarchical", "density"]))
+    if kind == "table":
+        blocks = -(-tokens // block)
+        return BlockSparse(block, np.random.default_rng(draw(st.integers(0, 99))).random((1, blocks, blocks)) < 0.4)
+    if kind == "window":
+        return local_window(block, width)
+    if kind == "dilated":
+        return dilated_blocks(block, draw(st.lists(st.integers(0, 6), max_size=3)))
+    if kind == "strided":
+        return strided_blocks(block, width + 1)
+    if kind == "global":
+        return global_local(block, globals=draw(st.integers(0, 2)), blocks=width)
+    if kind == "hierarchical":
+        levels = st.lists(st.tuples(st.integers(1, 5), st.integers(-1, 3)), min_size=1, max_size=3)
+        return hierarchical(block, draw(levels))
+    family = draw(st.sampled_from([local_window, dilated_blocks, strided_blocks, hierarchical]))
+    return family(block, density=draw(st.floats(0.05, 1.0))).bind(1, tokens)
 
 
 @st.composite
@@ -67,6 +110,7 @@ def patterns(draw: st.DrawFn, tokens: int, depth: int = 2) -> Pattern:
             | st.builds(Sinks, st.integers(0, 5))
             | st.builds(Strided, st.integers(1, 5))
             | documents(tokens)
+            | block_sparse(tokens)
             | st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=2).flatmap(dilated)
         )
     a, b = draw(patterns(tokens, depth - 1)), draw(patterns(tokens, depth - 1))

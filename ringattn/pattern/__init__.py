@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .base import Mix, Pattern, mix
+from .block_mask import from_block_mask
+from .blocks import BlockSparse
 from .causal import Causal
 from .dilated import Dilated
 from .documents import Documents
+from .families import global_local, local_window, strided_blocks
 from .full import Full
+from .levels import dilated_blocks, hierarchical
 from .parse import parse
 from .sinks import Sinks
 from .strided import Strided
 from .tile import Tile
+from .top_k import top_k
 from .window import Window
 
 #: The names that a written pattern may use.
 NAMES: dict[str, Callable[..., Pattern]] = {
+    "BlockSparse": BlockSparse,
     "Full": Full,
     "Causal": Causal,
     "Window": Window,
@@ -24,7 +30,12 @@ NAMES: dict[str, Callable[..., Pattern]] = {
     "Documents": Documents,
     "Sinks": Sinks,
     "Strided": Strided,
+    "dilated_blocks": dilated_blocks,
+    "global_local": global_local,
+    "hierarchical": hierarchical,
+    "local_window": local_window,
     "mix": mix,
+    "strided_blocks": strided_blocks,
 }
 
 
@@ -35,6 +46,7 @@ def parse_pattern(text: str) -> Pattern:
 
 __all__ = [
     "NAMES",
+    "BlockSparse",
     "Causal",
     "Dilated",
     "Documents",
@@ -45,6 +57,13 @@ __all__ = [
     "Strided",
     "Tile",
     "Window",
+    "dilated_blocks",
+    "from_block_mask",
+    "global_local",
+    "hierarchical",
+    "local_window",
     "mix",
     "parse_pattern",
+    "strided_blocks",
+    "top_k",
 ]

@@ -32,8 +32,13 @@ class Pattern(ABC):
         """Outputs are multiplied by this; 1 but for conventions that ask for it."""
         return 1.0
 
-    def bind(self, heads: int) -> Pattern:
-        """The pattern for a known number of heads; itself, but where its meaning depends on that number."""
+    @property
+    def union_hint(self) -> str:
+        """What to write to make `|` take this pattern, where it does not; for its error message."""
+        return ""
+
+    def bind(self, heads: int, tokens: int) -> Pattern:
+        """The pattern for known numbers of heads and tokens; itself, but where its meaning depends on them."""
         return self
 
     @abstractmethod
@@ -54,23 +59,30 @@ class Pattern(ABC):
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
         """How often each pair counts: int64 [heads, tokens, tokens]. The oracle, for small `tokens`."""
         self.check(tokens, heads)
-        bound = self.bind(heads)
+        bound = self.bind(heads, tokens)
         position = np.arange(tokens, dtype=np.int64)
         shape = (tokens, tokens)
         rows = [bound.visible(position[:, None], position[None, :], h, tokens) for h in range(heads)]
         return np.stack([np.broadcast_to(row, shape).astype(np.int64) for row in rows])
 
-    def row_mask(self, position: int, tokens: int, head: int = 0) -> np.ndarray:
-        """One row of `mask`: how often query `position` attends each key, int64 [tokens]."""
+    def row_mask(self, position: int, tokens: int, head: int = 0, heads: int | None = None) -> np.ndarray:
+        """One row of `mask(tokens, heads)`: how often query `position` attends each key, int64 [tokens].
+
+        `heads` says how many heads there are (default: `head` is the last), where the pattern depends on it.
+        """
         keys = np.arange(tokens, dtype=np.int64)
-        row = self.visible(np.array([position], dtype=np.int64), keys, head, tokens)
+        bound = self.bind(head + 1 if heads is None else heads, tokens)
+        row = bound.visible(np.array([position], dtype=np.int64), keys, head, tokens)
         return np.broadcast_to(row, (tokens,)).astype(np.int64)
 
-    def picture(self, tokens: int, *, head: int = 0, cells: int = 32, ascii: bool = False) -> str:
-        """The pattern drawn from exact counts, one character per cell of the N x N square."""
-        self.check(tokens, head + 1)
-        heads = range(head, head + 1)
-        return draw(lambda q, k: self.count(q, k, heads), tokens, cells=cells, ascii=ascii)
+    def picture(
+        self, tokens: int, *, head: int = 0, heads: int | None = None, cells: int = 32, ascii: bool = False
+    ) -> str:
+        """One head (the last of `heads`, unless told) drawn from exact counts, one character per cell of N x N."""
+        heads = head + 1 if heads is None else heads
+        self.check(tokens, heads)
+        bound, shown = self.bind(heads, tokens), range(head, head + 1)
+        return draw(lambda q, k: bound.count(q, k, shown), tokens, cells=cells, ascii=ascii)
 
     def __and__(self, other: Pattern) -> Pattern:
         return And(self, _pattern(other, "&"))
@@ -102,8 +114,8 @@ class And(Pattern):
     def output_scale(self) -> float:
         return self.a.output_scale * self.b.output_scale
 
-    def bind(self, heads: int) -> Pattern:
-        return And(self.a.bind(heads), self.b.bind(heads))
+    def bind(self, heads: int, tokens: int) -> Pattern:
+        return And(self.a.bind(heads, tokens), self.b.bind(heads, tokens))
 
     def check(self, tokens: int, heads: int) -> None:
         self.a.check(tokens, heads)
@@ -136,7 +148,7 @@ class Or(Pattern):
             if part.branches > 1:
                 raise InvalidInput(
                     f"| takes patterns of one branch, but {part!r} has {part.branches}: a union counts each pair once, "
-                    "a mix counts it once per branch; try mix(a, b), or | inside the branches"
+                    f"a mix counts it once per branch; try {part.union_hint}mix(a, b), or | inside the branches"
                 )
         _same_scale(self.a, self.b)
 
@@ -144,8 +156,8 @@ class Or(Pattern):
     def output_scale(self) -> float:
         return self.a.output_scale
 
-    def bind(self, heads: int) -> Pattern:
-        return Or(self.a.bind(heads), self.b.bind(heads))
+    def bind(self, heads: int, tokens: int) -> Pattern:
+        return Or(self.a.bind(heads, tokens), self.b.bind(heads, tokens))
 
     def check(self, tokens: int, heads: int) -> None:
         self.a.check(tokens, heads)
@@ -184,8 +196,8 @@ class Mix(Pattern):
     def output_scale(self) -> float:
         return self.parts[0].output_scale
 
-    def bind(self, heads: int) -> Pattern:
-        return Mix(tuple(part.bind(heads) for part in self.parts))
+    def bind(self, heads: int, tokens: int) -> Pattern:
+        return Mix(tuple(part.bind(heads, tokens) for part in self.parts))
 
     def check(self, tokens: int, heads: int) -> None:
         for part in self.parts:

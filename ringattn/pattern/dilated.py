@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 
 from ..errors import InvalidInput, did_you_mean
-from .base import ONE_HEAD, Pattern
+from .base import ONE_HEAD, Or, Pattern
 from .ranges import intersect
 from .tile import Tile, make
 
@@ -50,8 +51,8 @@ class Dilated(Pattern):
                 "such as Dilated((2048, 4096), (1, 2))"
             )
         if self.offsets is None:
-            object.__setattr__(self, "offsets", "per_head" if self.mix == "lse" else "group")
-        for name, options in (("mix", ("lse", "group")), ("offsets", ("per_head", "group"))):
+            object.__setattr__(self, "offsets", "group" if self.mix == "group" else "per_head")
+        for name, options in (("mix", ("lse", "group", "union")), ("offsets", ("per_head", "group"))):
             value = getattr(self, name)
             if value not in options:
                 hint = did_you_mean(value, options)
@@ -65,26 +66,48 @@ class Dilated(Pattern):
 
     @property
     def output_scale(self) -> float:
-        return 1.0 if self.mix == "lse" else 1.0 / len(self.segments)
+        return 1.0 / len(self.segments) if self.mix == "group" else 1.0
 
-    def bind(self, heads: int) -> Dilated:
-        return self if self.mix == "lse" else replace(self, heads=heads)
+    @property
+    def union_hint(self) -> str:
+        return "Dilated(..., mix='union'), which counts each pair once, " if self.mix == "lse" else ""
+
+    def bind(self, heads: int, tokens: int) -> Dilated:
+        return replace(self, heads=heads) if self.mix == "group" and self.heads is None else self
+
+    def check(self, tokens: int, heads: int) -> None:
+        if self.mix == "group" and self.heads is not None and heads > self.heads:
+            raise InvalidInput(
+                f"Dilated(mix='group', heads={self.heads}) deals {self.heads} heads, but there are {heads}; "
+                f"try heads={heads}, or leave it out"
+            )
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:
             return
-        for branch, (width, rate) in enumerate(zip(self.segments, self.rates, strict=True)):
-            first, last = max(q[0], k[0]) // width, min(q[-1], k[-1]) // width
-            classes = [(group, offset) for group, offset in self._classes(branch, heads) if group and offset < width]
-            for segment in range(first, last + 1):
-                for group, offset in classes:
-                    members = range(segment * width + offset, (segment + 1) * width, rate)
-                    tile = make(
-                        group, intersect(q, members), intersect(k, members), lo=0 if self.causal else None,
-                        branch=branch if self.mix == "lse" else 0,
-                    )  # fmt: skip
-                    if tile is not None:
-                        yield tile
+        if self.mix == "union":
+            parts: list[Pattern] = [_Branch(self, branch) for branch in range(len(self.segments))]
+            yield from reduce(Or, parts).tiles(q, k, heads)
+            return
+        for branch in range(len(self.segments)):
+            yield from self.branch_tiles(branch, q, k, heads)
+
+    def branch_tiles(self, branch: int, q: range, k: range, heads: range) -> Iterator[Tile]:
+        """The tiles of one (segment, rate)."""
+        if not q or not k:
+            return
+        width, rate = self.segments[branch], self.rates[branch]
+        first, last = max(q[0], k[0]) // width, min(q[-1], k[-1]) // width
+        classes = [(group, offset) for group, offset in self._classes(branch, heads) if group and offset < width]
+        for segment in range(first, last + 1):
+            for group, offset in classes:
+                members = range(segment * width + offset, (segment + 1) * width, rate)
+                tile = make(
+                    group, intersect(q, members), intersect(k, members), lo=0 if self.causal else None,
+                    branch=branch if self.mix == "lse" else 0,
+                )  # fmt: skip
+                if tile is not None:
+                    yield tile
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
@@ -94,7 +117,7 @@ class Dilated(Pattern):
             offset = head % rate if self.offsets == "per_head" else i % rate
             pair = (q // width == k // width) & (q % width % rate == offset) & (k % width % rate == offset)
             total += pair & (k <= q) if self.causal else pair
-        return total
+        return total != 0 if self.mix == "union" else total
 
     def _classes(self, branch: int, heads: range) -> Iterator[tuple[range, int]]:
         """(heads, offset) of a branch."""
@@ -102,10 +125,10 @@ class Dilated(Pattern):
         if self.offsets == "per_head":
             for offset in range(rate):
                 yield intersect(heads, range(offset, heads.stop, rate)), offset
-        elif self.mix == "lse":
-            yield heads, branch % rate
-        else:
+        elif self.mix == "group":
             yield intersect(heads, self._group(branch)), branch % rate
+        else:
+            yield heads, branch % rate
 
     def _group(self, branch: int) -> range:
         """The heads of a branch under mix="group"."""
@@ -124,3 +147,17 @@ class Dilated(Pattern):
                 "a plan knows, elsewhere write Dilated(..., mix='group', heads=8)"
             )
         return self.heads
+
+
+@dataclass(frozen=True)
+class _Branch(Pattern):
+    """One branch of a Dilated as a pattern of its own: a part of the union."""
+
+    whole: Dilated
+    branch: int
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        return self.whole.branch_tiles(self.branch, q, k, heads)
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        raise NotImplementedError("Dilated.visible speaks for all branches")

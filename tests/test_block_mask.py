@@ -1,0 +1,102 @@
+"""FlexAttention's block masks become patterns, or an error that names the block."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from ringattn import BlockSparse, Causal, InvalidInput, Unsupported, from_block_mask, parse_pattern
+
+
+def made(rule, tokens: int, block: int = 16, batch: int | None = None, heads: int | None = None):  # type: ignore[no-untyped-def]
+    return create_block_mask(rule, batch, heads, tokens, tokens, device="cpu", BLOCK_SIZE=block)
+
+
+def causal(b, h, q, k):  # type: ignore[no-untyped-def]
+    return q >= k
+
+
+def local(b, h, q, k):  # type: ignore[no-untyped-def]
+    return (q // 16 - k // 16).abs() <= 1
+
+
+def local_causal(b, h, q, k):  # type: ignore[no-untyped-def]
+    return local(b, h, q, k) & (q >= k)
+
+
+def per_head(b, h, q, k):  # type: ignore[no-untyped-def]
+    return (q // 16 - k // 16).abs() <= h
+
+
+def halves(b, h, q, k):  # type: ignore[no-untyped-def]
+    document = torch.arange(256) // 128
+    return (document[q] == document[k]) & (q >= k)
+
+
+@pytest.mark.parametrize("rule", [causal, local, local_causal, per_head, halves])
+@pytest.mark.parametrize("tokens", [16, 128, 250, 241, 5])
+def test_equals_the_mask(rule, tokens: int) -> None:  # type: ignore[no-untyped-def]
+    heads = 3 if rule is per_head else None
+    truth = create_mask(rule, None, heads, tokens, tokens, device="cpu")[0].int().numpy()
+    pattern = from_block_mask(made(rule, tokens, heads=heads))
+    assert (pattern.mask(tokens, len(truth)) == truth).all()
+    assert parse_pattern(repr(pattern)) == pattern
+
+
+def test_causal_is_a_table_and_causal() -> None:
+    assert from_block_mask(made(causal, 64)) == BlockSparse(16, np.tril(np.ones((4, 4), bool))) & Causal()
+    assert from_block_mask(made(local, 64, heads=8)).table.shape[0] == 1  # type: ignore[attr-defined]
+
+
+def test_partial_blocks_without_full_ones() -> None:
+    """Masks made by hand may list every block as partial, empty ones, too."""
+    mask = made(local, 64)
+    every = SimpleNamespace(
+        kv_num_blocks=torch.full((1, 1, 4), 4, dtype=torch.int32),
+        kv_indices=torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4),
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        BLOCK_SIZE=(16, 16),
+        seq_lengths=(64, 64),
+        mask_mod=local,
+    )
+    assert from_block_mask(every) == from_block_mask(mask)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (lambda b, h, q, k: (q - k).abs() <= 20, "block (0, 1) of head 0"),
+        (lambda b, h, q, k: (q - k) % 2 == 0, "block (0, 0) of head 0"),
+        (lambda b, h, q, k: (q >= k) | (k < 16), "block (0, 0) of head 0 is whole"),
+    ],
+)
+def test_finer_masks_are_unsupported(rule, words: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(Unsupported) as caught:
+        from_block_mask(made(rule, 64))
+    assert words in str(caught.value) and "flex masks finer than blocks cannot be imported" in str(caught.value)
+
+
+def test_a_batch_of_equal_masks() -> None:
+    assert from_block_mask(made(local, 64, batch=3), 2) == from_block_mask(made(local, 64))
+
+    def differs(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q // 16 - k // 16).abs() <= b
+
+    with pytest.raises(InvalidInput, match="batch elements 1 and 0 differ"):
+        from_block_mask(made(differs, 64, batch=2), 1)
+    with pytest.raises(InvalidInput, match="batch=5 is not one of the 2"):
+        from_block_mask(made(local, 64, batch=2), 5)
+
+
+def test_other_errors() -> None:
+    with pytest.raises(InvalidInput, match="Tensor has no kv_num_blocks"):
+        from_block_mask(torch.ones(4, 4))
+    with pytest.raises(InvalidInput, match="16 x 32 are not square"):
+        from_block_mask(made(local, 64, (16, 32)))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="64 queries but 32 keys"):
+        from_block_mask(create_block_mask(local, None, None, 64, 32, device="cpu", BLOCK_SIZE=16))

@@ -1,0 +1,298 @@
+"""Block-sparse patterns against masks written out by hand, block by block and position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count, islice
+
+import numpy as np
+import pytest
+import torch
+from oracle import dense, error, make_case
+from strategies import pairs
+
+import ringattn as ra
+from ringattn import (
+    BlockSparse,
+    Causal,
+    Dilated,
+    InvalidInput,
+    Pattern,
+    Plan,
+    dilated_blocks,
+    global_local,
+    hierarchical,
+    local_window,
+    make_plan,
+    parse_pattern,
+    strided_blocks,
+)
+
+SIZES = [(1, 9), (2, 16), (3, 31), (4, 61), (5, 3), (7, 7), (8, 1)]  # (block, tokens)
+DENSITIES = [0.01, 0.1, 0.25, 0.4, 0.5, 0.77, 0.99, 1.0]
+
+
+def expand(rule: Callable[[int, int], bool], block: int, tokens: int) -> np.ndarray:
+    """[N, N] of a rule on blocks."""
+    return np.array([[int(rule(q // block, k // block)) for k in range(tokens)] for q in range(tokens)])
+
+
+def agree(pattern: Pattern, truth: np.ndarray, heads: int = 2) -> None:
+    """Mask, tiles (disjoint), rectangles with steps, and repr, all against the truth [N, N] or [H, N, N]."""
+    tokens = truth.shape[-1]
+    truth = np.broadcast_to(truth, (heads, tokens, tokens))
+    assert (pattern.mask(tokens, heads) == truth).all()
+    bound = pattern.bind(heads, tokens)
+    whole = range(tokens)
+    for q, k in ((whole, whole), (whole[1::3], whole[::2]), (whole[tokens // 2 :], whole[: tokens // 3 + 1])):
+        found = np.zeros_like(truth, shape=truth.shape)
+        for tile in bound.tiles(q, k, range(heads)):
+            for head, x, y in pairs(tile):
+                found[head, x, y] += 1
+        cut = np.zeros_like(found)
+        cut[:, q.start : q.stop : q.step, k.start : k.stop : k.step] = 1
+        assert (found == truth * cut).all()
+    assert parse_pattern(repr(pattern)) == pattern and parse_pattern(repr(bound)) == bound
+
+
+def nearest(i: int, n: int, low: int, high: int) -> set[int]:
+    """n consecutive blocks of [low, high), centred on i where they fit, one more to the left where n is even."""
+    window = list(range(i - n // 2, i - n // 2 + n))
+    while window[0] < low:
+        window = [j + 1 for j in window]
+    while window[-1] >= high:
+        window = [j - 1 for j in window]
+    return set(window)
+
+
+def kept(density: float, total: int) -> int:
+    return max(1, round(density * total))
+
+
+@pytest.mark.parametrize(("block", "tokens"), SIZES)
+def test_widths(block: int, tokens: int) -> None:
+    for w in (0, 1, 3):
+        agree(local_window(block, w), expand(lambda i, j: i - w <= j <= i + w, block, tokens))
+        for g in (0, 1, 2):
+            truth = expand(lambda i, j: i < g or j < g or abs(i - j) <= w, block, tokens)
+            agree(global_local(block, globals=g, blocks=w), truth)
+    for offsets in ((1, 2, 4), (), (3,), (0, 7, 2)):
+        near = expand(lambda i, j: i == j or i - j in offsets or j - i in offsets, block, tokens)
+        agree(dilated_blocks(block, offsets), near)
+    for stride in (1, 2, 5):
+        agree(strided_blocks(block, stride), expand(lambda i, j: (i - j) % stride == 0, block, tokens))
+    for levels in (((1, 0), (2, 1), (4, -1)), ((3, 2),), ((2, 0), (3, 4))):
+        truth = expand(
+            lambda i, j: any(i % s == 0 and (w == -1 or i - w <= j <= i + w) for s, w in levels), block, tokens
+        )
+        agree(hierarchical(block, levels), truth)
+    assert dilated_blocks(block) == dilated_blocks(block, offsets=(4, 1, 2))
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize(("block", "tokens"), [*SIZES, (1, 37)])
+def test_densities(block: int, tokens: int, density: float) -> None:
+    total = -(-tokens // block)
+    n = kept(density, total)
+
+    windows = [nearest(i, n, 0, total) for i in range(total)]
+    agree(local_window(block, density=density), expand(lambda i, j: j in windows[i], block, tokens))
+
+    turns = [{(i + m * total // n) % total for m in range(n)} for i in range(total)]
+    agree(strided_blocks(block, density=density), expand(lambda i, j: j in turns[i], block, tokens))
+
+    def spread() -> list[int]:
+        powers = [1, 2, 4, 8, 16, 32]
+        distances = powers + [d for d in range(1, 40) if d not in powers]
+        return [0] + [sign * d for d in distances for sign in (-1, 1)]
+
+    jumps = [set(list(islice((i + s for s in spread() if 0 <= i + s < total), n))) for i in range(total)]
+    agree(dilated_blocks(block, density=density), expand(lambda i, j: j in jumps[i], block, tokens))
+
+    for rows in (windows, turns, jumps):
+        assert all(len(row) == n for row in rows)
+
+    for g in (0, 1, 2):
+        if g == 0 or density * total >= g + 1:
+            own = [nearest(i, n - g, g, total) for i in range(total)]
+            truth = expand(lambda i, j: i < g or j < g or j in own[i], block, tokens)
+            assert all(len(own[i] | set(range(g))) == n for i in range(g, total))
+            agree(global_local(block, globals=g, density=density), truth)
+        else:
+            with pytest.raises(InvalidInput, match=r"fewer than the .* globals and one local block"):
+                global_local(block, globals=g, density=density).check(tokens, 1)
+
+
+@pytest.mark.parametrize("total", [1, 2, 5, 16, 33, 100, 1000])
+def test_hierarchical_density_is_that_of_the_mean_row(total: int) -> None:
+    for density in DENSITIES:
+        pattern = hierarchical(1, density=density).bind(1, total)
+        blocks = pattern.mask(total)[0]
+        assert abs(blocks.sum() / total - density * total) <= 1
+        if total <= 33:
+            agree(hierarchical(1, density=density), blocks)
+            levels = pattern.resolved  # type: ignore[attr-defined]
+            assert [stride for stride, _ in levels] == [1, 4, 16]
+            truth = expand(lambda i, j: any(i % s == 0 and abs(i - j) <= w for s, w in levels), 1, total)
+            assert (blocks == truth).all()
+
+
+def test_density_holds_on_long_sequences() -> None:
+    """Every family keeps what it promises where no mask can be made."""
+    tokens, block = (1 << 20) * 3 + 5, 64
+    total = -(-tokens // block)
+    for density in (1e-4, 0.01, 0.3):
+        n = kept(density, total)
+        for family in (local_window, dilated_blocks, strided_blocks):
+            pattern = family(block, density=density).bind(1, tokens)
+            for i in (0, 1, 5, total // 3, total // 2, total - 2):
+                rows = range(i * block, (i + 1) * block)
+                seen = sum(-(-len(tile.k) // block) for tile in pattern.tiles(rows, range(tokens)))
+                assert seen == n, (pattern, i)
+        rough = hierarchical(block, density=density).bind(1, tokens)
+        levels = dict(rough.resolved)
+        counted = [min(total, i + levels[s] + 1) - max(0, i - levels[s]) for s, i in (
+            (16 if i % 16 == 0 else 4 if i % 4 == 0 else 1, i) for i in range(total))]  # fmt: skip
+        assert abs(sum(counted) / total - density * total) <= 1
+
+
+def test_tables() -> None:
+    rng = np.random.default_rng(0)
+    for block, tokens in SIZES:
+        total = -(-tokens // block)
+        for heads in (1, 3):
+            table = rng.random((heads, total, total)) < 0.4
+            truth = np.array([expand(lambda i, j: table[h, i, j], block, tokens) for h in range(heads)])
+            agree(BlockSparse(block, table), truth, heads=3)
+            agree(BlockSparse(block, table) & Causal(), truth * np.tril(np.ones((tokens, tokens), int)), heads=3)
+            assert BlockSparse(block, table.tolist()) == BlockSparse(block, table.astype(int))
+    empty = BlockSparse(4, np.zeros((1, 0, 0), bool))
+    assert parse_pattern(repr(empty)) == empty and empty.mask(0).shape == (1, 0, 0)
+
+
+def test_a_table_is_a_value() -> None:
+    table = np.eye(3, dtype=bool)
+    pattern, text = BlockSparse(2, table), repr(BlockSparse(2, table))
+    table[0, 2] = True
+    assert repr(pattern) == text and hash(pattern) == hash(BlockSparse(2, np.eye(3, dtype=bool)))
+    assert pattern != BlockSparse(2, table) and pattern != BlockSparse(3, np.eye(3, dtype=bool)) and pattern != text
+    with pytest.raises(ValueError, match="read-only"):
+        pattern.table[0, 0, 1] = True
+
+
+def test_tiles_join_blocks_and_heads() -> None:
+    tiles = list(local_window(4, 1).tiles(range(64), range(64), range(8)))
+    assert len(tiles) == 16 and all(tile.dense and tile.heads == range(8) for tile in tiles)
+    assert tiles[3].q == range(12, 16) and tiles[3].k == range(8, 20)
+    one = BlockSparse(4, [[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]])
+    assert [(tile.q.start, tile.k) for tile in one.tiles(range(16), range(16), range(2))] == [
+        (0, range(8)), (0, range(12, 16)), (8, range(16)), (12, range(4, 8)), (12, range(12, 16)),
+    ]  # fmt: skip
+
+
+FAMILIES = [
+    local_window(3, 1),
+    local_window(3, density=0.3),
+    dilated_blocks(3),
+    dilated_blocks(3, density=0.5),
+    global_local(3, globals=1, blocks=1),
+    global_local(3, globals=1, density=0.4),
+    strided_blocks(3, 2),
+    strided_blocks(3, density=0.3),
+    hierarchical(3, ((1, 0), (2, 2))),
+    hierarchical(3, density=0.4),
+]
+
+
+@pytest.mark.parametrize("pattern", FAMILIES, ids=repr)
+def test_combined_planned_and_read_back(pattern: Pattern) -> None:
+    tokens = 37
+    own = pattern.mask(tokens)[0]
+    lower = np.tril(np.ones((tokens, tokens), int))
+    agree(pattern & Causal(), own * lower)
+    other = Dilated((8, 16), (1, 2), mix="union")
+    agree(pattern | other, np.array([own | (other.mask(tokens, 2)[h]) for h in range(2)]))
+    plan = make_plan(pattern & Causal(), tokens=tokens, ranks=3, heads=2)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.density == pytest.approx((own * lower).mean(), abs=1e-12)
+    assert (pattern.row_mask(7, tokens) == own[7]).all()
+    assert pattern.picture(tokens, cells=4, ascii=True).count("\n") == 3
+
+
+def test_density_of_a_plan() -> None:
+    assert make_plan(Causal(), tokens=0, ranks=2).density == 0.0
+    assert make_plan(Causal(), tokens=4, ranks=2, heads=3).density == 10 / 16
+    assert make_plan(local_window(4, density=0.25), tokens=64, ranks=2).density == 0.25
+
+
+def test_dilated_union_counts_each_pair_once() -> None:
+    for offsets in ("per_head", "group"):
+        for causal in (False, True):
+            each = Dilated((6, 12, 40), (1, 2, 3), causal=causal, offsets=offsets)
+            once = Dilated((6, 12, 40), (1, 2, 3), causal=causal, offsets=offsets, mix="union")
+            agree(once, np.minimum(each.mask(45, 4), 1), heads=4)
+            assert once.branches == 1 and once.output_scale == 1.0
+
+
+class Counted(Exception):
+    """The pattern was asked about too many rows."""
+
+
+@pytest.fixture
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 20,000 block rows may be enumerated, of millions."""
+    from ringattn.pattern.blocks import Blocks
+
+    asked, original = count(), Blocks._occupied
+
+    def counting(self, rows, q):  # type: ignore[no-untyped-def]
+        for row in original(self, rows, q):
+            if next(asked) > 20000:
+                raise Counted
+            yield row
+
+    monkeypatch.setattr(Blocks, "_occupied", counting)
+
+
+HUGE = [
+    local_window(128, blocks=2),
+    local_window(128, density=1e-6),
+    dilated_blocks(128),
+    dilated_blocks(128, density=1e-6),
+    global_local(128, globals=1, blocks=2),
+    global_local(128, globals=1, density=1e-6),
+    strided_blocks(128, 4096),
+    strided_blocks(128, density=1e-6),
+    hierarchical(128, ((1, 0), (16, 2))),
+    hierarchical(128, density=1e-6),
+]
+
+
+@pytest.mark.parametrize("pattern", HUGE, ids=repr)
+def test_far_keys_are_found_empty_at_once(pattern: Pattern, few_calls: None) -> None:
+    bound = pattern.bind(1, 1 << 30)
+    keys = range(1 << 29, (1 << 29) + 4096)
+    tile = next(bound.tiles(range(1 << 30), keys))
+    assert tile.pairs > 0 and tile.k[0] >= keys[0] and tile.k[-1] <= keys[-1]
+    assert list(local_window(128, 2).tiles(range(1 << 28), keys)) == []
+    assert list(islice(bound.tiles(range(0, 1 << 30, 1 << 22), range(1 << 30)), 5))
+
+
+def test_one_rank_of_very_many(few_calls: None) -> None:
+    plan = make_plan(local_window(128, blocks=4), tokens=1 << 30, ranks=262144, heads=8)
+    assert len(plan.for_rank(100000).forward) <= 4
+    assert len(make_plan(dilated_blocks(4096), tokens=1 << 30, ranks=1 << 18).for_rank(100000).forward) <= 40
+
+
+@pytest.mark.parametrize(
+    "pattern", [*FAMILIES, Causal() & BlockSparse(13, [[[1, 0, 1], [0, 0, 0], [1, 1, 1]]] * 2)], ids=repr
+)
+def test_attention_on_a_ring_equals_the_dense_oracle(pattern: Pattern) -> None:
+    case = make_case(37, 2, 1, torch.float64, batch=1, dim=8)
+    truth = dense(case, torch.from_numpy(pattern.mask(37, 2)))
+    for ranks, layout in ((1, "contiguous"), (3, "zigzag"), (4, "striped")):
+        inputs = case.leaves()
+        out = ra.virtual_attention(*inputs, pattern, ranks=ranks, layout=layout)
+        assert error(out, truth.out) <= 1e-12
+        for a, b in zip(torch.autograd.grad(out, inputs, case.grad), truth.grads, strict=True):
+            assert error(a, b) <= 1e-12
