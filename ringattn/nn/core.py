@@ -64,7 +64,7 @@ class RingAttention(nn.Module):
                     )
         self.pattern, self.order = pattern, order
         self.layout, self.schedule = layout, schedule
-        self.options = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
+        self.options: dict[str, Any] = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
         self._causal: Pattern | None = None
 
     def forward(
@@ -95,7 +95,7 @@ class RingAttention(nn.Module):
         """(out, lse) of tensors [B, H, N, D], whatever `order` is."""
         options: dict[str, Any] = {**self.options, "key_padding_mask": key_padding_mask, "return_lse": True}
         pattern = self._pattern(is_causal)
-        shared = {"layout": self.layout, "schedule": self.schedule}
+        shared: dict[str, Any] = {"layout": self.layout, "schedule": self.schedule}
         if self.sharded:
             return ring_attention(q, k, v, pattern, **self._where, **shared, **options)
         if self.ranks is not None:
@@ -108,7 +108,7 @@ class RingAttention(nn.Module):
             return torch.arange(q.shape[2], device=q.device)
         rows = positions(
             q, k, v, self._pattern(is_causal), **self._where, layout=self.layout, schedule=self.schedule,
-            **self.options,  # type: ignore[arg-type]
+            **self.options,
         )  # fmt: skip
         return torch.from_numpy(rows).to(q.device)
 

@@ -33,6 +33,12 @@ class MultiheadAttention(nn.Module):
     Raises InvalidInput for arguments that do not fit, Unsupported for those of torch's that this one cannot honour.
     """
 
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter
+    k_proj_weight: nn.Parameter
+    v_proj_weight: nn.Parameter
+    in_proj_bias: nn.Parameter | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -84,8 +90,9 @@ class MultiheadAttention(nn.Module):
         """Initial values of the projections: torch's (after those of a fresh out_proj), or MAGNETO's."""
         if self.gamma_init is not None:
             gains = (1.0, 1.0, self.gamma_init, self.gamma_init)
-            for weight, gain in zip((*self._weights(), self.out_proj.weight), gains, strict=True):
-                nn.init.xavier_normal_(weight, gain)
+            with torch.no_grad():  # the weights are views of in_proj_weight
+                for weight, gain in zip((*self._weights(), self.out_proj.weight), gains, strict=True):
+                    nn.init.xavier_normal_(weight, gain)
         else:
             for weight in self._weights() if self.in_proj_weight is None else (self.in_proj_weight,):
                 nn.init.xavier_uniform_(weight)
@@ -122,15 +129,22 @@ class MultiheadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._check_inputs(query, key, value)
-        if query.ndim == 2:
-            if isinstance(key_padding_mask, torch.Tensor):
-                key_padding_mask = key_padding_mask.unsqueeze(0)
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            return self._attend(query, key, value, key_padding_mask, is_causal).squeeze(0), None
-        if self.batch_first:
-            return self._attend(query, key, value, key_padding_mask, is_causal), None
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        return self._attend(query, key, value, key_padding_mask, is_causal).transpose(0, 1), None
+        unbatched = query.ndim == 2
+        if unbatched and isinstance(key_padding_mask, torch.Tensor):
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        # One tensor stays one tensor: it is projected by one product.
+        q = self._batch_first(query)
+        k = q if key is query else self._batch_first(key)
+        v = k if value is key else self._batch_first(value)
+        out = self._attend(q, k, v, key_padding_mask, is_causal)
+        if unbatched:
+            return out.squeeze(0), None
+        return out if self.batch_first else out.transpose(0, 1), None
+
+    def _batch_first(self, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim == 2:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
 
     def _attend(
         self,
@@ -185,7 +199,7 @@ class MultiheadAttention(nn.Module):
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        wanted = "[N, E], " + ("[B, N, E]" if self.batch_first else "[N, B, E]")
+        wanted = "[N, E] or " + ("[B, N, E]" if self.batch_first else "[N, B, E]")
         for name, x, dim in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             if not isinstance(x, torch.Tensor) or x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
                 found = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
