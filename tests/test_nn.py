@@ -184,6 +184,16 @@ def test_norms_and_grouped_heads_written_out() -> None:
     assert {"norm.weight", "q_norm.weight", "k_norm.bias"} <= set(module.state_dict())
 
 
+def test_autocast_and_no_tokens() -> None:
+    module = ra.nn.MultiheadRingAttention(E, H, Causal(), qk_norm=True, layer_norm=True, rotary=True)
+    x = normal(N, B, E, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = module(x, key_padding_mask=padding())
+    assert found.dtype == torch.bfloat16
+    close(found.float(), module(x, key_padding_mask=padding())[0], 0.02)
+    assert module(x[:0], key_padding_mask=padding()[:, :0])[0].shape == (0, B, E)
+
+
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_magneto(kv_heads: int) -> None:
     torch.manual_seed(0)
@@ -191,6 +201,7 @@ def test_magneto(kv_heads: int) -> None:
     module = ra.nn.MultiheadRingAttention(wide, 8, Full(), gamma_init=gamma, kv_heads=kv_heads)
     gains = (1.0, 1.0, gamma, gamma)
     for weight, gain in zip((*module._weights(), module.out_proj.weight), gains, strict=True):
+        weight = weight.detach()
         wanted = gain * math.sqrt(2.0 / sum(weight.shape))
         assert abs(float(weight.std()) / wanted - 1) < 0.02
         assert abs(float(weight.mean())) < 0.02 * wanted

@@ -188,8 +188,9 @@ class MultiheadAttention(nn.Module):
             zipped = zip((query, key, value), self._weights(), biases, strict=True)
             parts = tuple(linear(x, weight, bias) for x, weight, bias in zipped)
         q, k, v = parts
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
+        # Under autocast a LayerNorm answers in fp32.
+        q = q if self.q_norm is None else self.q_norm(q).to(v.dtype)
+        k = k if self.k_norm is None else self.k_norm(k).to(v.dtype)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         return q, k, v
 
