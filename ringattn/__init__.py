@@ -33,6 +33,7 @@ from .pattern import (
 from .plan import Plan, make_plan
 
 if TYPE_CHECKING:
+    from . import nn as nn
     from .functional import attention, ring_attention, virtual_attention
     from .pool import auto_batch_size, memory_pool
     from .remat import keep_attention
@@ -50,13 +51,15 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module(".nn", __name__)
     if name in _LAZY:
         return getattr(import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *_LAZY, "nn"})
 
 
 __all__ = [

@@ -83,17 +83,22 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any
     }
 
 
-def agree(transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[Plan, Kernel]:
+def agree(
+    transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call,
+    wrong: RingAttentionError | None = None,
+) -> tuple[Plan, Kernel]:  # fmt: skip
     """The plan that all ranks of the transport run, and this rank's kernel.
 
     The first call with given shapes and arguments is a handshake; later ones are answered from memory. Where one
-    rank's arguments are wrong, or ranks disagree, every rank raises.
+    rank's arguments are wrong (`wrong` is what its caller has found already), or ranks disagree, every rank raises.
     """
     error: RingAttentionError | None = None
     key: Any = None
     kernel: Kernel | None = None
     record: dict[str, Any] = {}
     try:
+        if wrong is not None:
+            raise wrong
         kernel = call.check(q, k, v)
         transport.check(q.device)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
 from .agreement import Call, agree, describe
-from .errors import InvalidInput
+from .errors import InvalidInput, RingAttentionError
 from .executor import Forward, Job, backward, forward
 from .kernels.base import Kernel
+from .kernels.pad import HIDDEN, check_padding, hide_keys
 from .layout import Layout
 from .pattern import Pattern
 from .plan import Plan, make_plan
@@ -100,10 +103,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: _Runner
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: _Runner, floor: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        result = computed(lambda: runner.forward(q, k, v, keep=any(ctx.needs_input_grad)))
-        ctx.runner = runner
+
+        def run() -> Forward:
+            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
+            if floor is not None:  # rows that see padded keys only are rows that see no key
+                empty = result.lse < floor
+                result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
+                result.lse.masked_fill_(empty, -torch.inf)
+            return result
+
+        result = computed(run)
+        ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, result.out, result.lse, *(x for pair in result.kept for x in pair))
         return result.out, result.lse
@@ -112,9 +124,15 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *kept = ctx.saved_tensors
-        result = Forward(out, lse, tuple(zip(kept[::2], kept[1::2], strict=True)))
         grad = torch.zeros_like(out) if grad is None else grad
-        return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None)
+        if ctx.padded:
+            # The kernels do see these rows: a huge lse gives them the weights exp(-huge) = 0; an infinite one
+            # would be taken for the trace of a bad number.
+            empty = lse == -torch.inf
+            lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
+            grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
+        result = Forward(out, lse, tuple(zip(kept[::2], kept[1::2], strict=True)))
+        return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)
 
 
 def ring_attention(
@@ -130,6 +148,7 @@ def ring_attention(
     schedule: str = "auto",
     kernel: str = "auto",
     scale: float | None = None,
+    key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
 ) -> Any:
@@ -141,19 +160,48 @@ def ring_attention(
     The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
     of `transport`. All ranks call with the same arguments and matching shapes; this is compared once per shape, in
     one handshake, before the first message. `deterministic=True` makes repeated runs bitwise equal.
+    `key_padding_mask` (bool [B, n], the local shard's, on all ranks or on none) is True where a key is padding,
+    which nobody attends; whatever the key holds. It costs 8 more columns of the head dim.
 
     Returns out [B, H, n, Dv] in the dtype of q, and with `return_lse` also the log-sum-exp of the scaled logits
     [B, H, n], fp32 (fp64 for fp64), both differentiable. Rows that see no key are 0, with lse -inf.
     Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, CommFailure after.
     """
-    if transport is None:
-        transport = _transport(group, mesh)
-    elif group is not None or mesh is not None:
-        raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
+    transport = _transport(group, mesh, transport)
     call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
-    plan, chosen = agree(transport, q, k, v, call)
+    floor, wrong = None, None
+    try:
+        q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
+    except RingAttentionError as caught:
+        wrong = caught  # the other ranks must hear of it
+    plan, chosen = agree(transport, q, k, v, call, wrong)
     runner = _Ring(Job(plan, transport.rank, chosen, call.scale), transport)
-    return _apply(q, k, v, runner, plan, return_lse)
+    return _apply(q, k, v, runner, plan, return_lse, floor)
+
+
+def positions(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Pattern,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    transport: Any = None,
+    layout: str | Layout = "contiguous",
+    schedule: str = "auto",
+    kernel: str = "auto",
+    scale: float | None = None,
+    deterministic: bool = False,
+) -> np.ndarray:
+    """The global positions of this rank's rows in local order, int64 [n]: where rotary embeddings rotate to.
+
+    Takes what `ring_attention` takes, does its handshake, and raises as it does; the call that follows with the
+    same shapes is answered from memory.
+    """
+    transport = _transport(group, mesh, transport)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
+    return agree(transport, q, k, v, call)[0].layout.positions(transport.rank)
 
 
 def virtual_attention(
@@ -167,19 +215,21 @@ def virtual_attention(
     schedule: str = "auto",
     kernel: str = "auto",
     scale: float | None = None,
+    key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
 ) -> Any:
     """`ring_attention` with all `ranks` executed in this process: whole tensors in, the whole result out.
 
     q [B, H, N, D], k [B, K, N, D], v [B, K, N, Dv] in natural order. The plan, the executor and the kernels are
-    those of real ranks, and results equal theirs bit for bit.
+    those of real ranks, and results equal theirs bit for bit. `key_padding_mask` is bool [B, N], True is padding.
     """
     call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
+    q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
     chosen = call.check(q, k, v)
     facts = describe(q, k, v)
     plan = make_plan(pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule, **facts)
-    return _apply(q, k, v, _AllRanks(plan, chosen, call.scale), plan, return_lse)
+    return _apply(q, k, v, _AllRanks(plan, chosen, call.scale), plan, return_lse, floor)
 
 
 def attention(
@@ -190,17 +240,33 @@ def attention(
     *,
     kernel: str = "auto",
     scale: float | None = None,
+    key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
 ) -> Any:
     """`ring_attention` of the whole sequence on one device: a plan with one rank. Shapes as in virtual_attention."""
     return virtual_attention(
-        q, k, v, pattern, ranks=1, kernel=kernel, scale=scale, return_lse=return_lse, deterministic=deterministic
-    )
+        q, k, v, pattern, ranks=1, kernel=kernel, scale=scale, key_padding_mask=key_padding_mask,
+        return_lse=return_lse, deterministic=deterministic,
+    )  # fmt: skip
 
 
-def _apply(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: _Runner, plan: Plan, return_lse: bool) -> Any:
-    out, lse = _Attention.apply(q, k, v, runner)
+def _hidden(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float | None]:
+    """q, k, v with the padded keys hidden, and the lse below which a row has seen no other; as they are without."""
+    if mask is None:
+        return q, k, v, None
+    call.check(q, k, v)
+    check_padding(mask, k)
+    return hide_keys(q, k, v, mask, call.scale)
+
+
+def _apply(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: _Runner, plan: Plan, return_lse: bool,
+    floor: float | None,
+) -> Any:  # fmt: skip
+    out, lse = _Attention.apply(q, k, v, runner, floor)
     if plan.pattern.output_scale != 1.0:
         out = out * plan.pattern.output_scale
     return (out, lse) if return_lse else out
@@ -213,11 +279,17 @@ def _scale(q: Any, scale: float | None) -> float:
     return max(width, 1) ** -0.5
 
 
+#: Let go before the interpreter ends: the threads of a group that outlives it would abort the process.
 _transports: dict[int, TorchDist] = {}
+atexit.register(_transports.clear)
 
 
-def _transport(group: Any, mesh: Any) -> TorchDist:
-    """One transport per process group, so that its handshakes are remembered."""
+def _transport(group: Any, mesh: Any, transport: Any = None) -> Any:
+    """The transport given, or one per process group, so that its handshakes are remembered."""
+    if transport is not None:
+        if group is not None or mesh is not None:
+            raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
+        return transport
     made = TorchDist(group, mesh=mesh)
     known = _transports.get(id(made.group))
     if known is None or known.group is not made.group:
@@ -225,4 +297,4 @@ def _transport(group: Any, mesh: Any) -> TorchDist:
     return known
 
 
-__all__ = ["attention", "ring_attention", "virtual_attention"]
+__all__ = ["attention", "positions", "ring_attention", "virtual_attention"]

@@ -84,6 +84,10 @@ def errors_on_every_rank(rank: int) -> list[str]:
         lambda: ra.ring_attention(x, x, x, Documents([7])),
         lambda: ra.ring_attention(x, x, x, Causal(), kernel="aten_cuda" if odd else "auto"),
         lambda: ra.ring_attention(x, x, x, Causal(), schedule="rong" if odd else "ring"),
+        lambda: ra.ring_attention(
+            x, x, x, Causal(), key_padding_mask=torch.zeros(1, 3 if odd else 4, dtype=torch.bool)
+        ),
+        lambda: ra.ring_attention(x, x, x, Causal(), key_padding_mask=torch.zeros(1, 4) > 0 if odd else None),
     )
     told = []
     for call in calls:
@@ -136,6 +140,37 @@ def mesh_and_subgroup(rank: int) -> bool:
     with pytest.raises(ra.InvalidInput, match="mesh\\['cp'\\]"):
         ra.ring_attention(*local, Causal(), mesh=mesh)
     return torch.equal(found, layout.shard_tensor(wanted, rank % 2)) and torch.equal(found, group)
+
+
+def multihead(rank: int, layout: str, recompute: str) -> float:
+    """A sharded module with rotary embeddings, shared key heads and padding: the largest error of its output and of
+    its parameters' gradients, summed over the ranks, against one device."""
+    size, tokens = dist.get_world_size(), 45
+    options = {"kv_heads": 2, "rotary": True, "qk_norm": True, "batch_first": True, "dtype": torch.float64}
+    torch.manual_seed(0)
+    whole = ra.nn.MultiheadRingAttention(32, 4, Causal(), **options)
+    torch.manual_seed(0)
+    mine = ra.nn.MultiheadRingAttention(
+        32, 4, Causal(), group=dist.group.WORLD, layout=layout, recompute=recompute, **options
+    )
+    x, grad = torch.randn(2, 2, tokens, 32, dtype=torch.float64)
+    mask = torch.zeros(2, tokens, dtype=torch.bool)
+    mask[0, -9:] = mask[1, 5:8] = True
+    wanted, _ = whole(x, key_padding_mask=mask)
+    wanted.backward(grad)
+    made = ra.make_layout(layout, tokens=tokens, ranks=size)
+    error = 0.0
+    for call in range(2):  # the second is answered from memory
+        mine.zero_grad()
+        shards = [made.shard_tensor(t, rank) for t in (x, grad)]
+        found, _ = mine(shards[0], key_padding_mask=made.shard_tensor(mask, rank, -1))
+        found.backward(shards[1])
+        error = max(error, float((found - made.shard_tensor(wanted, rank)).detach().abs().max()))
+        for (name, a), (_, b) in zip(mine.named_parameters(), whole.named_parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None, (name, call)
+            dist.all_reduce(a.grad)
+            error = max(error, float((a.grad - b.grad).abs().max() / b.grad.abs().max().clamp(min=1)))
+    return error
 
 
 def fail(rank: int, how: str) -> str:

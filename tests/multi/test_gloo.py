@@ -34,6 +34,8 @@ WRONG = (
     ("InvalidInput: Documents: the 1 lengths sum to 7, the sequence has 8 tokens",) * 2,
     ("Unsupported: kernel aten_cuda needs tensors on a cuda device", "Mismatch: rank 1 cannot take part: kernel aten"),
     ("InvalidInput: unknown schedule 'rong'; did you mean 'ring'", "Mismatch: rank 1 cannot take part: unknown sched"),
+    ("InvalidInput: key_padding_mask must be [batch, tokens] = (1, 4)", "Mismatch: rank 1 cannot take part: key_padding"),
+    ("Mismatch: the ranks disagree about head_dim: 8 on rank 0; 16 on rank 1",) * 2,
 )  # fmt: skip
 
 
@@ -61,3 +63,8 @@ def test_a_lost_rank_makes_the_others_raise(run_ranks: Run, how: str, tmp_path: 
 
 def test_mesh_axis_and_process_group(run_ranks: Run) -> None:
     assert run_ranks(rank_cases.mesh_and_subgroup, 4, timeout=60) == [True] * 4
+
+
+@pytest.mark.parametrize(("layout", "recompute"), [("contiguous", "none"), ("zigzag", "none"), ("zigzag", "all")])
+def test_multihead_modules_on_shards_equal_one_device(run_ranks: Run, layout: str, recompute: str) -> None:
+    assert max(run_ranks(rank_cases.multihead, 2, layout, recompute, timeout=60)) <= 1e-12

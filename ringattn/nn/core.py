@@ -1,0 +1,167 @@
+"""Attention cores: a pattern and where it runs, as modules without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InvalidInput, did_you_mean
+from ..functional import attention, positions, ring_attention, virtual_attention
+from ..layout import Layout
+from ..pattern import Causal, Dilated, Pattern
+
+ORDERS = ("BHND", "BNHD")
+
+
+class RingAttention(nn.Module):
+    """`ring_attention` under a pattern, as a module.
+
+    With `group`, `mesh` or `transport` the tensors are this rank's shards and the call is collective; with `ranks`
+    they are whole and `ranks` virtual ranks compute them here; with neither, one device does. `layout` and
+    `schedule` say how ranks share the work: one device has no use for them, and raises InvalidInput.
+    order="BNHD" takes and returns [B, N, H, D] (lse stays [B, H, N]). The rest is as in `ring_attention`.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        *,
+        group: Any = None,
+        mesh: Any = None,
+        transport: Any = None,
+        ranks: int | None = None,
+        layout: str | Layout = "contiguous",
+        schedule: str = "auto",
+        kernel: str = "auto",
+        scale: float | None = None,
+        deterministic: bool = False,
+        order: str = "BHND",
+    ) -> None:
+        super().__init__()
+        if not isinstance(pattern, Pattern):
+            raise InvalidInput(f"pattern must be a ringattn pattern such as Causal(), got {pattern!r}")
+        if order not in ORDERS:
+            hint = did_you_mean(order, ORDERS)
+            raise InvalidInput(f"unknown order {order!r}; {hint}expected {' or '.join(ORDERS)}")
+        where = {"group": group, "mesh": mesh, "transport": transport}
+        self._where = {name: value for name, value in where.items() if value is not None}
+        if self._where and ranks is not None:
+            raise InvalidInput(
+                f"ranks={ranks} asks for virtual ranks and {next(iter(self._where))}= for real ones; give one of them"
+            )
+        if "transport" in self._where and len(self._where) > 1:
+            raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
+        self.sharded, self.ranks = bool(self._where), ranks
+        if not self.sharded and ranks is None:
+            for name, value, default in (("layout", layout, "contiguous"), ("schedule", schedule, "auto")):
+                if value != default:
+                    raise InvalidInput(
+                        f"{name}={value!r} says how ranks share the work, but this attention runs on one device; "
+                        "give ranks=, group=, mesh= or transport=, or leave it out"
+                    )
+        self.pattern, self.order = pattern, order
+        self.layout, self.schedule = layout, schedule
+        self.options: dict[str, Any] = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
+        self._causal: Pattern | None = None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """out in the order of the inputs, and with `return_lse` also lse [B, H, N]. Raises as `ring_attention`.
+
+        `is_causal` attends `pattern & Causal()`; `key_padding_mask` is bool [B, N], True is padding.
+        """
+        swap = self.order == "BNHD"
+        if swap:
+            q, k, v = _swapped(q), _swapped(k), _swapped(v)
+        out, lse = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask)
+        out = out.transpose(1, 2) if swap else out
+        return (out, lse) if return_lse else out
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(out, lse) of tensors [B, H, N, D], whatever `order` is."""
+        options: dict[str, Any] = {**self.options, "key_padding_mask": key_padding_mask, "return_lse": True}
+        pattern = self._pattern(is_causal)
+        shared: dict[str, Any] = {"layout": self.layout, "schedule": self.schedule}
+        if self.sharded:
+            return ring_attention(q, k, v, pattern, **self._where, **shared, **options)
+        if self.ranks is not None:
+            return virtual_attention(q, k, v, pattern, ranks=self.ranks, **shared, **options)
+        return attention(q, k, v, pattern, **options)
+
+    def positions(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False) -> torch.Tensor:
+        """Global positions int64 [N] of the rows of q [B, H, N, D], on its device. Collective where `attend` is."""
+        if not self.sharded:
+            return torch.arange(q.shape[2], device=q.device)
+        rows = positions(
+            q, k, v, self._pattern(is_causal), **self._where, layout=self.layout, schedule=self.schedule,
+            **self.options,
+        )  # fmt: skip
+        return torch.from_numpy(rows).to(q.device)
+
+    def _pattern(self, is_causal: bool) -> Pattern:
+        if not is_causal:
+            return self.pattern
+        if self._causal is None:
+            self._causal = self.pattern & Causal()
+        return self._causal
+
+    def extra_repr(self) -> str:
+        parts = [repr(self.pattern)]
+        if self.sharded:
+            parts += [f"{name}={value!r}" for name, value in self._where.items()]
+        if self.ranks is not None:
+            parts.append(f"ranks={self.ranks}")
+        if self.sharded or self.ranks is not None:
+            layout = self.layout if isinstance(self.layout, str) else self.layout.name
+            parts += [f"layout={layout!r}", f"schedule={self.schedule!r}"]
+        parts += [f"{name}={value!r}" for name, value in self.options.items() if value not in ("auto", None, False)]
+        return ", ".join(parts if self.order == ORDERS[0] else [*parts, f"order={self.order!r}"])
+
+
+class DilatedAttention(RingAttention):
+    """`RingAttention` under `Dilated(segment_lengths, dilation_rates, ...)`; the options are those of both."""
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        mix: str = "lse",
+        offsets: str | None = None,
+        causal: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(dilated(segment_lengths, dilation_rates, mix=mix, offsets=offsets, causal=causal), **options)
+
+
+class BlockSparseAttention(RingAttention):
+    """`RingAttention` under a block-sparse pattern; any pattern will do."""
+
+    def __init__(self, pattern: Pattern, **options: Any) -> None:
+        super().__init__(pattern, **options)
+
+
+def dilated(
+    segments: Sequence[int], rates: Sequence[int], *, mix: str = "lse", offsets: str | None = None, causal: bool = False
+) -> Dilated:
+    """The pattern of dilated attention, from any sequences of numbers. Raises InvalidInput as `Dilated` does."""
+    return Dilated(tuple(segments), tuple(rates), causal=causal, mix=mix, offsets=offsets)
+
+
+def _swapped(x: Any) -> Any:
+    """x [B, N, H, D] as [B, H, N, D]. What is no such tensor goes on as it is, to an error that all ranks hear."""
+    return x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x
