@@ -6,7 +6,7 @@ import torch
 
 from .kernels.base import wide
 from .plan import Plan
-from .pool import memory_pool
+from .pool import empty, memory_pool
 from .steps import Part
 
 
@@ -55,6 +55,10 @@ class Buffers:
         """A buffer for these parts, with arbitrary contents."""
         store = self.free.pop() if self.free else self.pool.take(self.capacity)
         return Buffer(store, parts, self.plan)
+
+    def fresh(self, parts: tuple[Part, ...]) -> Buffer:
+        """A buffer of its own, for parts that outlive the run: the pool never sees it."""
+        return Buffer(empty((sum(map(self.plan.part_bytes, parts)),), torch.uint8, self.pool.device), parts, self.plan)
 
     def drop(self, buffer: Buffer, part: Part) -> None:
         """One part is not needed any more; a buffer without a live part is free again."""

@@ -153,7 +153,9 @@ class _State:
         if not step.sends and not step.recvs:
             return None
         self.packed: list[Buffer] = []
-        self.arriving = [self.buffers.take(hop.parts) for hop in step.recvs]
+        self.arriving = [
+            (self.buffers.fresh if self._outlives(hop) else self.buffers.take)(hop.parts) for hop in step.recvs
+        ]
         sends = tuple(Message(hop.peer, hop.tag, self._outgoing(hop).data) for hop in step.sends)
         recvs = tuple(Message(h.peer, h.tag, b.data) for h, b in zip(step.recvs, self.arriving, strict=True))
         return (yield Post(sends, recvs, label))
@@ -186,6 +188,10 @@ class _State:
             for view in self.where[part].view(part):
                 view.zero_()
         return self.where[part].view(part)
+
+    def _outlives(self, hop: Hop) -> bool:
+        """Whether a message brings a block that the backward starts from."""
+        return any(part.kind == "kv" and part.owner in self.kept for part in hop.parts)
 
     def _outgoing(self, hop: Hop) -> Buffer:
         """The buffer to send: the one that holds exactly these parts, or a packed copy."""

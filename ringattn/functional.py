@@ -18,6 +18,7 @@ from .kernels.pad import HIDDEN, check_padding, hide_keys
 from .layout import Layout
 from .pattern import Pattern
 from .plan import Plan, make_plan
+from .pool import empty
 from .remat import computed
 from .transport.base import drive
 from .transport.torchdist import TorchDist
@@ -58,19 +59,20 @@ class _AllRanks:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
         layout = self.plan.layout
-        whole = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
-        # A shard of one range is a view of the whole output, and the rank writes right into it.
-        direct = all(len(layout.shard(rank)) <= 1 for rank in self._ranks) and self.plan.ranks > 1
+        whole = None
+        if self.plan.ranks > 1 and all(len(layout.shard(rank)) <= 1 for rank in self._ranks):
+            # A shard of one range is a view of the whole output, and the rank writes right into it.
+            whole = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         programs = []
         for rank in self._ranks:
-            out = self._shard(whole, rank) if direct else None
+            out = None if whole is None else self._shard(whole, rank)
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
             programs.append(forward(self._job(rank), x, y, z, keep=keep, out=out))
         results = Virtual(self.plan.ranks).run(programs)
         kept = tuple(pair for result in results for pair in result.kept)
         if self.plan.ranks == 1:
             return Forward(results[0].out, results[0].lse, kept)
-        if not direct:
+        if whole is None:
             whole = layout.unshard_tensor([result.out for result in results])
         return Forward(whole, layout.unshard_tensor([result.lse for result in results], -1), kept)
 

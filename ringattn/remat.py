@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import replace
 
 from .errors import InvalidInput
@@ -32,17 +32,22 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
     nothing is kept and the ring runs once more.
     """
     tape = _Tape()
-    return _using(tape, replaying=False), _using(tape, replaying=True)
+    return _Using(tape, replaying=False), _Using(tape, replaying=True)
 
 
-@contextmanager
-def _using(tape: _Tape, *, replaying: bool) -> Iterator[None]:
-    tape.replaying, tape.place = replaying, 0
-    token = _tape.set(tape)
-    try:
-        yield
-    finally:
-        _tape.reset(token)
+class _Using:
+    """Calls of attention in this context write to the tape, or read from it. Can be entered again and again."""
+
+    def __init__(self, tape: _Tape, *, replaying: bool) -> None:
+        self.tape, self.replaying = tape, replaying
+        self.tokens: list[Token[_Tape | None]] = []
+
+    def __enter__(self) -> None:
+        self.tape.replaying, self.tape.place = self.replaying, 0
+        self.tokens.append(_tape.set(self.tape))
+
+    def __exit__(self, *failure: object) -> None:
+        _tape.reset(self.tokens.pop())
 
 
 def computed(run: Callable[[], Forward]) -> Forward:

@@ -14,16 +14,18 @@ from .script import Piece, Section
 from .softmax import merge_
 from .work import Work, moved
 
+#: Query rows times heads times batch of one call: bounds what a kernel allocates for it.
+BATCH_ROWS = 1 << 18
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def batches(work: Work, q: torch.Tensor) -> Iterator[slice]:
-    """Parts of the batch that one call takes: all of it, or one element where the work's repetitions are the batch."""
-    if work.repeat == 1:
-        yield slice(None)
-    else:
-        for element in range(len(q)):
-            yield slice(element, element + 1)
+    """Parts of the batch that one call takes; one element where the work's repetitions are the batch."""
+    size = len(q) if work.repeat == 1 else 1
+    size = max(1, min(size, BATCH_ROWS // (len(work.q) * len(work.heads))))
+    for first in range(0, len(q), size):
+        yield slice(first, first + size)
 
 
 class Inputs:
