@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -281,9 +280,7 @@ def _scale(q: Any, scale: float | None) -> float:
     return max(width, 1) ** -0.5
 
 
-#: Let go before the interpreter ends: the threads of a group that outlives it would abort the process.
 _transports: dict[int, TorchDist] = {}
-atexit.register(_transports.clear)
 
 
 def _transport(group: Any, mesh: Any, transport: Any = None) -> Any:
