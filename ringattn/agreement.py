@@ -132,7 +132,8 @@ def agree(
     assert plan is not None and kernel is not None
     if len(transport.agreed) >= REMEMBERED:
         transport.agreed.clear()  # on all ranks alike: they make the same calls
-    transport.agreed[key] = (plan, kernel)
+    if not call.pattern.transient:
+        transport.agreed[key] = (plan, kernel)
     return plan, kernel
 
 

@@ -49,6 +49,12 @@ class PatternGroup(Group):
     n: int | None = None
     step: int | None = None
     lengths: list[int] | None = None
+    segments: list[int] | None = None
+    rates: list[int] | None = None
+    causal: bool | None = None
+    mix: str | None = None
+    block: int | None = None
+    blocks: int | None = None
 
 
 @dataclass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any
 
 from .layout import Layout
 from .pattern import Pattern, Tile
@@ -24,6 +25,15 @@ class Demand:
     layout: Layout
     heads: int = 1
     kv_heads: int = 1
+
+    @cached_property
+    def _memory(self) -> tuple[Callable[..., Any], ...]:
+        """Answers that are remembered as long as this object lives."""
+        bare = replace(self)  # not self, which would keep itself alive
+        return tuple(
+            lru_cache(maxsize=size)(partial(find, bare))
+            for find, size in ((_pairs, 65536), (_works, 4096), (_batched, 1024))
+        )
 
     def needs(self, queriers: range, owners: range) -> bool:
         """Whether some rank of `queriers` sees a key of some rank of `owners` (runs of consecutive ranks)."""
@@ -47,24 +57,22 @@ class Demand:
 
     def pairs(self, rank: int, owner: int) -> int:
         """Exact (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
-        return _pairs(self, rank, owner)
+        return self._memory[0](rank, owner)
 
     def works(self, rank: int, owner: int) -> tuple[Work, ...]:
         """The visit of `rank` to the whole block of `owner`, lowered to local rows, one work per tile."""
-        return _works(self, rank, owner)
+        return self._memory[1](rank, owner)
 
     def batched(self, rank: int, owner: int) -> tuple[Work, ...]:
         """The same pairs as few works: short runs of keys gathered, equal works repeated."""
-        return _batched(self, rank, owner)
+        return self._memory[2](rank, owner)
 
 
-@lru_cache(maxsize=65536)
 def _pairs(demand: Demand, rank: int, owner: int) -> int:
     rows, keys = demand.layout.shard(rank), demand.layout.shard(owner)
     return sum(demand.pattern.count(q, k, range(demand.heads)) for q in rows for k in keys)
 
 
-@lru_cache(maxsize=4096)
 def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
     tiles = _joined(list(_local_tiles(demand, rank, owner)))
     works = []
@@ -79,7 +87,6 @@ def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
     return tuple(works)
 
 
-@lru_cache(maxsize=1024)
 def _batched(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
     return tuple(repeated(gathered(demand.works(rank, owner))))
 

@@ -176,7 +176,8 @@ def ring_attention(
     except RingAttentionError as caught:
         wrong = caught  # the other ranks must hear of it
     plan, chosen = agree(transport, q, k, v, call, wrong)
-    runner = _Ring(Job(plan, transport.rank, chosen, call.scale), transport)
+    q, factor = _positive(q, call.scale)
+    runner = _Ring(Job(plan, transport.rank, chosen, factor), transport)
     return _apply(q, k, v, runner, plan, return_lse, floor)
 
 
@@ -205,6 +206,11 @@ def positions(
     return agree(transport, q, k, v, call)[0].layout.positions(transport.rank)
 
 
+def gathered(record: bytes, *, group: Any = None, mesh: Any = None, transport: Any = None) -> list[bytes]:
+    """The record of every rank of a ring, in rank order. Collective."""
+    return list(_transport(group, mesh, transport).gather(record))
+
+
 def virtual_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -230,7 +236,8 @@ def virtual_attention(
     chosen = call.check(q, k, v)
     facts = describe(q, k, v)
     plan = make_plan(pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule, **facts)
-    return _apply(q, k, v, _AllRanks(plan, chosen, call.scale), plan, return_lse, floor)
+    q, factor = _positive(q, call.scale)
+    return _apply(q, k, v, _AllRanks(plan, chosen, factor), plan, return_lse, floor)
 
 
 def attention(
@@ -278,6 +285,11 @@ def _scale(q: Any, scale: float | None) -> float:
         return float(scale)
     width = q.shape[-1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1  # wrong shapes are reported later
     return max(width, 1) ** -0.5
+
+
+def _positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """The same logits with a scale >= 0: libraries scale after they hide, and -1 * -inf attends what is hidden."""
+    return (-q, -scale) if scale < 0 else (q, scale)
 
 
 _transports: dict[int, TorchDist] = {}

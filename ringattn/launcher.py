@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -220,4 +221,11 @@ def _child(parent: int, pipe: Any, log: str, shown: bool, group: dict[str, Any],
         pipe.send_bytes(pickle.dumps(fn(rank, *args)))
         pipe.close()
     finally:
+        failure = sys.exc_info()[1]
+        if failure is not None:
+            traceback.print_exception(failure)
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not by way of the interpreter's end: there torch's Gloo threads abort the process now and then.
+        os._exit(0 if failure is None else 1)

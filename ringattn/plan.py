@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from .demand import Demand
@@ -57,7 +59,16 @@ class Plan:
             raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
         if not self.batch:
             return RankPlan(rank, (), ())  # nothing to compute, nothing to send
-        return _rank_plan(self.schedule, self.demand, rank)
+        return self._rank_plans(rank)
+
+    @cached_property
+    def _rank_plans(self) -> Callable[[int], RankPlan]:
+        return lru_cache(maxsize=4096)(partial(SCHEDULES[self.schedule], self.demand))
+
+    @cached_property
+    def memory(self) -> OrderedDict[Any, Any]:
+        """What others work out from the plan and keep as long as it lives."""
+        return OrderedDict()
 
     def part_bytes(self, part: Part) -> int:
         """Bytes of a piece of a message."""
@@ -155,11 +166,6 @@ class Plan:
         }
 
 
-@lru_cache(maxsize=4096)
-def _rank_plan(schedule: str, demand: Demand, rank: int) -> RankPlan:
-    return SCHEDULES[schedule](demand, rank)
-
-
 @lru_cache(maxsize=256)
 def _cached(*inputs: Any) -> Plan:
     return Plan(*inputs)
@@ -205,6 +211,7 @@ def make_plan(
         raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
     made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern)
     pattern.check(tokens, heads)
-    return _cached(
+    make: Callable[..., Plan] = Plan if pattern.transient else _cached
+    return make(
         pattern.bind(heads, made.tokens), made, resolve(schedule), heads, kv_heads, head_dim, value_dim, item, batch
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -14,6 +13,8 @@ from .work import Work, gathered, repeated
 
 #: Query rows times heads that a section holds at least, where it can be chosen: enough for calls to be batched.
 SECTION_ROWS = 1 << 17
+#: Scripts that a plan remembers.
+REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
@@ -60,24 +61,16 @@ class Script:
 
 def make_script(plan: Plan, rank: int, kernel: Kernel) -> Script:
     """The (cached) script of one rank."""
-    return _script(plan, rank, kernel.name, _Hidden(kernel))
+    known, key = plan.memory, (rank, kernel.name)
+    if key not in known:
+        known[key] = _write(plan, rank, kernel)
+        if len(known) > REMEMBERED:
+            known.popitem(last=False)
+    script: Script = known[key]
+    return script
 
 
-class _Hidden:
-    """A value that a cache does not look at."""
-
-    def __init__(self, value: Kernel) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hidden)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@lru_cache(maxsize=256)
-def _script(plan: Plan, rank: int, name: str, kernel: _Hidden) -> Script:
+def _write(plan: Plan, rank: int, kernel: Kernel) -> Script:
     demand = plan.demand
     owners = [owner for step in plan.for_rank(rank).forward for owner in step.visits]
     visits = [demand.works(rank, owner) for owner in owners]
@@ -95,7 +88,7 @@ def _script(plan: Plan, rank: int, name: str, kernel: _Hidden) -> Script:
         for visit in range(len(visits)):
             pieces = []
             for work in repeated(gathered(parts[visit][index])):
-                for call in kernel.value.split(work):
+                for call in kernel.split(work):
                     marks = _marks(seen, call, span.start)
                     first = not marks.any()
                     mixed |= not first and not marks.all()

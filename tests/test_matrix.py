@@ -89,15 +89,16 @@ def test_kernels_and_value_dims(name: str, kernel: str) -> None:
         assert (lse[seen] - oracle.lse[seen]).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 700])
-def test_odd_lengths_and_scale(tokens: int) -> None:
+def test_odd_lengths_and_scales(tokens: int, scale: float) -> None:
     case = make_case(tokens, 2, 1, torch.float64, batch=1)
-    case = Case(*case.inputs, case.grad, scale=0.3)
+    case = Case(*case.inputs, case.grad, scale=scale)
     pattern = Causal() & (Window(300) | Sinks(2))
     oracle = dense(case, torch.from_numpy(pattern.mask(tokens, 2)))
     for ranks in (1, 2, 5):
         for layout in LAYOUTS:
             q, k, v = case.leaves()
-            out = ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, scale=0.3)
+            out = ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, scale=scale)
             grads = torch.autograd.grad(out, (q, k, v), case.grad)
             assert max(errors(Result(out, oracle.lse, grads), oracle)) <= 1e-12

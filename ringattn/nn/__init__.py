@@ -1,7 +1,9 @@
 """Attention as modules: the cores without parameters, and their multihead forms with torch's names."""
 
+from .adaptive import AdaptiveAttention
 from .core import BlockSparseAttention, DilatedAttention, RingAttention
 from .multihead import (
+    MultiheadAdaptiveAttention,
     MultiheadAttention,
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
@@ -10,8 +12,10 @@ from .multihead import (
 from .rotary import rotate
 
 __all__ = [
+    "AdaptiveAttention",
     "BlockSparseAttention",
     "DilatedAttention",
+    "MultiheadAdaptiveAttention",
     "MultiheadAttention",
     "MultiheadBlockSparseAttention",
     "MultiheadDilatedAttention",

@@ -66,6 +66,7 @@ class RingAttention(nn.Module):
         self.layout, self.schedule = layout, schedule
         self.options: dict[str, Any] = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
         self._causal: Pattern | None = None
+        self.calls = 0
 
     def forward(
         self,
@@ -90,17 +91,26 @@ class RingAttention(nn.Module):
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None, call: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(out, lse) of tensors [B, H, N, D], whatever `order` is."""
-        options: dict[str, Any] = {**self.options, "key_padding_mask": key_padding_mask, "return_lse": True}
-        pattern = self._pattern(is_causal)
+        """(out, lse) of tensors [B, H, N, D], whatever `order` is. A recomputation passes the `call` of its forward."""
+        return self._run(q, k, v, self._pattern(is_causal), key_padding_mask=key_padding_mask)
+
+    def _run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options: dict[str, Any] = {**self.options, "return_lse": True, **more}
         shared: dict[str, Any] = {"layout": self.layout, "schedule": self.schedule}
         if self.sharded:
             return ring_attention(q, k, v, pattern, **self._where, **shared, **options)
         if self.ranks is not None:
             return virtual_attention(q, k, v, pattern, ranks=self.ranks, **shared, **options)
         return attention(q, k, v, pattern, **options)
+
+    def next_call(self) -> int:
+        """The number of a call: what a core draws at random depends on it, so that a recomputation draws the same."""
+        self.calls += 1
+        return self.calls - 1
 
     def positions(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False) -> torch.Tensor:
         """Global positions int64 [N] of the rows of q [B, H, N, D], on its device. Collective where `attend` is."""

@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import InvalidInput, Unsupported, did_you_mean
 from ..pattern import Pattern
+from ..remat import keep_attention
 from . import rotary as rope
+from .adaptive import AdaptiveAttention
 from .core import RingAttention, dilated
 
-RECOMPUTE = ("none", "all")
+RECOMPUTE = ("none", "projections", "all")
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -29,7 +31,8 @@ class MultiheadAttention(nn.Module):
     qk_norm: LayerNorm over the projected queries and keys (q_norm, k_norm). layer_norm: LayerNorm between attention
     and the output projection (norm). gamma_init: the initialisation of MAGNETO (Wang et al. 2022), Xavier normal with
     this gain for value and output projection, and gain 1 for query and key.
-    recompute: "none", or "all": the backward recomputes projections and attention, communication included.
+    recompute: "none"; "projections": the backward computes q, k and v anew, the output of attention is kept and
+    nothing is sent again; or "all": projections and attention, communication included.
     Raises InvalidInput for arguments that do not fit, Unsupported for those of torch's that this one cannot honour.
     """
 
@@ -155,9 +158,10 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
     ) -> torch.Tensor:
         """The output [B, N, E] of inputs [B, N, dim]."""
-        inputs = (query, key, value, mask, is_causal)
-        if self.recompute == "all" and torch.is_grad_enabled():
-            mixed = checkpoint(self._mixed, *inputs, use_reentrant=False, preserve_rng_state=False)
+        inputs = (query, key, value, mask, is_causal, self.core.next_call())
+        if self.recompute != "none" and torch.is_grad_enabled():
+            keep: dict[str, Any] = {"context_fn": keep_attention} if self.recompute == "projections" else {}
+            mixed = checkpoint(self._mixed, *inputs, use_reentrant=False, preserve_rng_state=False, **keep)
         else:
             mixed = self._mixed(*inputs)
         return self.out_proj(mixed if self.norm is None else self.norm(mixed))
@@ -169,6 +173,7 @@ class MultiheadAttention(nn.Module):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         is_causal: bool,
+        call: int,
     ) -> torch.Tensor:
         """Projections and attention: the heads' outputs side by side, [B, N, E]."""
         q, k, v = self._project(query, key, value)
@@ -176,7 +181,7 @@ class MultiheadAttention(nn.Module):
             places = self.core.positions(q, k, v, is_causal=is_causal)
             cos, sin = rope.tables(places, self.head_dim, self.base, q.dtype)
             q, k = rope.apply(q, cos, sin), rope.apply(k, cos, sin)
-        out, _ = self.core.attend(q, k, v, is_causal=is_causal, key_padding_mask=mask)
+        out, _ = self.core.attend(q, k, v, is_causal=is_causal, key_padding_mask=mask, call=call)
         return out.transpose(1, 2).flatten(2)
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:
@@ -244,16 +249,32 @@ class MultiheadDilatedAttention(MultiheadRingAttention):
         super().__init__(embed_dim, num_heads, dilated(segment_lengths, dilation_rates, **shape), **options)
 
 
+class MultiheadAdaptiveAttention(MultiheadAttention):
+    """`MultiheadAttention` around `AdaptiveAttention`; `options` are those of either."""
+
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
+        core, rest = split(options, AdaptiveAttention)
+        core.update((name, rest[name]) for name in ("kv_heads", "device", "dtype") if name in rest)
+        scorer = AdaptiveAttention(num_heads, embed_dim // max(num_heads, 1), **core)
+        super().__init__(embed_dim, num_heads, core=scorer, **rest)
+
+
 def split(options: dict[str, Any], core: type) -> tuple[dict[str, Any], dict[str, Any]]:
     """(options of `core`, options of MultiheadAttention). Raises InvalidInput for an option of neither."""
-    known = [{p.name for p in inspect.signature(of).parameters.values()} for of in (core, MultiheadAttention)]
-    core_names, own_names = known[0] - {"pattern"}, known[1] - {"core", "embed_dim", "num_heads"}
+    own_names = _options(MultiheadAttention) - {"core", "embed_dim", "num_heads"}
+    core_names = _options(core) - own_names - {"pattern", "options", "num_heads", "head_dim"}
     for name in options:
         if name not in core_names | own_names:
             names = sorted(core_names | own_names)
             raise InvalidInput(f"unknown option {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
     parts = ({n: x for n, x in options.items() if n in names} for names in (core_names, own_names))
     return next(parts), next(parts)
+
+
+def _options(module: type) -> set[str]:
+    """Names that the constructor of `module` and of its base take."""
+    bases = [base for base in module.__mro__[:2] if base is not nn.Module]
+    return {name for base in bases for name in inspect.signature(base).parameters}
 
 
 def _empty(*shape: int, **kind: Any) -> nn.Parameter:

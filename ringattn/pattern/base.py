@@ -22,6 +22,10 @@ class Pattern(ABC):
     `mask` is made, as the oracle that the tiles are tested against.
     """
 
+    #: True for a pattern that will not be met again, such as a selection made anew in every step: plans for it are
+    #: not remembered.
+    transient = False
+
     @property
     def branches(self) -> int:
         """Number of branches; a pair that two branches see counts twice in the softmax."""

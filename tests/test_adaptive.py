@@ -1,0 +1,223 @@
+"""Adaptive block-sparse attention: selection, gradients of the scorer, causality, ranks, and that it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import error
+
+import ringattn as ra
+from ringattn import InvalidInput
+from ringattn.nn import AdaptiveAttention, MultiheadAdaptiveAttention
+
+
+def tensors(
+    tokens: int = 60, heads: int = 4, kv_heads: int = 2, batch: int = 2, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    shapes = (heads, kv_heads, kv_heads, heads)
+    return [torch.randn(batch, h, tokens, 8, generator=source, dtype=torch.float64).to(dtype) for h in shapes]
+
+
+def module(**options: Any) -> AdaptiveAttention:
+    torch.manual_seed(0)
+    given = {"block": 8, "k": 3, "kv_heads": 2, "dtype": torch.float64, **options}
+    return AdaptiveAttention(4, 8, **given).eval()
+
+
+def pooled(x: torch.Tensor, block: int, ends_with_first: bool) -> torch.Tensor:
+    """Mean of each block, or of the `block` rows that end with the first of each block."""
+    rows = []
+    for start in range(0, x.shape[2], block):
+        low, high = (max(0, start - block + 1), start + 1) if ends_with_first else (start, start + block)
+        rows.append(x[:, :, low:high].mean(2))
+    return torch.stack(rows, 2)
+
+
+def by_hand(attention: AdaptiveAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+    """Dense scores, dense selection, dense bias, one dense softmax."""
+    block, tokens = attention.block, q.shape[2]
+    a = torch.einsum("bhnd,hdr->bhnr", pooled(q.detach(), block, causal), attention.query)
+    b = torch.einsum("bhnd,hdr->bhnr", pooled(k.detach(), block, False), attention.key)
+    b = b.repeat_interleave(2, 1)
+    bias = a @ b.mT / attention.rank**0.5
+    score, count = bias.detach().mean(0), bias.shape[-1]
+    chosen = torch.zeros_like(score, dtype=torch.bool)
+    for head in range(len(score)):
+        for row in range(count):
+            allowed = range(row) if causal else range(count)
+            best = sorted(allowed, key=lambda j: -float(score[head, row, j]))
+            chosen[head, row, ([row] if causal else []) + best[: attention.k - causal]] = True
+    if causal:
+        bias = bias * ~torch.eye(count, dtype=torch.bool)
+    name = torch.arange(tokens) // block
+    seen = chosen[:, name][:, :, name]
+    if causal:
+        seen = seen & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    logits = q @ k.repeat_interleave(2, 1).mT * 8**-0.5 + bias[:, :, name][:, :, :, name]
+    return logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1), chosen
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ranks", [None, 1, 3, 4])
+def test_equals_one_dense_softmax(causal: bool, ranks: int | None) -> None:
+    """Output, gradients of q, k and v, and of every parameter of the scorer, which are finite and not zero."""
+    q, k, v, grad = tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attention = module(causal=causal, ranks=ranks)
+    wanted, chosen = by_hand(attention, *leaves, causal)
+    found = attention(*leaves)
+    assert (attention.blocks == chosen.numpy()).all()
+    assert error(found, wanted) < 1e-12
+    wrt = (*leaves, attention.query, attention.key)
+    for a, b in zip(torch.autograd.grad(found, wrt, grad), torch.autograd.grad(wanted, wrt, grad), strict=True):
+        assert error(a, b) < 1e-12
+        assert a.isfinite().all() and (a != 0).any()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_nothing_depends_on_the_future(training: bool) -> None:
+    q, k, v, grad = tensors(64)
+    attention = module(causal=True).train(training)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attention.calls = 0
+    before = attention(*leaves)
+    grads = torch.autograd.grad(before[:, :, :37], leaves, grad[:, :, :37])
+    assert all((g[:, :, 37:] == 0).all() for g in grads)
+    changed = [x.detach().clone() for x in leaves]
+    for x in changed:
+        x[:, :, 37:] = torch.randn_like(x[:, :, 37:]) * 5
+    attention.calls = 0
+    after = attention(*changed)
+    assert (after[:, :, :37] - before[:, :, :37]).abs().max() < 1e-12
+    assert (after[:, :, 37:] - before[:, :, 37:]).abs().max() > 0.1
+
+
+def test_padding_is_neither_attended_nor_counted() -> None:
+    q, k, v, _ = tensors(48)
+    attention = module()
+    mask = torch.zeros(2, 48, dtype=torch.bool)
+    mask[:, 40:] = True
+    out = attention(q, k, v, key_padding_mask=mask)
+    blocks = attention.blocks
+    k[:, :, 40:], v[:, :, 40:] = torch.nan, torch.inf
+    assert error(attention(q, k, v, key_padding_mask=mask), out) < 1e-12
+    assert blocks is not None and (attention.blocks == blocks).all()
+
+
+def test_density_odd_lengths_and_gradients_in_16_bit() -> None:
+    for tokens in (1, 7, 8, 9, 100):
+        q, k, v, _ = tensors(tokens, dtype=torch.bfloat16)
+        attention = module(k=None, density=0.25, dtype=torch.float32)
+        out = attention(*(x.requires_grad_() for x in (q, k, v)))
+        assert out.shape == q.shape and out.dtype == torch.bfloat16
+        total = -(-tokens // 8)
+        assert attention.blocks is not None
+        assert (attention.blocks.sum(-1) == max(1, round(0.25 * total))).all()
+        out.float().sum().backward()
+        assert attention.query.grad is not None and attention.query.grad.isfinite().all()
+    assert module()(*(x[:, :, :0] for x in tensors()[:3])).shape == (2, 4, 0, 8)
+
+
+def test_plans_of_selections_are_not_remembered() -> None:
+    from ringattn import plan
+
+    attention = module().train()
+    q, k, v, _ = tensors()
+    before = plan._cached.cache_info().currsize
+    for _ in range(5):
+        attention(q, k, v)
+    assert plan._cached.cache_info().currsize == before
+
+
+def train_needle(attention: AdaptiveAttention, steps: int) -> list[float]:
+    """Recall of the block that holds the needle, over a random half of the steps that follow; queries and needle share
+    no direction, so that the raw dot products do not find it."""
+    source = torch.Generator().manual_seed(3)
+    tokens, dim = attention.block * 16, 8
+    optimiser = torch.optim.Adam(attention.parameters(), lr=0.03)
+
+    def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        q, k = (0.3 * torch.randn(1, 4, tokens, dim, generator=source) for _ in range(2))
+        v = torch.zeros(1, 2, tokens, dim)
+        where = int(torch.randint(16, (1,), generator=source))
+        inside = slice(where * attention.block, (where + 1) * attention.block)
+        q[..., 0] += 2.0
+        k[:, :, inside, 1] += 2.0
+        label = torch.randn(dim, generator=source)
+        v[:, :, inside] = label
+        return q, k[:, :2], v, label, where
+
+    def recall(count: int = 20) -> float:
+        hits = []
+        attention.eval()
+        for _ in range(count):
+            q, k, v, _, where = problem()
+            attention(q, k, v)
+            assert attention.blocks is not None
+            hits.append(attention.blocks[:, :, where].mean())
+        attention.train()
+        return float(np.mean(hits))
+
+    found = [recall()]
+    attention.train()
+    for _ in range(steps):
+        q, k, v, label, _ = problem()
+        loss = (attention(q, k, v) - label).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return [*found, recall()]
+
+
+def test_training_finds_the_needle() -> None:
+    torch.manual_seed(1)
+    attention = AdaptiveAttention(4, 8, block=8, k=2, kv_heads=2)
+    with torch.no_grad():
+        for weight in attention.parameters():
+            weight.mul_(0.1)
+    before, after = train_needle(attention, 150)
+    assert before < 0.3 and after > 0.9, (before, after)
+
+
+def test_recomputation_selects_the_same() -> None:
+    x = torch.randn(2, 40, 32, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for recompute in ("none", "projections", "all"):
+        torch.manual_seed(2)
+        layer = MultiheadAdaptiveAttention(
+            32, 4, block=8, k=2, kv_heads=2, batch_first=True, dtype=torch.float64, recompute=recompute
+        )
+        out, _ = layer(x)
+        layer(x)  # another call in between
+        grads.append(torch.autograd.grad(out.square().sum(), (x, *layer.parameters())))
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k": None}, "give k or density"),
+        ({"density": 0.5}, "give k or density"),
+        ({"k": 0}, "k=0"),
+        ({"kv_heads": 3}, "multiple of kv_heads"),
+        ({"rank": 0}, "rank=0"),
+    ],
+)
+def test_errors(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        module(**options)
+    assert words in str(caught.value)
+
+
+def test_wrong_shapes() -> None:
+    with pytest.raises(InvalidInput, match="the scorer was made for"):
+        module()(*(x[:, :1] for x in tensors()[:3]))
+    with pytest.raises(InvalidInput, match="did you mean 'density'"):
+        MultiheadAdaptiveAttention(32, 4, densty=0.5)
+    assert "k=3" in repr(module())
+    assert isinstance(ra.nn.AdaptiveAttention, type)
