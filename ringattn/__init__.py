@@ -34,6 +34,14 @@ from .plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from . import nn as nn
+    from .factories import (
+        BlockSparseAdaptive,
+        create_block_sparse_attention,
+        create_dilated_attention,
+        create_multihead_block_sparse,
+        create_multihead_dilated_attention,
+        get_block_sparse_preset,
+    )
     from .functional import attention, ring_attention, virtual_attention
     from .pool import auto_batch_size, memory_pool
     from .remat import keep_attention
@@ -41,6 +49,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "create_multihead_dilated_attention": "factories",
+    "create_multihead_block_sparse": "factories",
+    "create_dilated_attention": "factories",
+    "create_block_sparse_attention": "factories",
+    "get_block_sparse_preset": "factories",
+    "BlockSparseAdaptive": "factories",
     "attention": "functional",
     "auto_batch_size": "pool",
     "keep_attention": "remat",
@@ -64,6 +78,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "BlockSparse",
+    "BlockSparseAdaptive",
     "Causal",
     "CommFailure",
     "Dilated",
@@ -83,8 +98,13 @@ __all__ = [
     "Window",
     "attention",
     "auto_batch_size",
+    "create_block_sparse_attention",
+    "create_dilated_attention",
+    "create_multihead_block_sparse",
+    "create_multihead_dilated_attention",
     "dilated_blocks",
     "from_block_mask",
+    "get_block_sparse_preset",
     "global_local",
     "hierarchical",
     "keep_attention",

@@ -101,6 +101,10 @@ class AdaptiveAttention(RingAttention):
             return own_block
         return _merged(*own_block, *self._run(wide_q, wide_k, v, _passing(self.block, others), **run))
 
+    def achieved_density(self, tokens: int, heads: int = 1) -> float:
+        """Counted: the fraction of key blocks that the last call selected, of any sequence; 0 before the first call."""
+        return 0.0 if self.blocks is None else float(self.blocks.mean())
+
     def _check(self, q: torch.Tensor, k: torch.Tensor) -> None:
         wanted = (*self.query.shape[:2], self.key.shape[0])
         found = (q.shape[1], q.shape[3], k.shape[1])

@@ -12,6 +12,7 @@ from ..errors import InvalidInput, did_you_mean
 from ..functional import attention, positions, ring_attention, virtual_attention
 from ..layout import Layout
 from ..pattern import Causal, Dilated, Pattern
+from ..plan import make_plan
 
 ORDERS = ("BHND", "BNHD")
 
@@ -106,6 +107,10 @@ class RingAttention(nn.Module):
         if self.ranks is not None:
             return virtual_attention(q, k, v, pattern, ranks=self.ranks, **shared, **options)
         return attention(q, k, v, pattern, **options)
+
+    def achieved_density(self, tokens: int, heads: int = 1) -> float:
+        """Counted: the fraction of all (query, key) pairs of a sequence that is computed, each as often as it is."""
+        return make_plan(self.pattern, tokens=tokens, ranks=1, heads=heads).density
 
     def next_call(self) -> int:
         """The number of a call: what a core draws at random depends on it, so that a recomputation draws the same."""
