@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import InvalidInput, did_you_mean
-from . import ring
+from . import patterns, ring
 from .case import Case
 
-SUITES = {"ring": ring.cases}
+SUITES = {"ring": ring.cases, "patterns": patterns.cases}
 
 
 def get_cases(suite: str, names: list[str] | None = None) -> list[Case]:

@@ -36,11 +36,20 @@ class Column:
 
 @dataclass(frozen=True)
 class Ratio:
-    """`over` / `under` of two columns' times, larger is better for `under`; `target` is what we promise, or None."""
+    """`over` / `under` of two columns' times, larger is better for `under`; `target` is what we promise, or None.
+
+    `work` is the work of `under` in units of that of `over`, counted: with it the ratio is one of rates.
+    """
 
     over: str
     under: str
     target: float | None = None
+    work: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """How the ratio is printed."""
+        return f"{self.over} / {self.under}" + ("" if self.work == 1.0 else f" x {self.work:.4g}")
 
 
 @dataclass(frozen=True)

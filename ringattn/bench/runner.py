@@ -140,11 +140,11 @@ def summarise(case: Case, raw: list[dict[str, Any]]) -> dict[str, Any]:
     }
     summary["ratios"] = []
     for ratio in case.ratios:
-        values = [a / b for a, b in zip(times[ratio.over], times[ratio.under], strict=True)]
+        values = [a / b * ratio.work for a, b in zip(times[ratio.over], times[ratio.under], strict=True)]
         middle = median(values)
         summary["ratios"].append(
             {
-                "ratio": f"{ratio.over} / {ratio.under}",
+                "ratio": ratio.label,
                 "rounds": values,
                 **_spread(values),
                 "target": ratio.target,
