@@ -276,7 +276,8 @@ def _apply(
 ) -> Any:  # fmt: skip
     out, lse = _Attention.apply(q, k, v, runner, floor)
     if plan.pattern.output_scale != 1.0:
-        out = out * plan.pattern.output_scale
+        factor = plan.pattern.output_scale
+        out = out * factor if out.requires_grad else out.mul_(factor)  # without a graph nobody else holds it
     return (out, lse) if return_lse else out
 
 

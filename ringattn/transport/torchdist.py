@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ..errors import CommFailure, InvalidInput
 from .base import Counters, Message, Post
 
-#: Bytes of a record of `gather`: a length, then the record.
-RECORD = 4096
+#: Bytes of the first round of `gather`: the length of the record, and its start, which is all of most.
+HEAD, SHORT = 8, 4088
 
 
 class TorchDist:
@@ -71,21 +71,26 @@ class TorchDist:
             self._wait(work, name)
 
     def gather(self, record: bytes) -> list[bytes]:
-        assert len(record) <= RECORD - 4
+        # One round for short records; a second one, as long as the longest, for the rest of long ones.
+        first = self._exchange(len(record).to_bytes(HEAD, "little") + record[:SHORT], HEAD + SHORT)
+        sizes = [int.from_bytes(raw[:HEAD], "little") for raw in first]
+        rest = [b""] * self.size
+        if max(sizes) > SHORT:
+            rest = self._exchange(record[SHORT:], max(sizes) - SHORT)
+        return [(a[HEAD:] + b)[:size] for a, b, size in zip(first, rest, sizes, strict=True)]
+
+    def _exchange(self, record: bytes, size: int) -> list[bytes]:
+        """Every rank's record, padded to `size` bytes."""
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(self.backend) else "cpu"
-        mine = torch.zeros(RECORD, dtype=torch.uint8)
-        framed = len(record).to_bytes(4, "little") + record
-        mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        mine = mine.to(device)
-        all_records = [torch.empty_like(mine) for _ in range(self.size)]
-        name = "handshake of all ranks before the first message"
+        mine = torch.frombuffer(bytearray(record.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        name = "records of all ranks, before the first message"
         try:
-            work = dist.all_gather(all_records, mine, group=self.group, async_op=True)
+            work = dist.all_gather(found, mine, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._failure(name, error) from error
         self._wait(work, name)
-        raw = [bytes(r.cpu().numpy().tobytes()) for r in all_records]
-        return [r[4 : 4 + int.from_bytes(r[:4], "little")] for r in raw]
+        return [r.cpu().numpy().tobytes() for r in found]
 
     def _wait(self, work: Any, name: str) -> None:
         try:

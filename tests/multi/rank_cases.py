@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,17 +143,19 @@ def mesh_and_subgroup(rank: int) -> bool:
     return torch.equal(found, layout.shard_tensor(wanted, rank % 2)) and torch.equal(found, group)
 
 
-def multihead(rank: int, layout: str, recompute: str) -> float:
+def multihead(rank: int, kind: str, layout: str, recompute: str) -> float:
     """A sharded module with rotary embeddings, shared key heads and padding: the largest error of its output and of
     its parameters' gradients, summed over the ranks, against one device."""
     size, tokens = dist.get_world_size(), 45
     options = {"kv_heads": 2, "rotary": True, "qk_norm": True, "batch_first": True, "dtype": torch.float64}
-    torch.manual_seed(0)
-    whole = ra.nn.MultiheadRingAttention(32, 4, Causal(), **options)
-    torch.manual_seed(0)
-    mine = ra.nn.MultiheadRingAttention(
-        32, 4, Causal(), group=dist.group.WORLD, layout=layout, recompute=recompute, **options
-    )
+
+    def make(**more: Any) -> ra.nn.MultiheadAttention:
+        torch.manual_seed(0)
+        if kind == "adaptive":
+            return ra.nn.MultiheadAdaptiveAttention(32, 4, block=7, k=3, causal=True, **options, **more)
+        return ra.nn.MultiheadRingAttention(32, 4, Causal(), **options, **more)
+
+    whole, mine = make(), make(group=dist.group.WORLD, layout=layout, recompute=recompute)
     x, grad = torch.randn(2, 2, tokens, 32, dtype=torch.float64)
     mask = torch.zeros(2, tokens, dtype=torch.bool)
     mask[0, -9:] = mask[1, 5:8] = True
@@ -162,6 +165,7 @@ def multihead(rank: int, layout: str, recompute: str) -> float:
     error = 0.0
     for call in range(2):  # the second is answered from memory
         mine.zero_grad()
+        mine.core.calls = 0
         shards = [made.shard_tensor(t, rank) for t in (x, grad)]
         found, _ = mine(shards[0], key_padding_mask=made.shard_tensor(mask, rank, -1))
         found.backward(shards[1])

@@ -65,6 +65,15 @@ def test_mesh_axis_and_process_group(run_ranks: Run) -> None:
     assert run_ranks(rank_cases.mesh_and_subgroup, 4, timeout=60) == [True] * 4
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [("contiguous", "none"), ("zigzag", "none"), ("zigzag", "all")])
-def test_multihead_modules_on_shards_equal_one_device(run_ranks: Run, layout: str, recompute: str) -> None:
-    assert max(run_ranks(rank_cases.multihead, 2, layout, recompute, timeout=60)) <= 1e-12
+@pytest.mark.parametrize(
+    ("kind", "layout", "recompute"),
+    [
+        ("ring", "contiguous", "none"),
+        ("ring", "zigzag", "projections"),
+        ("ring", "zigzag", "all"),
+        ("adaptive", "zigzag", "none"),
+        ("adaptive", "contiguous", "projections"),
+    ],
+)
+def test_multihead_modules_on_shards_equal_one_device(run_ranks: Run, kind: str, layout: str, recompute: str) -> None:
+    assert max(run_ranks(rank_cases.multihead, 2, kind, layout, recompute, timeout=60)) <= 1e-12
