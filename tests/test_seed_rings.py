@@ -1,0 +1,69 @@
+"""What the seeds' ring systems promise: any number of ranks computes the pattern of one device, whatever divides."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+import pytest
+import torch
+from oracle import Case, Result, dense, error, make_case
+from seed_masks import Sample, blocks, dilated, families
+
+import ringattn as ra
+
+HEADS = 5
+#: Segments longer than a shard, shards that are no multiple of segments, segments longer than the sequence.
+RINGS = [
+    *(
+        dilated(tokens, HEADS, segments, rates, mix=mix, causal=causal)
+        for tokens, segments, rates in (
+            (509, (128, 256, 512), (1, 2, 4)),
+            (251, (50, 300), (1, 3)),
+            (251, (64, 1024), (2, 6)),
+            (127, (7, 16, 33, 100), (1, 2, 5, 3)),
+        )
+        for mix in ("lse", "group")
+        for causal in (False, True)
+    ),
+    *(
+        blocks(pattern, rule, 24, 251, HEADS, causal)
+        for causal in (False, True)
+        for pattern, rule in families(24, 251, 0.3)
+    ),
+]
+
+
+def size(sample: Sample) -> int:
+    return int(sample.mask.shape[-1])
+
+
+def case_of(sample: Sample) -> Case:
+    return make_case(size(sample), HEADS, HEADS, torch.float64, batch=1, dim=8, lse=True)
+
+
+@lru_cache(maxsize=len(RINGS))
+def truth_of(number: int) -> tuple[Case, Result]:
+    """Dense attention, checked against one device."""
+    sample = RINGS[number]
+    case = case_of(sample)
+    return case, dense(case, sample.mask, sample.factor)
+
+
+def compare(attend: partial, number: int) -> None:  # type: ignore[type-arg]
+    case, truth = truth_of(number)
+    inputs = case.leaves()
+    out, lse = attend(*inputs, RINGS[number].pattern, return_lse=True)
+    assert error(out, truth.out) <= 1e-12
+    seen = truth.lse != -torch.inf
+    assert torch.equal(lse == -torch.inf, ~seen) and error(lse[seen], truth.lse[seen]) <= 1e-12
+    grads = torch.autograd.grad((out, lse), inputs, (case.grad, case.grad_lse))
+    for found, wanted in zip(grads, truth.grads, strict=True):
+        assert error(found, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("number", range(len(RINGS)), ids=lambda i: f"{size(RINGS[i])} {RINGS[i]}")
+def test_every_ring_is_one_device(number: int) -> None:
+    compare(partial(ra.attention), number)
+    for ranks in range(1, 6):
+        for layout in ("contiguous", "zigzag"):
+            compare(partial(ra.virtual_attention, ranks=ranks, layout=layout), number)
