@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import error
-from seed_masks import families, head_groups, members, samples
+from seed_masks import blocks, families, head_groups, members
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringattn as ra
-from ringattn import Dilated, make_plan
+from ringattn import Dilated, Pattern, make_plan
 
 Tensor = torch.Tensor
+Attend = Callable[..., Tensor]
 CONFIGURATIONS = [
     (16, 4, (4,), (1,)),
     (16, 8, (2, 4, 8), (1, 2, 4)),
@@ -41,9 +44,7 @@ def one_branch(
     return out, lse
 
 
-def grouped(
-    q: Tensor, k: Tensor, v: Tensor, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool
-) -> Tensor:
+def grouped(q: Tensor, k: Tensor, v: Tensor, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool) -> Tensor:
     """The heads dealt to the branches; a branch has one offset; divided by the number of branches."""
     heads = []
     for head, i in enumerate(head_groups(q.shape[1], len(segments))):
@@ -59,9 +60,7 @@ def mixed(branches: list[tuple[Tensor, Tensor]]) -> Tensor:
     return (lses.masked_fill(none, 0.0).softmax(0).unsqueeze(-1) * outs).sum(0)
 
 
-def longnet(
-    q: Tensor, k: Tensor, v: Tensor, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool
-) -> Tensor:
+def longnet(q: Tensor, k: Tensor, v: Tensor, segments: tuple[int, ...], rates: tuple[int, ...], causal: bool) -> Tensor:
     """Every head runs every branch, at the offset of its own number."""
     heads = []
     for j in range(q.shape[1]):
@@ -89,30 +88,27 @@ def test_dilated_attention_as_defined(
             assert error(found, wanted) <= 1e-12
 
 
+def fast_equals_reference(attends: list[Attend], causal: bool) -> None:
+    """The case that the seeds' own fast implementation fails, in fp32, and far inside its tolerance of 1e-3; then the
+    same shape under every block-sparse family, against dense attention with the mask of its block indices."""
+    torch.manual_seed(42)
+    q, k, v = torch.randn(3, 2, 8, 1024, 64)
+    references: list[tuple[Pattern, Tensor]] = []
+    for mix, definition in (("lse", longnet), ("group", grouped)):
+        pattern = Dilated((256, 512), (1, 2), causal=causal, mix=mix)
+        references.append((pattern, definition(q, k, v, (256, 512), (1, 2), causal)))
+    for pattern, rule in families(64, 1024, 0.35):
+        sample = blocks(pattern, rule, 64, 1024, 1, causal)
+        references.append((sample.pattern, scaled_dot_product_attention(q, k, v, attn_mask=sample.mask[0] > 0)))
+    for pattern, reference in references:
+        for attend in attends:
+            torch.testing.assert_close(attend(q, k, v, pattern), reference, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mix", ["lse", "group"])
-def test_fast_equals_reference(mix: str, causal: bool) -> None:
-    """The case that the seeds' own fast implementation fails, in fp32, and far inside its tolerance of 1e-3."""
-    torch.manual_seed(42)
-    q, k, v = torch.randn(3, 2, 8, 1024, 64)
-    reference = (grouped if mix == "group" else longnet)(q, k, v, (256, 512), (1, 2), causal)
-    pattern = Dilated((256, 512), (1, 2), causal=causal, mix=mix)
-    places = [ra.virtual_attention(q, k, v, pattern, ranks=r, layout="zigzag") for r in (2, 5)]
-    for out in (ra.attention(q, k, v, pattern), *places):
-        torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
-
-
-def test_fast_equals_reference_for_block_sparse() -> None:
-    """The same shape under every family, against dense attention with the mask of its block indices."""
-    torch.manual_seed(42)
-    q, k, v = torch.randn(3, 2, 8, 1024, 64)
-    for i, sample in enumerate(s for s in samples(1024, 1, 64) if not isinstance(s.pattern, Dilated)):
-        reference = scaled_dot_product_attention(q, k, v, attn_mask=sample.mask[0] > 0)
-        torch.testing.assert_close(ra.attention(q, k, v, sample.pattern), reference, rtol=1e-4, atol=1e-5)
-        out = ra.virtual_attention(
-            q, k, v, sample.pattern, ranks=2 + i % 4, layout=("contiguous", "zigzag")[i // 4 % 2]
-        )
-        torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
+def test_fast_equals_reference(causal: bool) -> None:
+    on_ring = [partial(ra.virtual_attention, ranks=r, layout=m) for r, m in ((3 + causal, "zigzag"), (5, "contiguous"))]
+    fast_equals_reference([ra.attention, *on_ring], causal)
 
 
 @pytest.mark.parametrize("tokens", [512, 501])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import test_seeds
 import torch
 import torch.distributed as dist
 from seed_cases import CASES
-from seed_masks import samples
+from test_seed_oracles import fast_equals_reference
 from test_seed_rings import RINGS, compare
 
 import ringattn as ra
@@ -52,7 +53,9 @@ class Gather(torch.autograd.Function):
         return ctx.layout.shard_tensor(grad, dist.get_rank(), 2).clone(), None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pattern: ra.Pattern, *, layout: str, return_lse: bool = False, **options: Any) -> Any:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: ra.Pattern, *, layout: str, return_lse: bool = False, **options: Any
+) -> Any:
     """`ring_attention` with whole tensors in and out, on every rank."""
     made = ra.make_layout(layout, tokens=q.shape[2], ranks=dist.get_world_size())
     mine = [Scatter.apply(x, made) for x in (q, k, v)]
@@ -61,37 +64,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: ra.Pattern, *, layout: str,
     return (out, Gather.apply(lse, made)) if return_lse else out
 
 
-def acceptance(rank: int, tokens: int, heads: int, block: int, layout: str) -> int:
-    """Every case x sample; how many."""
+def acceptance(rank: int, layout: str) -> int:
+    """What tests/test_seed*.py check of one device and of virtual ranks; how many samples."""
 
     def here(*arguments: Any, **options: Any) -> Any:
         return attend(*arguments, layout=layout, **options)
 
-    checked = samples(tokens, heads, block)
+    checked = test_seeds.RAGGED if layout == "zigzag" else test_seeds.EVEN
     for sample in checked:
         for case in CASES:
             case(here, sample)
-    return len(checked) * len(CASES)
-
-
-def rings(rank: int, layout: str) -> int:
-    """Every pattern of test_seed_rings; how many."""
-
-    def here(*arguments: Any, **options: Any) -> Any:
-        return attend(*arguments, layout=layout, **options)
-
-    for number in range(len(RINGS)):
+    test_seeds.test_full_attention_for_every_ring_size(here)
+    test_seeds.test_no_tokens(here)
+    test_seeds.test_equal_scores_of_eight_tokens(here)
+    test_seeds.test_shapes(here)
+    fast_equals_reference([here], causal=layout == "zigzag")
+    rings = range(layout == "zigzag", len(RINGS), 2)  # half of them by each layout: messages take their time
+    for number in rings:
         compare(here, number)
-    return len(RINGS)
-
-
-def no_tokens(rank: int, layout: str) -> int:
-    """Every sample without a token, forward and backward; how many."""
-    checked = samples(0, 4, 8)
-    for sample in checked:
-        inputs = [torch.zeros(2, 4, 0, 32, requires_grad=True) for _ in range(3)]
-        out, lse = ra.ring_attention(*inputs, sample.pattern, layout=layout, return_lse=True)
-        assert out.shape == (2, 4, 0, 32) and lse.shape == (2, 4, 0)
-        out.sum().backward()
-        assert all(x.grad is not None and x.grad.shape == x.shape for x in inputs)
-    return len(checked)
+    return len(checked) + len(rings)
