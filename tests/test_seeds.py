@@ -39,7 +39,7 @@ PLACES = {
 }
 EVEN = samples(48, 4, 8)
 RAGGED = samples(41, 5, 7)
-ALL_CASES = ("one device", "2 ranks contiguous", "3 ranks zigzag", "4 ranks contiguous", "5 ranks zigzag")
+ALL_CASES = ("one device", "2 ranks zigzag", "3 ranks contiguous", "4 ranks zigzag", "5 ranks contiguous")
 place = pytest.mark.parametrize("attend", PLACES.values(), ids=PLACES)
 
 
@@ -84,15 +84,15 @@ def everything(tokens: int, heads: int) -> list[Pattern]:
         Dilated((3 * tokens,), (1,)),  # a segment that no sequence fills
         Dilated((tokens,), (1,), mix="group"),
         *(p for p, _ in families(tokens, tokens, 1.0) if getattr(p, "density", None) is None),
-        *(f(32, density=1.0) for f in (local_window, dilated_blocks, global_local, strided_blocks, hierarchical)),
-        BlockSparse(32, [[[1] * -(-tokens // 32)] * -(-tokens // 32)] * heads),
+        *(f(64, density=1.0) for f in (local_window, dilated_blocks, global_local, strided_blocks, hierarchical)),
+        BlockSparse(64, [[[1] * (tokens // 64)] * (tokens // 64)] * heads),
     ]
 
 
 @place
 def test_full_attention_for_every_ring_size(attend: Callable[..., Tensor]) -> None:
     """fp32 against torch's own dense attention, and what permutations of full attention leave alone."""
-    tokens, heads = 128, 4
+    tokens, heads = 128, 2
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, tokens, 32, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, heads, tokens, 32)
