@@ -142,7 +142,7 @@ def families(block: int, tokens: int, density: float) -> list[tuple[Pattern, Rul
     ]
 
 
-def samples(tokens: int, heads: int, block: int, density: float = 0.35) -> list[Sample]:
+def samples(tokens: int, heads: int, block: int, density: float = 0.5) -> list[Sample]:
     """Dilated attention in both conventions and every block-sparse family, without and with causality."""
     segments, rates = (max(1, tokens // 4), max(1, tokens // 2), max(1, tokens)), (1, 2, 4)
     return [
