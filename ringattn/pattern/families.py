@@ -219,7 +219,7 @@ class GlobalLocal(Family):
         if self.density is None or not self.total or not self.globals:
             return
         room = self.density * self.total + 1e-9
-        if room < self.globals + 1:
+        if room < min(self.globals + 1, self.total):  # a short sequence may hold nothing but globals
             least = (self.globals + 1) / self.total
             more = f", or a density >= {least:.4g}" if least <= 1 else ""
             raise InvalidInput(
