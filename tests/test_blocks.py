@@ -114,7 +114,7 @@ def test_densities(block: int, tokens: int, density: float) -> None:
 
     for g in (0, 1, 2):
         if g == 0 or density * total >= min(g + 1, total):
-            own = [nearest(i, n - g, g, total) for i in range(total)]
+            own = {i: nearest(i, n - g, g, total) for i in range(g, total)}
             truth = expand(lambda i, j: i < g or j < g or j in own[i], block, tokens)
             assert all(len(own[i] | set(range(g))) == n for i in range(g, total))
             agree(global_local(block, globals=g, density=density), truth)

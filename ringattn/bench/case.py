@@ -69,6 +69,8 @@ class Case:
     check: Callable[[Context, dict[str, Any]], dict[str, float]] | None = None
     memory: Callable[[Context], int] | None = None
     limit: float | None = None
+    #: At most this many rounds, for cases of minutes.
+    rounds: int | None = None
     #: What a reader of the numbers must know about how they were found.
     notes: tuple[str, ...] = ()
 

@@ -49,6 +49,7 @@ def measure(rank: int, suite: str, name: str, repeat: int) -> dict[str, Any]:
     """One rank of a case, in a process of its own: check, warm up, then rounds of every column."""
     (case,) = get_cases(suite, [name])
     context = Context(rank, case.ranks, case.settings)
+    repeat = min(repeat, case.rounds or repeat)
     if case.memory is not None:
         return _measure_memory(case, context, repeat)
     runs = {}
@@ -225,7 +226,7 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.1f} GiB; torch {m['torch']}, python {m['python']}, "
         f"ringattn {m['ringattn']} at commit {m['commit']}{' with local changes' if m['dirty'] else ''}; "
-        f"{record['repeat']} alternating rounds after one warm-up. All numbers are measured; ratios are medians of the "
+        f"{record['repeat']} alternating rounds (fewer of the longest cases) after one warm-up. All numbers are measured; ratios are medians of the "
         "rounds' own ratios, [min .. max].",
         *(["", MIXED] if record["mixed"] else []),
         "",
