@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # In continuous integration the examples are the same every time; a developer's runs keep looking for new ones.
@@ -14,6 +15,8 @@ settings.register_profile(
     "ringattn", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
 settings.load_profile("ringattn")
+# Tests are small: threads that wait for each other on a busy machine make them fifty times slower, not faster.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

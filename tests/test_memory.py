@@ -207,3 +207,13 @@ def test_checkpoints_save_memory() -> None:
     plain = saved_bytes(lambda: function(weight, x))
     full = saved_bytes(lambda: checkpoint(function, weight, x, use_reentrant=False))
     assert full <= weight.nbytes + x.nbytes < plain / 4
+
+
+def test_a_multihead_keeps_what_the_functional_form_keeps_and_its_projections() -> None:
+    pattern, tokens, size = ra.local_window(16, density=0.25), 256, 64
+    x = torch.randn(1, tokens, size, requires_grad=True)
+    q, k, v = (torch.randn(1, 4, tokens, 16, requires_grad=True) for _ in range(3))
+    functional = saved_bytes(lambda: ra.attention(q, k, v, pattern))
+    module = ra.nn.MultiheadBlockSparseAttention(size, 4, pattern, batch_first=True)
+    weights = sum(p.nbytes for p in module.parameters())
+    assert saved_bytes(lambda: module(x)) <= functional + x.nbytes + weights
