@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import TypeVar
 
 from .layout import Layout
 from .pattern import Pattern, Tile
@@ -16,6 +16,8 @@ from .work import Work, gathered, repeated
 #: Works of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -25,15 +27,6 @@ class Demand:
     layout: Layout
     heads: int = 1
     kv_heads: int = 1
-
-    @cached_property
-    def _memory(self) -> tuple[Callable[..., Any], ...]:
-        """Answers that are remembered as long as this object lives."""
-        bare = replace(self)  # not self, which would keep itself alive
-        return tuple(
-            lru_cache(maxsize=size)(partial(find, bare))
-            for find, size in ((_pairs, 65536), (_works, 4096), (_batched, 1024))
-        )
 
     def needs(self, queriers: range, owners: range) -> bool:
         """Whether some rank of `queriers` sees a key of some rank of `owners` (runs of consecutive ranks)."""
@@ -55,17 +48,24 @@ class Demand:
     def _touch(self, q: range, k: range) -> bool:
         return next(self.pattern.tiles(q, k, range(self.heads)), None) is not None
 
-    def pairs(self, rank: int, owner: int) -> int:
-        """Exact (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
-        return self._memory[0](rank, owner)
+    @cached_property
+    def pairs(self) -> Callable[[int, int], int]:
+        """pairs(rank, owner): (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
+        return self._remembered(_pairs, 65536)
 
-    def works(self, rank: int, owner: int) -> tuple[Work, ...]:
-        """The visit of `rank` to the whole block of `owner`, lowered to local rows, one work per tile."""
-        return self._memory[1](rank, owner)
+    @cached_property
+    def works(self) -> Callable[[int, int], tuple[Work, ...]]:
+        """works(rank, owner): the visit of `rank` to the block of `owner`, lowered to local rows, one work per tile."""
+        return self._remembered(_works, 4096)
 
-    def batched(self, rank: int, owner: int) -> tuple[Work, ...]:
-        """The same pairs as few works: short runs of keys gathered, equal works repeated."""
-        return self._memory[2](rank, owner)
+    @cached_property
+    def batched(self) -> Callable[[int, int], tuple[Work, ...]]:
+        """batched(rank, owner): the same pairs as few works, short runs of keys gathered and equal works repeated."""
+        return self._remembered(_batched, 1024)
+
+    def _remembered(self, find: Callable[[Demand, int, int], T], size: int) -> Callable[[int, int], T]:
+        """`find` with its answers, which live as long as this object."""
+        return lru_cache(maxsize=size)(partial(find, replace(self)))  # a copy: self would keep itself alive
 
 
 def _pairs(demand: Demand, rank: int, owner: int) -> int:
@@ -88,7 +88,7 @@ def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
 
 
 def _batched(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
-    return tuple(repeated(gathered(demand.works(rank, owner))))
+    return tuple(repeated(gathered(_works(demand, rank, owner))))
 
 
 def _local_tiles(demand: Demand, rank: int, owner: int) -> Iterator[Tile]:
