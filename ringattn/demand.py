@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
 
 from .layout import Layout
 from .pattern import Pattern, Tile
@@ -16,7 +17,7 @@ from .work import Work, gathered, repeated
 #: Works of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -49,30 +50,48 @@ class Demand:
         return next(self.pattern.tiles(q, k, range(self.heads)), None) is not None
 
     @cached_property
-    def pairs(self) -> Callable[[int, int], int]:
-        """pairs(rank, owner): (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
-        return self._remembered(_pairs, 65536)
+    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
+        """Answers of the functions that are `remembered`, which live as long as this object."""
+        return {}
 
-    @cached_property
-    def works(self) -> Callable[[int, int], tuple[Work, ...]]:
-        """works(rank, owner): the visit of `rank` to the block of `owner`, lowered to local rows, one work per tile."""
-        return self._remembered(_works, 4096)
+    def pairs(self, rank: int, owner: int) -> int:
+        """Exact (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
+        return _pairs(self, rank, owner)
 
-    @cached_property
-    def batched(self) -> Callable[[int, int], tuple[Work, ...]]:
-        """batched(rank, owner): the same pairs as few works, short runs of keys gathered and equal works repeated."""
-        return self._remembered(_batched, 1024)
+    def works(self, rank: int, owner: int) -> tuple[Work, ...]:
+        """The visit of `rank` to the whole block of `owner`, lowered to local rows, one work per tile."""
+        return _works(self, rank, owner)
 
-    def _remembered(self, find: Callable[[Demand, int, int], T], size: int) -> Callable[[int, int], T]:
-        """`find` with its answers, which live as long as this object."""
-        return lru_cache(maxsize=size)(partial(find, replace(self)))  # a copy: self would keep itself alive
+    def batched(self, rank: int, owner: int) -> tuple[Work, ...]:
+        """The same pairs as few works: short runs of keys gathered, equal works repeated."""
+        return _batched(self, rank, owner)
 
 
+def remembered(size: int) -> Callable[[F], F]:
+    """A function of a demand and more, whose latest `size` answers are kept with the demand."""
+
+    def decorate(find: F) -> F:
+        @wraps(find)
+        def answer(demand: Demand, *key: Any) -> Any:
+            known = demand.memory.setdefault(find.__qualname__, OrderedDict())
+            if key not in known:
+                known[key] = find(demand, *key)
+                if len(known) > size:
+                    known.popitem(last=False)
+            return known[key]
+
+        return cast(F, answer)
+
+    return decorate
+
+
+@remembered(65536)
 def _pairs(demand: Demand, rank: int, owner: int) -> int:
     rows, keys = demand.layout.shard(rank), demand.layout.shard(owner)
     return sum(demand.pattern.count(q, k, range(demand.heads)) for q in rows for k in keys)
 
 
+@remembered(4096)
 def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
     tiles = _joined(list(_local_tiles(demand, rank, owner)))
     works = []
@@ -87,8 +106,9 @@ def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
     return tuple(works)
 
 
+@remembered(1024)
 def _batched(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
-    return tuple(repeated(gathered(_works(demand, rank, owner))))
+    return tuple(repeated(gathered(demand.works(rank, owner))))
 
 
 def _local_tiles(demand: Demand, rank: int, owner: int) -> Iterator[Tile]:

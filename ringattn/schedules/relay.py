@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
-from ..demand import Demand
+from ..demand import Demand, remembered
 
 #: The direction is chosen from the exact reach of at most this many blocks, evenly spaced.
 SAMPLE = 64
@@ -39,7 +38,7 @@ def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, own
     return any(demand.needs(q, k) for q in _runs(first, queriers, ranks) for k in _runs(owner, owners, ranks))
 
 
-@lru_cache(maxsize=65536)
+@remembered(65536)
 def reach(demand: Demand, owner: int, way: Way) -> int:
     """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
     low, high = 0, way.limit
@@ -52,7 +51,7 @@ def reach(demand: Demand, owner: int, way: Way) -> int:
     return low
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def passing(demand: Demand, rank: int, way: Way) -> tuple[int, ...]:
     """Distances d, ascending, at which the block of rank - sign * d arrives at `rank`.
 
@@ -76,7 +75,7 @@ def passing(demand: Demand, rank: int, way: Way) -> tuple[int, ...]:
     return tuple(search(1, way.limit))
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def ways(demand: Demand) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, that makes the fewest hops.
 
