@@ -289,8 +289,10 @@ def _scale(q: Any, scale: float | None) -> float:
 
 
 def _positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """The same logits with a scale >= 0: libraries scale after they hide, and -1 * -inf attends what is hidden."""
-    return (-q, -scale) if scale < 0 else (q, scale)
+    """The same logits with a scale > 0: libraries scale after they hide, and -1 * -inf attends what is hidden."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
 
 
 _transports: dict[int, TorchDist] = {}

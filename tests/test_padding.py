@@ -37,7 +37,7 @@ def wanted(case: Case, pattern: Pattern, mask: torch.Tensor, oracle=dense) -> Re
     """The oracle of each batch element with its own mask, put together."""
     heads, tokens = case.q.shape[1:3]
     seen = torch.from_numpy(pattern.mask(tokens, heads))
-    scale = pattern.bind(heads).output_scale
+    scale = pattern.bind(heads, tokens).output_scale
     found = [oracle(element(case, i), seen * ~mask[i], scale) for i in range(case.q.shape[0])]
     grads = (torch.cat(x) for x in zip(*(r.grads for r in found), strict=True))
     return Result(torch.cat([r.out for r in found]), torch.cat([r.lse for r in found]), tuple(grads))
