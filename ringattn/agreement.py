@@ -20,6 +20,8 @@ from .transport.base import Transport
 
 #: Characters of an error that other ranks repeat.
 QUOTED = 1500
+#: Bytes of the digest by which a rank tells the others what it is about to do.
+MARK = 8
 #: Handshakes that a transport remembers.
 REMEMBERED = 1024
 
@@ -32,7 +34,7 @@ class Call:
     layout: str | Layout
     schedule: str
     kernel: str
-    scale: float
+    scale: Any
     deterministic: bool
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
@@ -64,6 +66,16 @@ class Call:
                 f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly ({shapes}); "
                 "the query heads must be a multiple of the key/value heads"
             )
+        if isinstance(self.scale, bool) or not isinstance(self.scale, int | float):
+            raise InvalidInput(f"scale must be a number, got {self.scale!r}; leave it out for 1 / sqrt(head_dim)")
+        names: tuple[tuple[str, Any, Any, str], ...] = (
+            ("layout", self.layout, str | Layout, "zigzag"),
+            ("schedule", self.schedule, str, "auto"),
+            ("kernel", self.kernel, str, "auto"),
+        )
+        for name, value, kinds, example in names:
+            if not isinstance(value, kinds):
+                raise InvalidInput(f"{name} must be a name such as {example!r}, got {value!r}")
         if not self.scale == self.scale or self.scale in (float("inf"), float("-inf")):
             raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
         resolve(self.schedule)
@@ -89,8 +101,10 @@ def agree(
 ) -> tuple[Plan, Kernel]:  # fmt: skip
     """The plan that all ranks of the transport run, and this rank's kernel.
 
-    The first call with given shapes and arguments is a handshake; later ones are answered from memory. Where one
-    rank's arguments are wrong (`wrong` is what its caller has found already), or ranks disagree, every rank raises.
+    Every call begins with a few bytes from each rank: what it is about to do. Where all ranks have done the same
+    together before, the answer is remembered; else a handshake follows. So a rank whose own arguments are the same
+    as before still hears that another's shard has changed, or is wrong. Where one rank's arguments are wrong
+    (`wrong` is what its caller has found already), or ranks disagree, every rank raises.
     """
     error: RingAttentionError | None = None
     key: Any = None
@@ -103,14 +117,16 @@ def agree(
         transport.check(q.device)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         key = (tuple(q.shape), tuple(k.shape), tuple(v.shape), q.dtype, q.device, grad, call)
-        known = transport.agreed.get(key)
-        if known is not None:
-            return known
         record = _record(q, k, v, call, grad)
     except RingAttentionError as caught:
         error = caught
         record = {"error": str(caught)[:QUOTED]}
-    records = [json.loads(raw) for raw in transport.gather(json.dumps(record).encode())]
+    mine = json.dumps(record).encode()
+    marks = tuple(transport.gather(hashlib.blake2b(mine, digest_size=MARK).digest()))
+    known = None if error is not None else transport.agreed.get((key, marks))
+    if known is not None:
+        return known
+    records = [json.loads(raw) for raw in transport.gather(mine)]
     _raise_errors(records, error)
     _compare(records)
     plan, error = None, None
@@ -133,12 +149,12 @@ def agree(
     if len(transport.agreed) >= REMEMBERED:
         transport.agreed.clear()  # on all ranks alike: they make the same calls
     if not call.pattern.transient:
-        transport.agreed[key] = (plan, kernel)
+        transport.agreed[key, marks] = (plan, kernel)
     return plan, kernel
 
 
 def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad: bool) -> dict[str, Any]:
-    pattern = repr(call.pattern)
+    pattern = repr(call.pattern) if not call.pattern.transient else f"{_SELECTED} {_digest(repr(call.pattern))}"
     return {
         "rows": q.shape[2],
         **describe(q, k, v),
@@ -151,6 +167,9 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad:
         "deterministic": call.deterministic,
         "requires_grad": grad,
     }
+
+
+_SELECTED = "blocks selected anew (all ranks need the same scorer weights, k, and train or eval mode),"
 
 
 def _digest(text: str) -> str:

@@ -21,6 +21,8 @@ VERBS = {
 }
 #: Exit status of a wrong call.
 USAGE_ERROR = 2
+#: Exit status after Ctrl-C, as of a shell.
+INTERRUPTED = 130
 
 
 def main() -> None:
@@ -36,6 +38,9 @@ def main() -> None:
         _run(arguments[0], arguments[1:])
     except RingAttentionError as error:
         _fail(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("ringattn: interrupted\n")
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _usage() -> str:

@@ -92,9 +92,9 @@ def create_multihead_dilated_attention(
 def create_block_sparse_attention(
     variant: str = "base",
     *,
-    pattern: str | Pattern = "local_window",
+    pattern: str | Pattern | None = None,
     density: float | None = None,
-    block: int = 128,
+    block: int | None = None,
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
     causal: bool = False,
@@ -106,10 +106,11 @@ def create_block_sparse_attention(
     variant "base": a module on q, k, v [B, N, H, D]. "hierarchical": the same with pattern="hierarchical".
     "multihead": needs embed_dim and num_heads, takes [B, N, E]. "adaptive": learned, needs num_heads and head_dim.
 
-    `pattern` is a Pattern, a preset or a family; `density` (default 0.1) is the fraction of key blocks that a row
-    keeps. With segment_lengths and dilation_rates the keys of dilated attention are added (each pair once): the
-    achieved density is then larger, `module.achieved_density(tokens, heads)` counts it. `ring_size` is as in
-    `create_dilated_attention`; `options` are those of the module.
+    `pattern` is a Pattern, a preset or a family (default local_window); `density` (default 0.1) is the fraction of
+    key blocks (of `block` tokens, default 128) that a row keeps. With segment_lengths and dilation_rates the keys of
+    dilated attention are added (each pair once): the achieved density is then larger,
+    `module.achieved_density(tokens, heads)` counts it. `ring_size` is as in `create_dilated_attention`; `options` are
+    those of the module.
     """
     density = _old_spelling(options, density)
     if variant not in VARIANTS:
@@ -119,12 +120,22 @@ def create_block_sparse_attention(
         _check(options, AdaptiveAttention)
         if segment_lengths is not None and any(rate != 1 for rate in dilation_rates or ()):
             raise InvalidInput("the adaptive variant chooses its own blocks: leave out dilation_rates above 1")
-        size = {} if "k" in options else {"density": 0.1 if density is None else density}
-        given = {"block": block, "causal": causal, "order": "BNHD", **size, **where, **options}
+        if pattern is not None:
+            raise InvalidInput(f"the adaptive variant learns its pattern: leave out pattern={pattern!r}")
+        given = {
+            "block": block or 128,
+            "causal": causal,
+            "order": "BNHD",
+            **_size(options, density),
+            **where,
+            **options,
+        }
         return AdaptiveAttention(**given)
     if variant == "hierarchical":
+        if pattern not in (None, "hierarchical"):
+            raise InvalidInput(f"variant='hierarchical' is a pattern of its own: leave out pattern={pattern!r}")
         pattern = "hierarchical"
-    chosen = _pattern(pattern, density, block)
+    chosen = _pattern("local_window" if pattern is None else pattern, density, block)
     if segment_lengths is not None or dilation_rates is not None:
         chosen = chosen | Dilated(tuple(segment_lengths or ()), tuple(dilation_rates or ()), mix="union")
     chosen = chosen & Causal() if causal else chosen
@@ -139,8 +150,9 @@ def create_multihead_block_sparse(embed_dim: int, num_heads: int, **options: Any
     """`create_block_sparse_attention(variant="multihead", ...)`; adaptive=True for `MultiheadAdaptiveAttention`."""
     if options.pop("adaptive", False):
         density = _old_spelling(options, options.pop("density", None))
-        size = {} if "k" in options else {"density": 0.1 if density is None else density}
-        return MultiheadAdaptiveAttention(embed_dim, num_heads, **{"batch_first": True, **size, **options})
+        where = _where("auto", options.pop("ring_size", None))
+        given = {"batch_first": True, **_size(options, density), **where, **options}
+        return MultiheadAdaptiveAttention(embed_dim, num_heads, **given)
     return create_block_sparse_attention("multihead", embed_dim=embed_dim, num_heads=num_heads, **options)
 
 
@@ -162,15 +174,22 @@ def get_block_sparse_preset(name: str) -> Pattern:
     return PRESETS[name]
 
 
-def _pattern(pattern: str | Pattern, density: float | None, block: int) -> Pattern:
-    if isinstance(pattern, Pattern) or (pattern in PRESETS and pattern not in FAMILIES):
-        if density is not None:
-            raise InvalidInput(f"pattern={pattern!r} has its own density; leave out density={density}")
-        return pattern if isinstance(pattern, Pattern) else PRESETS[pattern]
+def _size(options: dict[str, Any], density: float | None) -> dict[str, Any]:
+    """The density of an adaptive module, where it is given or nothing else says how many blocks it takes."""
+    return {"density": 0.1 if density is None else density} if density is not None or "k" not in options else {}
+
+
+def _pattern(pattern: str | Pattern, density: float | None, block: int | None) -> Pattern:
+    """A pattern, a preset (where nothing else is asked for) or a family of a density."""
+    preset = PRESETS.get(pattern) if isinstance(pattern, str) else pattern
+    if preset is not None and density is None and block is None:
+        return preset
+    if not isinstance(pattern, str) or (preset is not None and pattern not in FAMILIES):
+        raise InvalidInput(f"pattern={pattern!r} has its own blocks and density; leave out block= and density=")
     if pattern not in FAMILIES:
         names = [*FAMILIES, *PRESETS]
         raise InvalidInput(f"pattern={pattern!r}: {did_you_mean(pattern, names)}expected one of {', '.join(names)}")
-    return FAMILIES[pattern](block, density=0.1 if density is None else density)
+    return FAMILIES[pattern](block or 128, density=0.1 if density is None else density)
 
 
 def _where(name: str, ring_size: int | None) -> dict[str, Any]:
@@ -223,4 +242,4 @@ def _check(options: dict[str, Any], module: type) -> None:
 def _require(options: dict[str, Any], *names: str) -> None:
     missing = [name for name in names if name not in options]
     if missing:
-        raise InvalidInput(f"this variant needs {' and '.join(missing)}; try {', '.join(f'{n}=8' for n in missing)}")
+        raise InvalidInput(f"this variant needs {' and '.join(missing)}; give {'=, '.join(missing)}=")

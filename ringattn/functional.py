@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +25,14 @@ from .transport.torchdist import TorchDist
 from .transport.virtual import Virtual
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """torch.compile breaks its graph here: plans and messages are not for tracing."""
+    return cast(F, torch.compiler.disable(function))
 
 
 class _Runner(Protocol):
@@ -136,6 +145,7 @@ class _Attention(torch.autograd.Function):
         return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)
 
 
+@uncompiled
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -159,8 +169,9 @@ def ring_attention(
     H is a multiple of K. All of one dtype: fp64, fp32, bf16 or fp16. `scale` defaults to 1 / sqrt(D).
 
     The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
-    of `transport`. All ranks call with the same arguments and matching shapes; this is compared once per shape, in
-    one handshake, before the first message. `deterministic=True` makes repeated runs bitwise equal.
+    of `transport`. All ranks call with the same arguments and matching shapes; this is compared in every call, before
+    the first message: by 8 bytes of each rank and, where shapes or arguments are new, by a handshake.
+    `deterministic=True` makes repeated runs bitwise equal.
     `key_padding_mask` (bool [B, n], the local shard's, on all ranks or on none) is True where a key is padding,
     which nobody attends; whatever the key holds. It costs 8 more columns of the head dim.
 
@@ -195,15 +206,21 @@ def positions(
     kernel: str = "auto",
     scale: float | None = None,
     deterministic: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    wrong: RingAttentionError | None = None,
 ) -> np.ndarray:
     """The global positions of this rank's rows in local order, int64 [n]: where rotary embeddings rotate to.
 
-    Takes what `ring_attention` takes, does its handshake, and raises as it does; the call that follows with the
-    same shapes is answered from memory.
+    Takes what `ring_attention` takes, does its handshake, and raises as it does; `wrong` is an error that the
+    caller has found already and that all ranks shall hear of.
     """
     transport = _transport(group, mesh, transport)
     call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
-    return agree(transport, q, k, v, call)[0].layout.positions(transport.rank)
+    try:
+        check(q, k, v, call, key_padding_mask)
+    except RingAttentionError as caught:
+        wrong = wrong or caught
+    return agree(transport, q, k, v, call, wrong)[0].layout.positions(transport.rank)
 
 
 def gathered(record: bytes, *, group: Any = None, mesh: Any = None, transport: Any = None) -> list[bytes]:
@@ -211,6 +228,7 @@ def gathered(record: bytes, *, group: Any = None, mesh: Any = None, transport: A
     return list(_transport(group, mesh, transport).gather(record))
 
 
+@uncompiled
 def virtual_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -231,6 +249,8 @@ def virtual_attention(
     q [B, H, N, D], k [B, K, N, D], v [B, K, N, Dv] in natural order. The plan, the executor and the kernels are
     those of real ranks, and results equal theirs bit for bit. `key_padding_mask` is bool [B, N], True is padding.
     """
+    if isinstance(ranks, bool) or not isinstance(ranks, int):
+        raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
     call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
     q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
     chosen = call.check(q, k, v)
@@ -240,6 +260,7 @@ def virtual_attention(
     return _apply(q, k, v, _AllRanks(plan, chosen, factor), plan, return_lse, floor)
 
 
+@uncompiled
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -259,14 +280,20 @@ def attention(
     )  # fmt: skip
 
 
+def check(q: Any, k: Any, v: Any, call: Call, mask: Any = None) -> None:
+    """Raise InvalidInput or Unsupported where the arguments of this rank cannot be used."""
+    call.check(q, k, v)
+    if mask is not None:
+        check_padding(mask, k)
+
+
 def _hidden(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float | None]:
     """q, k, v with the padded keys hidden, and the lse below which a row has seen no other; as they are without."""
     if mask is None:
         return q, k, v, None
-    call.check(q, k, v)
-    check_padding(mask, k)
+    check(q, k, v, call, mask)
     return hide_keys(q, k, v, mask, call.scale)
 
 
@@ -281,9 +308,9 @@ def _apply(
     return (out, lse) if return_lse else out
 
 
-def _scale(q: Any, scale: float | None) -> float:
+def _scale(q: Any, scale: Any) -> Any:
     if scale is not None:
-        return float(scale)
+        return scale  # checked with the other arguments, where all ranks hear of it
     width = q.shape[-1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1  # wrong shapes are reported later
     return max(width, 1) ** -0.5
 

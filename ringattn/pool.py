@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from .errors import OutOfMemory
+from .errors import InvalidInput, OutOfMemory
 
 #: Bytes that a pool holds at most while nobody uses them.
 LIMIT = 1 << 28
@@ -103,9 +103,13 @@ def _twice(call: Callable[[], T], device: torch.device, failure: type[RuntimeErr
 def auto_batch_size(call: Callable[[int], T], start: int) -> tuple[int, T]:
     """(batch, call(batch)) for the first of start, start // 2, ... 1 that fits into the memory of this process.
 
-    Any other error passes; OutOfMemory is raised where a batch of 1 does not fit. For one process: on a ring, one
-    rank that runs out of memory leaves the others waiting, so find the size with `virtual_attention` or one rank.
+    Any other error passes (on CPUs a tensor that `call` makes itself and that does not fit is a plain RuntimeError of
+    torch, which cannot be told from others); OutOfMemory is raised where a batch of 1 does not fit. For one process:
+    on a ring, one rank that runs out of memory leaves the others waiting, so find the size with `virtual_attention`
+    or on one rank.
     """
+    if isinstance(start, bool) or not isinstance(start, int) or start < 1:
+        raise InvalidInput(f"start={start!r} must be an integer >= 1, the largest batch to try")
     batch = start
     while True:
         try:

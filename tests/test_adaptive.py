@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from oracle import error
+from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import BlockSparse, InvalidInput
@@ -84,14 +86,14 @@ def test_nothing_depends_on_the_future(training: bool) -> None:
     q, k, v, grad = tensors(64)
     attention = module(causal=True).train(training)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    attention.calls = 0
+    torch.manual_seed(7)
     before = attention(*leaves)
     grads = torch.autograd.grad(before[:, :, :37], leaves, grad[:, :, :37])
     assert all((g[:, :, 37:] == 0).all() for g in grads)
     changed = [x.detach().clone() for x in leaves]
     for x in changed:
         x[:, :, 37:] = torch.randn_like(x[:, :, 37:]) * 5
-    attention.calls = 0
+    torch.manual_seed(7)
     after = attention(*changed)
     assert (after[:, :, :37] - before[:, :, :37]).abs().max() < 1e-12
     assert (after[:, :, 37:] - before[:, :, 37:]).abs().max() > 0.1
@@ -187,6 +189,31 @@ def test_training_finds_the_needle() -> None:
     assert before < 0.3 and after > 0.9, (before, after)
 
 
+def test_padding_causally() -> None:
+    """What padding holds changes nothing, on the left, on the right and in between, and rows without keys are zero."""
+    for hidden in (slice(0, 19), slice(33, 48), slice(14, 30)):
+        q, k, v, grad = tensors(48)
+        mask = torch.zeros(2, 48, dtype=torch.bool)
+        mask[0, hidden] = True
+        found = []
+        for junk in (0.0, 1e3, torch.nan):
+            q[0, :, hidden] = 0 if np.isnan(junk) else junk  # padded queries are computed, so NaN would be NaN
+            k[0, :, hidden] = v[0, :, hidden] = junk
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            attention = module(causal=True)
+            out = attention(*leaves, key_padding_mask=mask)
+            shown = torch.where(mask[:, None, :, None], 0, out)
+            wrt = (*leaves, attention.query, attention.key)
+            grads = torch.autograd.grad(shown, wrt, torch.where(mask[:, None, :, None], 0, grad))
+            assert shown.isfinite().all()
+            found.append((shown.detach(), attention.blocks, *grads))
+        for other in found[1:]:
+            assert (other[1] == found[0][1]).all()
+            for a, b in zip(other[2:], found[0][2:], strict=True):
+                assert error(a, b) < 1e-12
+            assert error(other[0], found[0][0]) < 1e-12
+
+
 def test_recomputation_selects_the_same() -> None:
     x = torch.randn(2, 40, 32, dtype=torch.float64, requires_grad=True)
     grads = []
@@ -202,6 +229,33 @@ def test_recomputation_selects_the_same() -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
 
 
+def test_plain_checkpoints_and_compiled_modules() -> None:
+    """torch's own checkpoint selects as the forward did; torch.compile breaks its graph at the attention."""
+    q, k, v, grad = tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attention = module(noise=3.0).train()
+    compiled = torch.compile(attention, backend="eager")
+    grads = []
+    for run in (attention, partial(checkpoint, attention, use_reentrant=False), compiled):
+        torch.manual_seed(5)
+        out = run(*leaves)
+        attention(*leaves)  # another call in between
+        grads.append((out, *torch.autograd.grad(out, (*leaves, attention.query, attention.key), grad)))
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
+
+
+def test_noise_follows_the_generator() -> None:
+    q, k, v, _ = tensors()
+    attention, tables = module(k=2).train(), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        attention(q, k, v)
+        assert attention.blocks is not None
+        tables.append(attention.blocks.copy())
+    assert (tables[0] == tables[1]).all() and (tables[0] != tables[2]).any()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -210,6 +264,7 @@ def test_recomputation_selects_the_same() -> None:
         ({"k": 0}, "k=0"),
         ({"kv_heads": 3}, "multiple of kv_heads"),
         ({"rank": 0}, "rank=0"),
+        ({"noise": -1}, "noise=-1"),
     ],
 )
 def test_errors(options: dict[str, Any], words: str) -> None:

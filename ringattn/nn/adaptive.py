@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput
-from ..functional import gathered
+from ..functional import gathered, uncompiled
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from .core import RingAttention
+
+#: Layout of the record that a rank sends: blocks, seed, and the touched blocks of queries and of keys.
+HEAD = "<4q"
 
 
 class AdaptiveAttention(RingAttention):
@@ -24,7 +27,7 @@ class AdaptiveAttention(RingAttention):
     with learned A [H, D, rank] and B [K, D, rank], all blocks in one matrix product. The score is also added to the
     logits of the selected blocks, as `rank` more columns of q and k: through that soft bias, inside the one softmax,
     the gradient reaches A and B. Summaries are detached: q and k learn from attention, not from their pooling.
-    In training, Gumbel noise times `noise` on the scores lets other blocks be tried; every call draws from (seed, call).
+    In training, Gumbel noise times `noise` on the scores lets other blocks be tried; rank 0 draws its seed.
 
     causal=True is causal-safe: a query block is summarised by the queries up to its first position, its own block is
     always attended, without bias and masked inside; so nothing depends on a later token. A selection is one for the
@@ -44,7 +47,6 @@ class AdaptiveAttention(RingAttention):
         kv_heads: int | None = None,
         rank: int = 8,
         noise: float = 1.0,
-        seed: int = 0,
         causal: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -55,11 +57,13 @@ class AdaptiveAttention(RingAttention):
         for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("block", block), ("rank", rank)):
             if not isinstance(value, int) or value < 1:
                 raise InvalidInput(f"{name}={value!r} must be an integer >= 1")
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < float("inf"):
+            raise InvalidInput(f"noise={noise!r} must be a number >= 0; 0 turns it off")
         if kv_heads < 1 or num_heads % kv_heads:
             raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
         top_k(block, k, np.zeros((1, 1)), density=density)  # one of them, and in its range
         self.block, self.k, self.density, self.causal = block, k, density, causal
-        self.rank, self.noise, self.seed = rank, noise, seed
+        self.rank, self.noise = rank, noise
         self.query = nn.Parameter(torch.empty(num_heads, head_dim, rank, device=device, dtype=dtype))
         self.key = nn.Parameter(torch.empty(kv_heads, head_dim, rank, device=device, dtype=dtype))
         self.blocks: np.ndarray | None = None
@@ -70,22 +74,24 @@ class AdaptiveAttention(RingAttention):
         for weight in (self.query, self.key):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
+    @uncompiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None, call: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(out, lse) of tensors [B, H, N, D], whatever `order` is. A recomputation passes the `call` of its forward."""
+        """(out, lse) of tensors [B, H, N, D], whatever `order` is."""
         causal = is_causal or self.causal
-        place = self.positions(q, k, v)  # on real ranks also the handshake: from here on shapes are right on all
-        self._check(q, k)
+        place = self._places(q, k, v, key_padding_mask)  # on real ranks also the handshake
         # Mean query of a block; causally, of the `block` positions that end with its first.
         own, ahead = place // self.block, -(-place // self.block)
-        queries, keys = self._summaries(q, k, ahead if causal else own, own, key_padding_mask)
+        queries, keys, seed = self._summaries(q, k, ahead if causal else own, own, key_padding_mask)
         a = torch.einsum("bhnd,hdr->bhnr", queries.to(self.query.dtype), self.query)
         b = torch.einsum("bhnd,hdr->bhnr", keys.to(self.key.dtype), self.key)
         group = q.shape[1] // k.shape[1]
-        scores = torch.einsum("bhir,bhjr->hij", a, b.repeat_interleave(group, 1)).detach() / len(q) / self.rank**0.5
-        table = self._select(scores, causal, self.next_call() if call is None else call)
+        scores = (
+            torch.einsum("bhir,bhjr->hij", a, b.repeat_interleave(group, 1)).detach() / max(len(q), 1) / self.rank**0.5
+        )
+        table = self._select(scores, causal, seed)
         scale = self.options["scale"]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         # scale * <column of q, column of k> = score
@@ -105,60 +111,62 @@ class AdaptiveAttention(RingAttention):
         """Counted: the fraction of key blocks that the last call selected, of any sequence; 0 before the first call."""
         return 0.0 if self.blocks is None else float(self.blocks.mean())
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        wanted = (*self.query.shape[:2], self.key.shape[0])
-        found = (q.shape[1], q.shape[3], k.shape[1])
-        if found != wanted:
-            raise InvalidInput(
-                f"q has {found[0]} heads of dim {found[1]} and k {found[2]} heads, but the scorer was made for "
-                f"num_heads={wanted[0]}, head_dim={wanted[1]}, kv_heads={wanted[2]}"
-            )
+    def _places(self, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+        """Global positions of the rows; raises on all ranks alike where the arguments of one are wrong."""
+        wrong = None
+        if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == k.ndim == 4:
+            wanted, found = (*self.query.shape[:2], len(self.key)), (q.shape[1], q.shape[3], k.shape[1])
+            if found != wanted:
+                wrong = InvalidInput(
+                    f"q has {found[0]} heads of dim {found[1]} and k {found[2]} heads, but the scorer was made for "
+                    f"num_heads={wanted[0]}, head_dim={wanted[1]}, kv_heads={wanted[2]}"
+                )
+        return self.positions(q, k, v, key_padding_mask=mask, wrong=wrong)
 
     def _summaries(
         self, q: torch.Tensor, k: torch.Tensor, q_block: torch.Tensor, k_block: torch.Tensor, mask: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Means of the queries [B, H, blocks, D] and keys [B, K, blocks, D] of all blocks, on all ranks alike."""
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Means of the queries [B, H, blocks, D] and keys [B, K, blocks, D] of all blocks, and a seed: on all ranks
+        alike. The seed comes from torch's own generator, which checkpoints restore for a recomputation."""
         dtype = wide(q.dtype)
         shown = torch.ones(len(q), q.shape[2], device=q.device, dtype=dtype) if mask is None else (~mask).to(dtype)
-        # Padding may hold anything: it is taken out before it is multiplied.
-        known = k.detach() if mask is None else k.detach().masked_fill(mask[:, None, :, None], 0)
-        everyone = torch.ones_like(shown)
         total = int(k_block.max()) + 1 if len(k_block) else 0
-        sums = [
-            _sums(q.detach().to(dtype), everyone, q_block, total + 1),
-            _sums(known.to(dtype), shown, k_block, total + 1),
-        ]
+        # Padding may hold anything: it is taken out before it is multiplied.
+        known = (x.detach() if mask is None else x.detach().masked_fill(mask[:, None, :, None], 0) for x in (q, k))
+        blocks = ((q_block, total + 1), (k_block, total + 1))
+        sums = [_sums(x.to(dtype), shown, *where) for x, where in zip(known, blocks, strict=True)]
+        seed = int(torch.randint(1 << 62, ())) if self.training and self.noise else 0
         if self.sharded:
-            sums = self._all_sums(sums, total)
+            sums, seed = self._all_sums(sums, total, seed)
             total = sums[1].shape[2] - 1
         queries, keys = (x[:, :, :total, :-1] / x[:, :, :total, -1:].clamp(min=1) for x in sums)
-        return queries, keys
+        return queries, keys, seed
 
-    def _all_sums(self, sums: list[torch.Tensor], total: int) -> list[torch.Tensor]:
-        """The sums of all ranks, added in rank order so that all ranks get the same bits."""
+    def _all_sums(self, sums: list[torch.Tensor], total: int, seed: int) -> tuple[list[torch.Tensor], int]:
+        """The sums of all ranks, added in rank order so that all ranks get the same bits, and the seed of the first."""
         touched = [x[..., -1].any(0).any(0).nonzero().flatten().cpu() for x in sums]
-        record = struct.pack("<3q", total, *map(len, touched))
+        record = struct.pack(HEAD, total, seed, *map(len, touched))
         for rows, x in zip(touched, sums, strict=True):
             record += rows.numpy().tobytes() + x[:, :, rows.to(x.device)].cpu().contiguous().numpy().tobytes()
         records = gathered(record, **self._where)
-        heads = [struct.unpack_from("<3q", raw) for raw in records]
+        heads = [struct.unpack_from(HEAD, raw) for raw in records]
         most = max(head[0] for head in heads)
         whole = [x.new_zeros((*x.shape[:2], most + 1, x.shape[3]), device="cpu") for x in sums]
         for raw, head in zip(records, heads, strict=True):
-            at = struct.calcsize("<3q")
-            for x, count in zip(whole, head[1:], strict=True):
+            at = struct.calcsize(HEAD)
+            for x, count in zip(whole, head[2:], strict=True):
                 rows = torch.from_numpy(np.frombuffer(raw, np.int64, count, at).copy())
                 at += rows.nbytes
                 shape = (*x.shape[:2], count, x.shape[3])
                 part = np.frombuffer(raw, x.numpy().dtype, prod(shape), at).copy()
                 at += part.nbytes
                 x.index_add_(2, rows, torch.from_numpy(part).view(shape))
-        return [x.to(sums[0].device) for x in whole]
+        return [x.to(sums[0].device) for x in whole], heads[0][1]
 
-    def _select(self, scores: torch.Tensor, causal: bool, call: int) -> np.ndarray:
+    def _select(self, scores: torch.Tensor, causal: bool, seed: int) -> np.ndarray:
         scores = scores.float().cpu()
         if self.training and self.noise:
-            source = torch.Generator().manual_seed((self.seed * 1_000_003 + call) % (1 << 62))
+            source = torch.Generator().manual_seed(seed)
             uniform = torch.rand(scores.shape, generator=source).clamp(1e-20, 1 - 1e-7)
             scores = scores - self.noise * torch.log(-torch.log(uniform))
         if not scores.shape[-1]:
@@ -189,6 +197,8 @@ def _sums(x: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, total: int
 def _merged(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of two partials as one softmax, differentiable. Rows of the first see a key."""
-    gate = torch.sigmoid(other_lse - lse).unsqueeze(-1).to(out.dtype)
-    return torch.lerp(out, other, gate), torch.logaddexp(lse, other_lse)
+    """(out, lse) of two partials as one softmax, differentiable; rows that neither saw stay 0 and -inf."""
+    dead = (lse == -torch.inf) & (other_lse == -torch.inf)
+    a, b = lse.masked_fill(dead, 0.0), other_lse.masked_fill(dead, 0.0)  # -inf minus -inf is NaN, forward and backward
+    gate = torch.sigmoid(b - a).unsqueeze(-1).to(out.dtype)
+    return torch.lerp(out, other, gate), torch.logaddexp(a, b).masked_fill(dead, -torch.inf)

@@ -8,13 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InvalidInput, did_you_mean
-from ..functional import attention, positions, ring_attention, virtual_attention
+from ..agreement import Call
+from ..errors import InvalidInput, RingAttentionError, did_you_mean
+from ..functional import attention, check, positions, ring_attention, uncompiled, virtual_attention
 from ..layout import Layout
 from ..pattern import Causal, Dilated, Pattern
 from ..plan import make_plan
 
 ORDERS = ("BHND", "BNHD")
+
+
+class _Place(dict[str, Any]):
+    """Where a module runs. A copy of the module runs there, too: process groups have no copies."""
+
+    def __deepcopy__(self, memo: Any) -> _Place:
+        return self
 
 
 class RingAttention(nn.Module):
@@ -48,7 +56,7 @@ class RingAttention(nn.Module):
             hint = did_you_mean(order, ORDERS)
             raise InvalidInput(f"unknown order {order!r}; {hint}expected {' or '.join(ORDERS)}")
         where = {"group": group, "mesh": mesh, "transport": transport}
-        self._where = {name: value for name, value in where.items() if value is not None}
+        self._where = _Place((name, value) for name, value in where.items() if value is not None)
         if self._where and ranks is not None:
             raise InvalidInput(
                 f"ranks={ranks} asks for virtual ranks and {next(iter(self._where))}= for real ones; give one of them"
@@ -67,7 +75,6 @@ class RingAttention(nn.Module):
         self.layout, self.schedule = layout, schedule
         self.options: dict[str, Any] = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
         self._causal: Pattern | None = None
-        self.calls = 0
 
     def forward(
         self,
@@ -90,11 +97,12 @@ class RingAttention(nn.Module):
         out = out.transpose(1, 2) if swap else out
         return (out, lse) if return_lse else out
 
+    @uncompiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None, call: int | None = None,
+        key_padding_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(out, lse) of tensors [B, H, N, D], whatever `order` is. A recomputation passes the `call` of its forward."""
+        """(out, lse) of tensors [B, H, N, D], whatever `order` is."""
         return self._run(q, k, v, self._pattern(is_causal), key_padding_mask=key_padding_mask)
 
     def _run(
@@ -112,20 +120,25 @@ class RingAttention(nn.Module):
         """Counted: the fraction of all (query, key) pairs of a sequence that is computed, each as often as it is."""
         return make_plan(self.pattern, tokens=tokens, ranks=1, heads=heads).density
 
-    def next_call(self) -> int:
-        """The number of a call: what a core draws at random depends on it, so that a recomputation draws the same."""
-        self.calls += 1
-        return self.calls - 1
-
-    def positions(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False) -> torch.Tensor:
-        """Global positions int64 [N] of the rows of q [B, H, N, D], on its device. Collective where `attend` is."""
-        if not self.sharded:
-            return torch.arange(q.shape[2], device=q.device)
-        rows = positions(
-            q, k, v, self._pattern(is_causal), **self._where, layout=self.layout, schedule=self.schedule,
-            **self.options,
-        )  # fmt: skip
-        return torch.from_numpy(rows).to(q.device)
+    @uncompiled
+    def positions(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None, wrong: RingAttentionError | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Global positions int64 [N] of the rows of q [B, H, N, D], on its device. Checks the arguments, and is
+        collective, where `attend` does and is; `wrong` is an error that the caller has found already."""
+        pattern = self._pattern(is_causal)
+        if self.sharded:
+            rows = positions(
+                q, k, v, pattern, **self._where, layout=self.layout, schedule=self.schedule, **self.options,
+                key_padding_mask=key_padding_mask, wrong=wrong,
+            )  # fmt: skip
+            return torch.from_numpy(rows).to(q.device)
+        if wrong is not None:
+            raise wrong
+        options = {"scale": 1.0, **{name: x for name, x in self.options.items() if x is not None}}
+        check(q, k, v, Call(pattern, "contiguous", "auto", **options), key_padding_mask)
+        return torch.arange(q.shape[2], device=q.device)
 
     def _pattern(self, is_causal: bool) -> Pattern:
         if not is_causal:

@@ -158,10 +158,10 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
     ) -> torch.Tensor:
         """The output [B, N, E] of inputs [B, N, dim]."""
-        inputs = (query, key, value, mask, is_causal, self.core.next_call())
+        inputs = (query, key, value, mask, is_causal)
         if self.recompute != "none" and torch.is_grad_enabled():
             keep: dict[str, Any] = {"context_fn": keep_attention} if self.recompute == "projections" else {}
-            mixed = checkpoint(self._mixed, *inputs, use_reentrant=False, preserve_rng_state=False, **keep)
+            mixed = checkpoint(self._mixed, *inputs, use_reentrant=False, **keep)
         else:
             mixed = self._mixed(*inputs)
         return self.out_proj(mixed if self.norm is None else self.norm(mixed))
@@ -173,7 +173,6 @@ class MultiheadAttention(nn.Module):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         is_causal: bool,
-        call: int,
     ) -> torch.Tensor:
         """Projections and attention: the heads' outputs side by side, [B, N, E]."""
         q, k, v = self._project(query, key, value)
@@ -181,7 +180,7 @@ class MultiheadAttention(nn.Module):
             places = self.core.positions(q, k, v, is_causal=is_causal)
             cos, sin = rope.tables(places, self.head_dim, self.base, q.dtype)
             q, k = rope.apply(q, cos, sin), rope.apply(k, cos, sin)
-        out, _ = self.core.attend(q, k, v, is_causal=is_causal, key_padding_mask=mask, call=call)
+        out, _ = self.core.attend(q, k, v, is_causal=is_causal, key_padding_mask=mask)
         return out.transpose(1, 2).flatten(2)
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:
@@ -284,6 +283,9 @@ def _empty(*shape: int, **kind: Any) -> nn.Parameter:
 def _check(
     embed_dim: int, heads: int, kv_heads: int, dropout: float, bias_kv: bool, zero_attn: bool, core: Any, recompute: str
 ) -> None:
+    for name, value in (("embed_dim", embed_dim), ("num_heads", heads), ("kv_heads", kv_heads)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidInput(f"{name} must be an integer, got {value!r}")
     if embed_dim < 1 or heads < 1 or embed_dim % heads:
         raise InvalidInput(f"embed_dim must be a multiple of num_heads, both >= 1, got {embed_dim} and {heads}")
     if kv_heads < 1 or heads % kv_heads:

@@ -42,6 +42,7 @@ class Dilated(Pattern):
             values = getattr(self, name)
             if not isinstance(values, list | tuple) or not values:
                 raise InvalidInput(f"Dilated: {name} must be a list of integers >= 1, got {values!r}")
+            values = [int(x) if isinstance(x, np.integer) else x for x in values]
             if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in values):
                 raise InvalidInput(f"Dilated: {name} must be integers >= 1, got {values!r}")
             object.__setattr__(self, name, tuple(values))

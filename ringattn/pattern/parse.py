@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping
 from ..errors import InvalidInput, did_you_mean
 from .base import Pattern
 
+#: Characters of a written pattern that an error repeats.
+SHOWN = 300
+
 
 def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
     """The pattern that `text` writes, such as "Causal() & Window(4096)". `names` are the callables allowed."""
+    shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise InvalidInput(f"pattern {text!r} does not parse: {error.msg}; try 'Causal() & Window(4096)'") from None
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        why = getattr(error, "msg", None) or "it is nested too deep"
+        raise InvalidInput(f"pattern {shown!r} does not parse: {why}; try 'Causal() & Window(4096)'") from None
 
     def build(node: ast.expr) -> Pattern:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
@@ -25,14 +30,14 @@ def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
             node = ast.Call(node, [], [])
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             raise InvalidInput(
-                f"pattern {text!r}: {ast.unparse(node)!r} is not a pattern; "
+                f"pattern {shown!r}: {ast.unparse(node)!r} is not a pattern; "
                 "patterns are calls joined by & and |, such as 'Causal() & Window(4096)'"
             )
         name = node.func.id
         if name not in names:
             hint = did_you_mean(name, names)
             raise InvalidInput(
-                f"pattern {text!r}: unknown name {name!r}; {hint}known names: {', '.join(sorted(names))}"
+                f"pattern {shown!r}: unknown name {name!r}; {hint}known names: {', '.join(sorted(names))}"
             )
         try:
             return names[name](
@@ -40,7 +45,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
                 **{word.arg: argument(word.value) for word in node.keywords if word.arg is not None},
             )
         except TypeError as error:
-            raise InvalidInput(f"pattern {text!r}: {ast.unparse(node)}: {error}") from None
+            raise InvalidInput(f"pattern {shown!r}: {ast.unparse(node)}: {error}") from None
 
     def argument(node: ast.expr) -> object:
         if isinstance(node, ast.Call | ast.BinOp):
@@ -49,7 +54,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
             return ast.literal_eval(node)
         except ValueError:
             raise InvalidInput(
-                f"pattern {text!r}: the argument {ast.unparse(node)!r} is not a plain value; "
+                f"pattern {shown!r}: the argument {ast.unparse(node)!r} is not a plain value; "
                 "write numbers, strings, tuples or lists"
             ) from None
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from oracle import make_case
 
 import ringattn as ra
-from ringattn import Causal, Documents, Full, Pattern, Sinks, Strided, Window, mix
+from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
 from ringattn.functional import _transport
 from ringattn.transport.torchdist import TorchDist
 
@@ -107,6 +107,52 @@ def errors_on_every_rank(rank: int) -> list[str]:
     return told
 
 
+def varying_lengths(rank: int) -> float:
+    """Calls whose lengths change from one to the next on some ranks only: the largest error against one device."""
+    size, worst = dist.get_world_size(), 0.0
+    cases = [("zigzag", (203, 202, 203)), ("contiguous", (200, 201, 200)), ("contiguous", (99, 101, 100, 101, 99))]
+    for pattern in (Causal(), Dilated((7,), (7,)), Window(20, 3)):
+        for layout, lengths in cases:
+            for tokens in lengths:
+                source = torch.Generator().manual_seed(tokens)
+                q, k, v = (torch.randn(1, 2, tokens, 8, generator=source, dtype=torch.float64) for _ in range(3))
+                made = ra.make_layout(layout, tokens=tokens, ranks=size)
+                local = [made.shard_tensor(x, rank) for x in (q, k, v)]
+                found = ra.ring_attention(*local, pattern, layout=layout)
+                wanted = made.shard_tensor(ra.attention(q, k, v, pattern), rank)
+                worst = max(worst, float((found - wanted).abs().max()))
+    return worst
+
+
+def wrong_after_right(rank: int) -> list[str]:
+    """Good calls that are remembered, then the last rank's are wrong where the others repeat theirs."""
+    odd = rank == dist.get_world_size() - 1
+    x = torch.randn(2, 4, 24, 8)
+    mask = torch.zeros(2, 24, dtype=torch.bool)
+    torch.manual_seed(0)
+    adaptive = ra.nn.AdaptiveAttention(4, 8, block=8, k=2, group=dist.group.WORLD)
+    told = []
+    for good, bad in (
+        (lambda: ra.ring_attention(x, x, x, Full()), lambda: ra.ring_attention(x, x[:, :, :-1], x, Full())),
+        (lambda: ra.ring_attention(x, x, x, Full()), lambda: ra.ring_attention(x, x, x, Causal())),
+        (lambda: ra.ring_attention(x, x, x, Full()), lambda: ra.ring_attention(x, x, x, Full(), scale="big")),
+        (lambda: adaptive(x, x, x), lambda: adaptive(x[:, :2], x, x)),
+        (
+            lambda: adaptive(x, x, x, key_padding_mask=mask),
+            lambda: adaptive(x, x, x, key_padding_mask=mask[:, :-1]),
+        ),
+    ):
+        wanted = good()
+        try:
+            (bad if odd else good)()
+        except ra.RingAttentionError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        torch.manual_seed(0)
+        assert adaptive.training or torch.equal(good(), wanted)
+        good()
+    return told
+
+
 def one_rank_is_lost(rank: int, how: str, folder: str) -> None:
     """The last rank dies, or stays away, between two calls; the others write down what they were told."""
     transport = TorchDist(timeout=5)
@@ -155,7 +201,8 @@ def multihead(rank: int, kind: str, layout: str, recompute: str) -> float:
             return ra.nn.MultiheadAdaptiveAttention(32, 4, block=7, k=3, causal=True, **options, **more)
         return ra.nn.MultiheadRingAttention(32, 4, Causal(), **options, **more)
 
-    whole, mine = make(), make(group=dist.group.WORLD, layout=layout, recompute=recompute)
+    # In evaluation: noise differs between two draws.
+    whole, mine = make().eval(), make(group=dist.group.WORLD, layout=layout, recompute=recompute).eval()
     x, grad = torch.randn(2, 2, tokens, 32, dtype=torch.float64)
     mask = torch.zeros(2, tokens, dtype=torch.bool)
     mask[0, -9:] = mask[1, 5:8] = True
@@ -165,7 +212,6 @@ def multihead(rank: int, kind: str, layout: str, recompute: str) -> float:
     error = 0.0
     for call in range(2):  # the second is answered from memory
         mine.zero_grad()
-        mine.core.calls = 0
         shards = [made.shard_tensor(t, rank) for t in (x, grad)]
         found, _ = mine(shards[0], key_padding_mask=made.shard_tensor(mask, rank, -1))
         found.backward(shards[1])

@@ -47,6 +47,26 @@ def test_every_rank_is_told_before_the_first_message(run_ranks: Run) -> None:
         assert good.startswith(on_good)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lengths_may_change_on_some_ranks_only(run_ranks: Run, ranks: int) -> None:
+    assert max(run_ranks(rank_cases.varying_lengths, ranks, timeout=60)) <= 1e-12
+
+
+def test_a_rank_that_goes_wrong_later_is_found_at_once(run_ranks: Run) -> None:
+    """The good rank only repeats calls that it remembers, and is told nevertheless."""
+    told = run_ranks(rank_cases.wrong_after_right, 2, timeout=60)
+    wanted = (
+        ("same tokens", "rank 1 cannot take part: q, k and v must have the same batch and the same tokens"),
+        ("disagree about pattern",) * 2,
+        ("scale must be a number", "rank 1 cannot take part: scale must be a number"),
+        ("the scorer was made for", "rank 1 cannot take part: q has 2 heads"),
+        ("key_padding_mask must be", "rank 1 cannot take part: key_padding_mask must be"),
+    )
+    assert len(told[0]) == len(told[1]) == len(wanted)
+    for good, bad, (on_bad, on_good) in zip(told[0], told[1], wanted, strict=True):
+        assert on_bad in bad and on_good in good
+
+
 @pytest.mark.parametrize("how", ["dies", "stays away"])
 def test_a_lost_rank_makes_the_others_raise(run_ranks: Run, how: str, tmp_path: Path) -> None:
     if how == "dies":
