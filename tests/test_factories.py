@@ -147,7 +147,13 @@ SEGMENTS: dict[str, Any] = {"segment_lengths": [4], "dilation_rates": [1]}
         (lambda: ra.create_block_sparse_attention(density=1.5), "0 < density <= 1"),
         (lambda: ra.create_block_sparse_attention("adaptive"), "needs num_heads and head_dim"),
         (lambda: ra.create_block_sparse_attention("multihead", num_heads=4), "needs embed_dim"),
-        (lambda: ra.create_block_sparse_attention(pattern="local", density=0.1), "has its own density"),
+        (lambda: ra.create_block_sparse_attention(pattern="local", density=0.1), "has its own blocks and density"),
+        (lambda: ra.create_block_sparse_attention(pattern="local", block=64), "has its own blocks and density"),
+        (
+            lambda: ra.create_block_sparse_attention("adaptive", num_heads=4, head_dim=8, pattern="local_window"),
+            "learns its pattern",
+        ),
+        (lambda: ra.create_block_sparse_attention("hierarchical", pattern="local_window"), "a pattern of its own"),
         (lambda: ra.get_block_sparse_preset("lokal"), "did you mean 'local'"),
     ],
 )
