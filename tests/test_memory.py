@@ -11,7 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import Causal, Dilated, Full, OutOfMemory, Window, functional, memory_pool
+from ringattn import Causal, Dilated, Full, OutOfMemory, Window, memory_pool
+from ringattn.autograd import AllRanks
 from ringattn.pool import Pool, retried
 
 
@@ -158,13 +159,13 @@ def test_checkpoints_have_equal_gradients(ranks: int, monkeypatch: pytest.Monkey
     cotangent = torch.randn(2, 16, 50, generator=source, dtype=torch.float64)
     function = partial(layer, ranks=ranks)
     forwards = []
-    honest = functional._AllRanks.forward
+    honest = AllRanks.forward
 
     def counted(self, *arguments, **options):  # type: ignore[no-untyped-def]
         forwards.append(1)
         return honest(self, *arguments, **options)
 
-    monkeypatch.setattr(functional._AllRanks, "forward", counted)
+    monkeypatch.setattr(AllRanks, "forward", counted)
     plain = torch.autograd.grad(function(weight, x), (weight, x), cotangent)
     assert len(forwards) == 1
     full = torch.autograd.grad(checkpoint(function, weight, x, use_reentrant=False), (weight, x), cotangent)

@@ -153,20 +153,26 @@ def wrong_after_right(rank: int) -> list[str]:
     return told
 
 
+def _lost(how: str) -> None:
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(11)
+    raise ra.CommFailure("the rank that was away")
+
+
 def one_rank_is_lost(rank: int, how: str, folder: str) -> None:
-    """The last rank dies, or stays away, between two calls; the others write down what they were told."""
+    """The last rank dies, or stays away, after the handshake; the others write down what they were told."""
     transport = TorchDist(timeout=5)
     x = torch.randn(1, 2, 64, 8)
     ra.ring_attention(x, x, x, Full(), transport=transport)
     if rank == dist.get_world_size() - 1:
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(11)
-        return
+        transport.post = lambda post: _lost(how)  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
         ra.ring_attention(x, x, x, Full(), transport=transport)
     except ra.CommFailure as error:
+        if rank == dist.get_world_size() - 1:
+            return
         assert time.monotonic() - start < 10
         Path(folder, f"{rank}").write_text(str(error))
     time.sleep(max(0.0, 11 - (time.monotonic() - start)))
