@@ -28,7 +28,7 @@ class Buffer:
             start += size
 
     def view(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, V) or (dK, dV) of a part: [B, K, rows, D] and [B, K, rows, Dv], contiguous."""
+        """(K, V) or (dK, dV) of a part: [B, heads, rows, D] and [B, heads, rows, Dv], contiguous."""
         return self._views[part]
 
 
@@ -36,10 +36,12 @@ def _views(data: torch.Tensor, part: Part, plan: Plan) -> tuple[torch.Tensor, to
     dtype: torch.dtype = getattr(torch, plan.dtype)
     if part.kind == "grad":
         dtype = wide(dtype)
-    rows = plan.layout.rows(part.owner)
+    heads, rows = plan.kv_heads, plan.layout.rows(part.owner)
+    if part.cut is not None:
+        heads, rows = len(part.cut.heads), part.cut.count
     flat = data.view(dtype)
-    edge = plan.batch * plan.kv_heads * rows * plan.head_dim
-    shape = (plan.batch, plan.kv_heads, rows)
+    edge = plan.batch * heads * rows * plan.head_dim
+    shape = (plan.batch, heads, rows)
     return flat[:edge].view(*shape, plan.head_dim), flat[edge:].view(*shape, plan.value_dim)
 
 

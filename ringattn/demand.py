@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
+from .cut import Cut, Cuts, cover, relocated
 from .layout import Layout
 from .pattern import Pattern, Tile
 from .pattern.ranges import ceil_div, locate
@@ -46,6 +47,10 @@ class Demand:
         half = len(owners) // 2
         return self.needs(queriers, owners[:half]) or self.needs(queriers, owners[half:])
 
+    def cuts(self, queriers: tuple[range, ...], owner: int) -> Cuts:
+        """The rows of the block of `owner` of which some rank of `queriers` (runs of ranks) sees a key."""
+        return _cuts(self, queriers, owner)
+
     def _touch(self, q: range, k: range) -> bool:
         return next(self.pattern.tiles(q, k, range(self.heads)), None) is not None
 
@@ -58,13 +63,16 @@ class Demand:
         """Exact (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
         return _pairs(self, rank, owner)
 
-    def works(self, rank: int, owner: int) -> tuple[Work, ...]:
-        """The visit of `rank` to the whole block of `owner`, lowered to local rows, one work per tile."""
-        return _works(self, rank, owner)
+    def works(self, rank: int, owner: int, cut: Cut | None = None) -> tuple[Work, ...]:
+        """The visit of `rank` to rows of the block of `owner`, lowered to local rows, one work per tile.
 
-    def batched(self, rank: int, owner: int) -> tuple[Work, ...]:
+        Those of a cut hold the pairs of its heads, and index the tensor of the cut.
+        """
+        return _works(self, rank, owner, cut)
+
+    def batched(self, rank: int, owner: int, cut: Cut | None = None) -> tuple[Work, ...]:
         """The same pairs as few works: short runs of keys gathered, equal works repeated."""
-        return _batched(self, rank, owner)
+        return _batched(self, rank, owner, cut)
 
 
 def remembered(size: int) -> Callable[[F], F]:
@@ -91,8 +99,49 @@ def _pairs(demand: Demand, rank: int, owner: int) -> int:
     return sum(demand.pattern.count(q, k, range(demand.heads)) for q in rows for k in keys)
 
 
+@remembered(65536)
+def _cuts(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
+    seen = (piece for run in queriers for piece in _seen(demand, run, owner))
+    return cover(seen, demand.kv_heads, demand.layout.rows(owner))
+
+
+def _seen(demand: Demand, queriers: range, owner: int) -> Iterator[tuple[range, range]]:
+    """(key/value heads, local key rows) of the block of `owner` that some rank of `queriers` sees."""
+    if not demand.needs(queriers, range(owner, owner + 1)):
+        return
+    q_rows, exact = demand.layout.span(queriers)
+    if not exact:
+        half = len(queriers) // 2
+        yield from _seen(demand, queriers[:half], owner)
+        yield from _seen(demand, queriers[half:], owner)
+        return
+    group = demand.heads // demand.kv_heads
+    first = 0
+    for k_rows in demand.layout.shard(owner):
+        for q in q_rows:
+            for tile in demand.pattern.tiles(q, k_rows, range(demand.heads)):
+                for k in tile.key_rows():
+                    local = locate(k, k_rows)
+                    for heads in _kv_heads(tile.heads, group):
+                        yield heads, range(local.start + first, local.stop + first, local.step)
+        first += len(k_rows)
+
+
+def _kv_heads(heads: range, group: int) -> Iterator[range]:
+    """The key/value heads of query heads."""
+    if heads.step <= group:
+        yield range(heads[0] // group, heads[-1] // group + 1)
+    elif heads.step % group == 0:
+        yield range(heads[0] // group, heads[-1] // group + 1, heads.step // group)
+    else:
+        for head in sorted({head // group for head in heads}):
+            yield range(head, head + 1)
+
+
 @remembered(4096)
-def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
+def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
+    if cut is not None:
+        return tuple(relocated(demand.works(rank, owner), cut, demand.heads // demand.kv_heads))
     tiles = _joined(list(_local_tiles(demand, rank, owner)))
     works = []
     group = demand.heads // demand.kv_heads
@@ -107,8 +156,8 @@ def _works(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
 
 
 @remembered(1024)
-def _batched(demand: Demand, rank: int, owner: int) -> tuple[Work, ...]:
-    return tuple(repeated(gathered(demand.works(rank, owner))))
+def _batched(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
+    return tuple(repeated(gathered(demand.works(rank, owner, cut))))
 
 
 def _local_tiles(demand: Demand, rank: int, owner: int) -> Iterator[Tile]:

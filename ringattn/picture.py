@@ -29,8 +29,9 @@ def draw_plan(plan: Plan, *, ascii: bool) -> str:
         cells = ""
         for step in rank_plan.forward[:width]:
             rows = plan.layout.rows(rank)
-            whole = sum(rows * plan.layout.rows(owner) for owner in step.visits) * plan.heads
-            pairs = sum(plan.demand.pairs(rank, owner) for owner in step.visits)
+            owners = {part.owner for part in step.visits}
+            whole = sum(rows * plan.layout.rows(owner) for owner in owners) * plan.heads
+            pairs = sum(plan.demand.pairs(rank, owner) for owner in owners)
             level = 0 if not pairs else 3 if pairs >= whole else 2 if 2 * pairs >= whole else 1
             cells += " " + marks[level] * 2 + (arrow if step.sends else " ") + " "
         lines.append(f"rank {rank:<5}" + cells.rstrip())

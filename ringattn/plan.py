@@ -7,7 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .demand import Demand
@@ -15,14 +15,14 @@ from .errors import InvalidInput
 from .layout import Layout, make_layout
 from .pattern import Pattern, parse_pattern
 from .picture import draw_plan
-from .schedules import SCHEDULES, resolve
+from .schedules import planner, resolve
 from .steps import Part, RankPlan, Step
 
 if TYPE_CHECKING:
     import torch
 
 #: Changes whenever the same inputs give other steps, so that ranks of different versions do not talk past each other.
-FORMAT = 1
+FORMAT = 2
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def _rank_plans(self) -> Callable[[int], RankPlan]:
-        return lru_cache(maxsize=4096)(partial(SCHEDULES[self.schedule], self.demand))
+        return lru_cache(maxsize=4096)(planner(self.schedule, self.demand))
 
     @cached_property
     def memory(self) -> OrderedDict[Any, Any]:
@@ -75,8 +75,8 @@ class Plan:
         item = ITEM_BYTES[self.dtype]
         if part.kind == "grad":
             item = max(item, 4)
-        rows = self.layout.rows(part.owner)
-        return self.batch * self.kv_heads * rows * (self.head_dim + self.value_dim) * item
+        rows = self.kv_heads * self.layout.rows(part.owner) if part.cut is None else part.cut.size
+        return self.batch * rows * (self.head_dim + self.value_dim) * item
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
@@ -213,5 +213,13 @@ def make_plan(
     pattern.check(tokens, heads)
     make: Callable[..., Plan] = Plan if pattern.transient else _cached
     return make(
-        pattern.bind(heads, made.tokens), made, resolve(schedule), heads, kv_heads, head_dim, value_dim, item, batch
+        pattern.bind(heads, made.tokens),
+        made,
+        resolve(schedule, ranks),
+        heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        item,
+        batch,
     )

@@ -72,8 +72,7 @@ def make_script(plan: Plan, rank: int, kernel: Kernel) -> Script:
 
 def _write(plan: Plan, rank: int, kernel: Kernel) -> Script:
     demand = plan.demand
-    owners = [owner for step in plan.for_rank(rank).forward for owner in step.visits]
-    visits = [demand.works(rank, owner) for owner in owners]
+    visits = [demand.works(rank, part.owner, part.cut) for step in plan.for_rank(rank).forward for part in step.visits]
     spans = list(_spans([work for works in visits for work in works], SECTION_ROWS // plan.heads))
     starts = np.array([span.start for span in spans])
     parts: list[list[list[Work]]] = [[[] for _ in spans] for _ in visits]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .cut import Cut, Cuts
+
 #: "kv" is a block of keys and values in the input dtype; "grad" the dK, dV gathered for a block so far, in fp32
 #: (fp64 for fp64 inputs).
 Kind = Literal["kv", "grad"]
@@ -12,38 +14,69 @@ Kind = Literal["kv", "grad"]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a message: the K/V block of `owner`, or gradients on their way to `owner`."""
+    """A piece of a message: rows of the K/V block of `owner`, or their gradients on their way to `owner`.
+
+    `cut` says which rows; None is all of them.
+    """
 
     kind: Kind
     owner: int
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One message between this rank and `peer`. `tag` is the same on both sides and unique between two ranks."""
+    """One message between this rank and `peer`. `tag` is the same on both sides and unique between two ranks.
+
+    It may take until the end of the `until`-th step of this rank.
+    """
 
     peer: int
     tag: int
     parts: tuple[Part, ...]
+    until: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """Post `sends` and `recvs`, compute the visits (owners of blocks held) while they travel, then wait."""
+    """Post `sends` and `recvs`, compute the visits (to "kv" parts) while they travel, then wait for what is due."""
 
     sends: tuple[Hop, ...] = ()
     recvs: tuple[Hop, ...] = ()
-    visits: tuple[int, ...] = ()
+    visits: tuple[Part, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.recvs or self.visits)
 
+    @property
+    def posts(self) -> tuple[Batch, ...]:
+        """The messages, in batches that are waited for together."""
+        ends = sorted({hop.until for hop in (*self.sends, *self.recvs)})
+        return tuple(
+            Batch(end, *(tuple(hop for hop in hops if hop.until == end) for hops in (self.sends, self.recvs)))
+            for end in ends
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Messages of a step that may take until the end of step `until`."""
+
+    until: int
+    sends: tuple[Hop, ...]
+    recvs: tuple[Hop, ...]
+
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The steps of one rank. `kept` are owners of blocks held after the forward that the backward starts from."""
+    """The steps of one rank. `kept` is what it holds after the forward for the backward to start from."""
 
     rank: int
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    kept: tuple[int, ...] = ()
+    kept: tuple[Part, ...] = ()
+
+
+def parts(kind: Kind, owner: int, cuts: Cuts) -> tuple[Part, ...]:
+    """The pieces of a message that carry these rows."""
+    return tuple(Part(kind, owner, cut) for cut in cuts)

@@ -189,7 +189,7 @@ class _Ranks(Run):
             return
         mine = self.plan.for_rank(0)
         lists = [mine.forward, *([mine.backward] if self.config.backward else [])]
-        waits = sum(bool(step.sends or step.recvs) for steps in lists for step in steps)
+        waits = sum(len(step.posts) for steps in lists for step in steps)
         with Progress(console=console(), transient=True) as bar:
             task = bar.add_task("steps", total=waits * (self.config.repeat + 1))
             self.watched = _Watched(self.transport, lambda: bar.advance(task))

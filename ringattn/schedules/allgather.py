@@ -6,25 +6,33 @@ from ..demand import Demand
 from ..steps import Hop, Part, RankPlan, Step
 
 
-def rank_plan(demand: Demand, rank: int) -> RankPlan:
-    """The steps of `rank`: its own visit under the gather, then all others; gradients go straight home."""
-    layout = demand.layout
-    others = [(rank + i) % layout.ranks for i in range(1, layout.ranks)]
-    filled = [other for other in others if layout.rows(other)]
+class AllGather:
+    """No route: whole blocks go to everybody at once."""
 
-    def needs(querier: int, owner: int) -> bool:
-        return demand.needs(range(querier, querier + 1), range(owner, owner + 1))
+    def __init__(self, demand: Demand) -> None:
+        self.demand = demand
 
-    mine = Part("kv", rank)
-    gather = Step(
-        sends=tuple(Hop(peer, 0, (mine,)) for peer in others) if layout.rows(rank) else (),
-        recvs=tuple(Hop(peer, 0, (Part("kv", peer),)) for peer in filled),
-        visits=(rank,) if needs(rank, rank) else (),
-    )
-    visit = Step(visits=tuple(other for other in filled if needs(rank, other)))
-    home = Step(
-        sends=tuple(Hop(owner, 1, (Part("grad", owner),)) for owner in visit.visits),
-        recvs=tuple(Hop(peer, 1, (Part("grad", rank),)) for peer in others if needs(peer, rank)),
-    )
-    forward = tuple(step for step in (gather, visit) if step)
-    return RankPlan(rank, forward, forward + ((home,) if home else ()))
+    def steps(self, rank: int) -> RankPlan:
+        """The steps of `rank`: its own visit under the gather, then all others; gradients go straight home."""
+        layout = self.demand.layout
+        others = [(rank + i) % layout.ranks for i in range(1, layout.ranks)]
+        filled = [other for other in others if layout.rows(other)]
+
+        def needs(querier: int, owner: int) -> bool:
+            return self.demand.needs(range(querier, querier + 1), range(owner, owner + 1))
+
+        mine = Part("kv", rank)
+        visited = [other for other in filled if needs(rank, other)]
+        gather = Step(
+            sends=tuple(Hop(peer, 0, (mine,), 0) for peer in others) if layout.rows(rank) else (),
+            recvs=tuple(Hop(peer, 0, (Part("kv", peer),), 0) for peer in filled),
+            visits=(mine,) if needs(rank, rank) else (),
+        )
+        visit = Step(visits=tuple(Part("kv", other) for other in visited))
+        forward = tuple(step for step in (gather, visit) if step)
+        last = len(forward)
+        home = Step(
+            sends=tuple(Hop(owner, 1, (Part("grad", owner),), last) for owner in visited),
+            recvs=tuple(Hop(peer, 1, (Part("grad", rank),), last) for peer in others if needs(peer, rank)),
+        )
+        return RankPlan(rank, forward, forward + ((home,) if home else ()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..cut import total
 from ..demand import Demand, remembered
 
 #: The direction is chosen from the exact reach of at most this many blocks, evenly spaced.
@@ -19,13 +20,19 @@ class Way:
     limit: int
 
 
-def _runs(start: int, length: int, ranks: int) -> Iterator[range]:
+def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
     """Ranks start .. start + length - 1 around the ring, as runs of consecutive numbers."""
     start %= ranks
-    if length > 0:
-        yield range(start, min(start + length, ranks))
     if start + length > ranks:
-        yield range(0, start + length - ranks)
+        return range(start, ranks), range(start + length - ranks)
+    return (range(start, start + length),) if length > 0 else ()
+
+
+def beyond(demand: Demand, owner: int, way: Way, distance: int) -> tuple[range, ...]:
+    """The ranks on a way of the block of `owner`, from `distance` to its limit."""
+    length = way.limit - distance + 1
+    start = owner + distance if way.sign > 0 else owner - way.limit
+    return runs(start, length, demand.layout.ranks)
 
 
 def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
@@ -35,7 +42,7 @@ def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, own
         owner -= owners - 1
     else:
         first -= queriers - 1
-    return any(demand.needs(q, k) for q in _runs(first, queriers, ranks) for k in _runs(owner, owners, ranks))
+    return any(demand.needs(q, k) for q in runs(first, queriers, ranks) for k in runs(owner, owners, ranks))
 
 
 @remembered(65536)
@@ -75,9 +82,28 @@ def passing(demand: Demand, rank: int, way: Way) -> tuple[int, ...]:
     return tuple(search(1, way.limit))
 
 
+def _rows(demand: Demand, owner: int, way: Way) -> int:
+    """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
+    rows = demand.layout.rows(owner)
+
+    def size(distance: int) -> int:
+        return total(demand.cuts(beyond(demand, owner, way, distance), owner), demand.kv_heads, rows)
+
+    def between(low: int, high: int, first: int, last: int) -> int:
+        """The sum over distances low .. high, given its ends. Sizes only fall: equal ends hide nothing."""
+        if first == last or high - low < 2:
+            return first * (high - low) + last if high > low else first
+        middle = (low + high) // 2
+        at = size(middle)
+        return between(low, middle, first, at) + between(middle, high, at, last) - at
+
+    last = reach(demand, owner, way)
+    return between(1, last, size(1), size(last)) if last else 0
+
+
 @remembered(1024)
 def ways(demand: Demand) -> tuple[Way, ...]:
-    """The direction, or both directions with the shorter arc each, that makes the fewest hops.
+    """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 
     Counted on all blocks up to 64 ranks, on 64 evenly spaced blocks above.
     """
@@ -86,10 +112,11 @@ def ways(demand: Demand) -> tuple[Way, ...]:
     blocks = [ranks * i // count for i in range(count)]
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
-    totals = [sum(reach(demand, block, way) for block in blocks for way in choice) for choice in choices]
+    totals = [sum(_rows(demand, block, way) for block in blocks for way in choice) for choice in choices]
+    full = sum(map(demand.layout.rows, blocks)) * demand.kv_heads * ranks
     one_way = min(totals[:2])
     # On a tie a dense pattern takes one direction (two receive buffers do), a local one the shorter arcs,
     # whose blocks are found without a look around the whole ring.
-    if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > count * ranks):
+    if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > full):
         return choices[totals.index(one_way)]
     return half

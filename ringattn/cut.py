@@ -1,0 +1,280 @@
+"""The rows of a block that travel: which local rows of which key/value heads, without those that nobody needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from .work import Work
+
+#: A copy of rows is written as slices up to this many, as an index list above.
+MAX_SLICES = 16
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Local rows of some key/value heads of a block: all heads have equally many.
+
+    `rows` has one entry, the rows of every head, or one entry per head; an entry is ranges in ascending order, none
+    of which begins before the one before it has ended. A tensor of the cut is [B, len(heads), count, D].
+    """
+
+    heads: tuple[int, ...]
+    rows: tuple[tuple[range, ...], ...]
+
+    @cached_property
+    def count(self) -> int:
+        """Rows of one head."""
+        return sum(map(len, self.rows[0]))
+
+    @property
+    def size(self) -> int:
+        """Rows of all heads together."""
+        return len(self.heads) * self.count
+
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """Where a key/value head stands in the tensor of the cut."""
+        return {head: i for i, head in enumerate(self.heads)}
+
+    def of(self, head: int) -> tuple[range, ...]:
+        """The rows of a key/value head of the cut."""
+        return self.rows[0] if len(self.rows) == 1 else self.rows[self.index[head]]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.heads, self.rows))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+#: Disjoint cuts of a block; (None,) is the whole block, () nothing.
+Cuts = tuple[Cut | None, ...]
+WHOLE: Cuts = (None,)
+Rows = tuple[range, ...]
+
+
+def cover(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> Cuts:
+    """The union of pieces (key/value heads, local rows) of a block of `rows` rows."""
+    found: dict[range, set[range]] = {}
+    for heads, part in seen:
+        found.setdefault(heads, set()).add(part)
+    known: dict[frozenset[range], Rows] = {}
+    per_head: list[Rows] = []
+    for head in range(kv_heads):
+        ranges = frozenset(part for heads, parts in found.items() if head in heads for part in parts)
+        if ranges not in known:
+            known[ranges] = _ascending(ranges)
+        per_head.append(known[ranges])
+    return _grouped(per_head, rows)
+
+
+def minus(cuts: Cuts, others: Sequence[Cuts], kv_heads: int, rows: int) -> Cuts:
+    """What `cuts` hold and none of `others` does."""
+    others = [other for other in others if other]
+    if not others:
+        return cuts
+    if cuts in others or WHOLE in others:
+        return ()
+    left: list[Rows] = []
+    for head in range(kv_heads):
+        mask = _mask(cuts, head, rows)
+        for other in others:
+            mask &= ~_mask(other, head, rows)
+        left.append(decode(np.flatnonzero(mask)))
+    return _grouped(left, rows)
+
+
+def total(cuts: Cuts, kv_heads: int, rows: int) -> int:
+    """Rows of all heads together."""
+    return sum(kv_heads * rows if cut is None else cut.size for cut in cuts)
+
+
+def decode(places: np.ndarray) -> Rows:
+    """Ascending numbers as few ranges, each a run of equal distances."""
+    count = len(places)
+    if not count:
+        return ()
+    if count == 1 or places[-1] - places[0] == (count - 1) * (places[1] - places[0]):
+        steps = np.diff(places)
+        if count < 3 or (steps == steps[0]).all():
+            step = int(steps[0]) if count > 1 else 1
+            return (range(int(places[0]), int(places[-1]) + 1, step),)
+    steps = np.diff(places)
+    changes = np.flatnonzero(np.diff(steps)) + 1  # the first distance of each run
+    edges = [*changes.tolist(), count - 1]
+    values, distances = places.tolist(), steps.tolist()
+    found, first = [], 0
+    for stop in edges:
+        if stop > first:  # else the only place left of this run was taken by the one before
+            found.append(range(values[first], values[stop] + 1, distances[stop - 1]))
+            first = stop + 1
+    if first < count:
+        found.append(range(values[first], values[first] + 1))
+    return tuple(found)
+
+
+def places(rows: Rows) -> np.ndarray:
+    """The numbers of ranges, int64."""
+    parts = [np.arange(r.start, r.stop, r.step) for r in rows]
+    return np.concatenate(parts) if len(parts) != 1 else parts[0]
+
+
+def relocated(works: Iterable[Work], cut: Cut, group: int) -> Iterator[Work]:
+    """Works on a whole block as works on the tensor of a cut that holds the rows they need.
+
+    `group` query heads share a key/value head. Heads whose rows are found in other places become works of their own.
+    """
+    known: dict[tuple[int, tuple[range, ...]], Rows] = {}
+
+    def located(head: int, runs: tuple[range, ...]) -> Rows:
+        key = (0 if len(cut.rows) == 1 else head, runs)
+        if key not in known:
+            known[key] = _located(cut.of(head), runs)
+        return known[key]
+
+    for work in works:
+        shared = len(work.heads) != len(work.kv)  # whole groups, else one query head for each key/value head
+        chain: list[tuple[int, int, Rows]] = []
+        for place, head in enumerate(work.kv):
+            if head not in cut.index:
+                continue
+            link = (place, cut.index[head], located(head, work.k))
+            if chain and not _follows(chain, link, shared):
+                yield _linked(work, chain, group if shared else 0)
+                chain = []
+            chain.append(link)
+        if chain:
+            yield _linked(work, chain, group if shared else 0)
+
+
+def _follows(chain: list[tuple[int, int, Rows]], link: tuple[int, int, Rows], consecutive: bool) -> bool:
+    """Whether a head continues the chain: same rows, equal distances in the work and in the cut."""
+    step = link[0] - chain[-1][0], link[1] - chain[-1][1]
+    if link[2] != chain[-1][2] or step[1] < 1 or (consecutive and step[0] != 1):
+        return False
+    return len(chain) == 1 or step == (chain[1][0] - chain[0][0], chain[1][1] - chain[0][1])
+
+
+def _linked(work: Work, chain: list[tuple[int, int, Rows]], group: int) -> Work:
+    (first, place, runs), (last, end, _) = chain[0], chain[-1]
+    kv = range(place, end + 1, (end - place) // max(len(chain) - 1, 1) or 1)
+    step = (last - first) // max(len(chain) - 1, 1) or 1
+    heads = work.heads[first * group : (last + 1) * group] if group else work.heads[first : last + 1 : step]
+    return replace(work, heads=heads, kv=kv, k=runs)
+
+
+def _located(rows: Rows, runs: tuple[range, ...]) -> Rows:
+    """Indices among `rows` of the members of `runs`, as ranges in the same order."""
+    held = places(rows)
+    found: list[range] = []
+    for run in runs:
+        index = np.searchsorted(held, np.arange(run.start, run.stop, run.step))
+        assert len(index) and index[-1] < len(held) and held[index[-1]] == run[-1], (
+            "a work needs rows that are not here"
+        )
+        found += decode(index)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows of a tensor of one cut that are rows of another's: heads and rows in either."""
+
+    to_heads: range
+    to_rows: range | np.ndarray
+    from_heads: range
+    from_rows: range | np.ndarray
+
+
+def moves(target: Cut | None, source: Cut | None, kv_heads: int, rows: int) -> tuple[Move, ...]:
+    """Where the rows that two cuts of a block of `rows` rows share are in the tensors of both."""
+    whole = Cut(tuple(range(kv_heads)), ((range(rows),),))
+    to, of = target or whole, source or whole
+    heads = [head for head in to.heads if head in of.index]
+    found: list[Move] = []
+    if len(to.rows) == len(of.rows) == 1 and heads:
+        pairs = [(to.index[head], of.index[head]) for head in heads]
+        if _even([a for a, _ in pairs]) and _even([b for _, b in pairs]):
+            spans = [_span([a for a, _ in pairs]), _span([b for _, b in pairs])]
+            return tuple(Move(spans[0], a, spans[1], b) for a, b in _shared(to.rows[0], of.rows[0]))
+    for head in heads:
+        a, b = to.index[head], of.index[head]
+        found += [Move(range(a, a + 1), x, range(b, b + 1), y) for x, y in _shared(to.of(head), of.of(head))]
+    return tuple(found)
+
+
+def _even(numbers: list[int]) -> bool:
+    return len(set(np.diff(numbers).tolist())) <= 1 and (len(numbers) < 2 or numbers[1] > numbers[0])
+
+
+def _span(numbers: list[int]) -> range:
+    return range(numbers[0], numbers[-1] + 1, numbers[1] - numbers[0] if len(numbers) > 1 else 1)
+
+
+def _shared(to: Rows, of: Rows) -> Iterator[tuple[range | np.ndarray, range | np.ndarray]]:
+    """Indices of the members that two ascending lists share, in either."""
+    if to == of:
+        yield range(sum(map(len, to))), range(sum(map(len, of)))
+        return
+    _, a, b = np.intersect1d(places(to), places(of), assume_unique=True, return_indices=True)
+    x, y = decode(a), decode(b)
+    if max(len(x), len(y)) > MAX_SLICES:
+        yield a, b
+        return
+    # Cut both at the ends of either, so that each slice of one is a slice of the other.
+    ends = sorted({0, *np.cumsum([len(r) for r in x]).tolist(), *np.cumsum([len(r) for r in y]).tolist()})
+    for start, stop in pairwise(ends):
+        yield decode(a[start:stop])[0], decode(b[start:stop])[0]
+
+
+def _mask(cuts: Cuts, head: int, rows: int) -> np.ndarray:
+    mask = np.zeros(rows, dtype=bool)
+    for cut in cuts:
+        if cut is None:
+            mask[:] = True
+        elif head in cut.index:
+            for part in cut.of(head):
+                mask[part.start : part.stop : part.step] = True
+    return mask
+
+
+def _ascending(ranges: frozenset[range]) -> Rows:
+    """The union of ranges, as ranges in ascending order that do not interleave."""
+    if len(ranges) < 2:
+        return tuple(ranges)
+    if all(r.step == 1 for r in ranges):
+        found: list[range] = []
+        for r in sorted(ranges, key=lambda r: r.start):
+            if found and r.start <= found[-1].stop:
+                found[-1] = range(found[-1].start, max(found[-1].stop, r.stop))
+            else:
+                found.append(r)
+        return tuple(found)
+    first, stop = min(r.start for r in ranges), max(r[-1] for r in ranges) + 1
+    mask = np.zeros(stop - first, dtype=bool)
+    for r in ranges:
+        mask[r.start - first : r[-1] + 1 - first : r.step] = True
+    return decode(np.flatnonzero(mask) + first)
+
+
+def _grouped(per_head: list[Rows], rows: int) -> Cuts:
+    """Cuts of the heads that have equally many rows."""
+    if not rows or not any(per_head):
+        return ()
+    if all(found == (range(rows),) for found in per_head):
+        return WHOLE
+    groups: dict[int, list[int]] = {}
+    for head, found in enumerate(per_head):
+        if found:
+            groups.setdefault(sum(map(len, found)), []).append(head)
+    cuts = []
+    for heads in groups.values():
+        listed = [per_head[head] for head in heads]
+        cuts.append(Cut(tuple(heads), (listed[0],) if len(set(listed)) == 1 else tuple(listed)))
+    return tuple(cuts)

@@ -1,0 +1,207 @@
+"""What a rank holds while it runs: rows of K/V blocks, gradients gathered for them, and the messages in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .buffers import Buffer, Buffers
+from .cut import Move, moves
+from .kernels.base import wide
+from .plan import Plan
+from .script import REMEMBERED
+from .steps import Batch, Hop, Part, Step
+from .transport.base import Message, Post, Program, Wait
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Held:
+    """Parts of K/V blocks and of gradients, and the buffers they live in, from step to step of one run.
+
+    `kept` parts outlive the run; `held` are the tensors of `kept` at the start of a backward.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, k: torch.Tensor, v: torch.Tensor, steps: Sequence[Step], *,
+        kept: tuple[Part, ...], held: tuple[Pair, ...] = (),
+    ) -> None:  # fmt: skip
+        self.plan, self.rank, self.steps, self.kept = plan, rank, steps, kept
+        self.own = Part("kv", rank)
+        self.blocks: dict[Part, Pair] = {self.own: (k, v), **dict(zip(kept, held, strict=False))}
+        self.mine: Pair | None = None
+        self.where: dict[Part, Buffer] = {}
+        self.flying: list[tuple[int, object, list[Buffer], list[Buffer]]] = []
+        self.buffers = Buffers(self.plan, self._capacity(), k.device)
+        self.last = _last_uses(steps)
+        #: The gradients that this rank will send on, by owner: what arrives for their rows is added to them.
+        self.outgoing: dict[int, list[Part]] = {}
+        for part in (part for step in steps for hop in step.sends for part in hop.parts):
+            if part.kind == "grad":
+                self.outgoing.setdefault(part.owner, []).append(part)
+
+    def start(self, index: int, label: str) -> Program[None]:
+        """Post the messages of a step."""
+        for batch in self.steps[index].posts:
+            ticket, packed, arriving = yield from self._post(batch, label)
+            self.flying.append((batch.until, ticket, packed, arriving))
+
+    def finish(self, index: int) -> Program[None]:
+        """Wait for the messages that are due, take in what arrived, and free what is not needed any more."""
+        due = [flight for flight in self.flying if flight[0] <= index]
+        self.flying = [flight for flight in self.flying if flight[0] > index]
+        for _, ticket, packed, arriving in due:
+            yield Wait(ticket)
+            for buffer in packed:
+                for part in buffer.parts:
+                    self.buffers.drop(buffer, part)
+            for buffer in arriving:
+                for part in buffer.parts:
+                    self._arrived(part, buffer)
+        for part in self.kept:
+            if self._done(part, index):
+                self.block(part)
+        for part in [part for part in {**self.blocks, **self.where} if self._done(part, index)]:
+            self._forget(part)
+
+    def block(self, part: Part) -> Pair:
+        """(K, V) of a part of a block: as it arrived, or put together from the parts that hold its rows."""
+        if part not in self.blocks:
+            buffer = (self.buffers.fresh if part in self.kept else self.buffers.take)((part,))
+            self._fill(part, buffer.view(part))
+            self.blocks[part], self.where[part] = buffer.view(part), buffer
+        return self.blocks[part]
+
+    def gathered(self, part: Part) -> Pair:
+        """(dK, dV) gathered so far for a part, in fp32 or fp64; zeros at first."""
+        if part.owner == self.rank:
+            if self.mine is None:
+                k, v = self.blocks[self.own]
+                self.mine = torch.zeros_like(k, dtype=wide(k.dtype)), torch.zeros_like(v, dtype=wide(v.dtype))
+            return self.mine
+        if part not in self.where:
+            self.where[part] = self.buffers.take((part,))
+            for view in self.where[part].view(part):
+                view.zero_()
+        return self.where[part].view(part)
+
+    def _capacity(self) -> int:
+        """Bytes of the largest buffer."""
+        hops = [hop for step in self.steps for hop in (*step.sends, *step.recvs)]
+        sizes = [sum(map(self.plan.part_bytes, hop.parts)) for hop in hops]
+        kinds = {part.kind for hop in hops for part in hop.parts}
+        for part in (part for step in self.steps for part in step.visits if part != self.own):
+            sizes += [self.plan.part_bytes(Part(kind, part.owner, part.cut)) for kind in kinds]
+        return max(sizes, default=0)
+
+    def _post(self, batch: Batch, label: str) -> Program[tuple[object, list[Buffer], list[Buffer]]]:
+        packed: list[Buffer] = []
+        arriving = [
+            (self.buffers.fresh if any(part in self.kept for part in hop.parts) else self.buffers.take)(hop.parts)
+            for hop in batch.recvs
+        ]
+        sends = tuple(Message(hop.peer, hop.tag, self._outgoing(hop, packed).data) for hop in batch.sends)
+        recvs = tuple(Message(h.peer, h.tag, b.data) for h, b in zip(batch.recvs, arriving, strict=True))
+        return (yield Post(sends, recvs, label)), packed, arriving
+
+    def _outgoing(self, hop: Hop, packed: list[Buffer]) -> Buffer:
+        """The buffer to send: the one that holds exactly these parts, or a packed copy."""
+        buffer = self.where.get(hop.parts[0])
+        if buffer is not None and buffer.parts == hop.parts and buffer.live == set(hop.parts):
+            return buffer
+        buffer = self.buffers.take(hop.parts)
+        for part in hop.parts:
+            if part.kind == "kv":
+                self._fill(part, buffer.view(part))
+            else:
+                for target, x in zip(buffer.view(part), self.gathered(part), strict=True):
+                    target.copy_(x)
+        packed.append(buffer)
+        return buffer
+
+    def _fill(self, part: Part, views: Pair) -> None:
+        """Copy the rows of a part from the parts of its block that are here."""
+        sources = [part] if part in self.blocks else [here for here in self.blocks if here.owner == part.owner]
+        for source, shared in zip(sources, self._moves(part, tuple(sources)), strict=True):
+            for move in shared:
+                for target, x in zip(views, self.blocks[source], strict=True):
+                    _put(target, x, move, add=False)
+
+    def _moves(self, target: Part, sources: tuple[Part, ...]) -> list[tuple[Move, ...]]:
+        """The rows that a part shares with others of its block."""
+        key = (target, sources)
+        known = self.plan.memory
+        if key not in known:
+            heads, rows = self.plan.kv_heads, self.plan.layout.rows(target.owner)
+            known[key] = [moves(target.cut, source.cut, heads, rows) for source in sources]
+            if len(known) > REMEMBERED:
+                known.popitem(last=False)
+        result: list[tuple[Move, ...]] = known[key]
+        return result
+
+    def _arrived(self, part: Part, buffer: Buffer) -> None:
+        views = buffer.view(part)
+        if part.kind == "kv":
+            self.blocks[part], self.where[part] = views, buffer
+            return
+        here = self.where.get(part)
+        if part in self.outgoing.get(part.owner, ()):
+            if here is not None:  # gathered by this rank's own visit; the sum goes on in the buffer that arrived
+                for target, x in zip(views, here.view(part), strict=True):
+                    target.add_(x)
+                self.buffers.drop(here, part)
+            self.where[part] = buffer
+            return
+        sums = [Part("grad", part.owner)] if part.owner == self.rank else self.outgoing[part.owner]
+        for place in sums:
+            for move in self._moves(place, (part,))[0]:
+                for target, x in zip(self.gathered(place), views, strict=True):
+                    _put(target, x, move, add=True)
+        self.buffers.drop(buffer, part)
+
+    def _done(self, part: Part, index: int) -> bool:
+        """Whether no later step uses a part. Parts of a block are used together."""
+        if part.kind == "grad":
+            return self.last.get(part, -1) <= index
+        return part != self.own and self.last.get(Part("kv", part.owner), -1) <= index
+
+    def _forget(self, part: Part) -> None:
+        if part.kind == "kv":
+            if part in self.kept:
+                return
+            del self.blocks[part]
+        buffer = self.where.pop(part, None)
+        if buffer is not None:
+            self.buffers.drop(buffer, part)
+
+
+def _put(target: torch.Tensor, x: torch.Tensor, move: Move, *, add: bool) -> None:
+    """Write, or add, rows of x [B, heads, rows, D] to rows of the target."""
+    to = target[:, _slice(move.to_heads)]
+    of = x[:, _slice(move.from_heads)]
+    if isinstance(move.from_rows, range) and isinstance(move.to_rows, range):
+        to, of = to[:, :, _slice(move.to_rows)], of[:, :, _slice(move.from_rows)]
+        to.add_(of) if add else to.copy_(of)
+        return
+    rows = of.index_select(2, torch.as_tensor(np.asarray(move.from_rows), device=x.device))
+    index = torch.as_tensor(np.asarray(move.to_rows), device=x.device)
+    to.index_add_(2, index, rows) if add else to.index_copy_(2, index, rows)
+
+
+def _slice(r: range) -> slice:
+    return slice(r.start, r.stop, r.step)
+
+
+def _last_uses(steps: Sequence[Step]) -> dict[Part, int]:
+    """The last step that uses gradients, or any part of a block; a part in flight is in use."""
+    last: dict[Part, int] = {}
+    for index, step in enumerate(steps):
+        for hop in step.sends:
+            for part in hop.parts:
+                key = part if part.kind == "grad" else Part("kv", part.owner)
+                last[key] = max(last.get(key, 0), hop.until)
+        for part in step.visits:
+            last[Part("kv", part.owner)] = max(last.get(Part("kv", part.owner), 0), index)
+    return last

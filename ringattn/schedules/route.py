@@ -1,0 +1,193 @@
+"""From the ways that blocks take to the steps of a rank, forward and backward; the same for every schedule.
+
+A block goes from its owner along a tree of ranks. Each edge carries the rows that somebody behind it needs, so that a
+row stops at the last rank that needs it. The backward is the forward in reverse: a row starts where it stopped, from
+what that rank kept, and goes home; the gradients gathered for it lag one step behind, in the same messages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..cut import Cuts, minus, total
+from ..demand import Demand
+from ..steps import Hop, Kind, Part, RankPlan, Step, parts
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Rows of `owner` go from rank `source` to `target`, which computes with them at clock `time`.
+
+    The message is posted by both at clock `post` < `time`, and may take until `time` - 1. A rank computes with its own
+    block at clock 0. `lane` tells apart edges of a schedule that uses several directions.
+    """
+
+    owner: int
+    source: int
+    target: int
+    post: int
+    time: int
+    lane: int = 0
+
+
+class Route(ABC):
+    """The trees along which blocks go, one per owner, without the branches behind which nobody needs a row."""
+
+    def __init__(self, demand: Demand) -> None:
+        self.demand = demand
+        self._kept: dict[int, dict[Edge, Cuts]] = {}
+        self._edges: dict[int, dict[int, Edge]] = {}
+
+    @abstractmethod
+    def arrivals(self, rank: int) -> tuple[Edge, ...]:
+        """The edges to `rank`, in the order of their times."""
+
+    @abstractmethod
+    def first(self, owner: int) -> tuple[Edge, ...]:
+        """The edges on which the block of `owner` leaves it."""
+
+    @abstractmethod
+    def onward(self, edge: Edge) -> tuple[Edge, ...]:
+        """The edges on which the target of `edge` passes rows on."""
+
+    @abstractmethod
+    def behind(self, edge: Edge) -> tuple[range, ...]:
+        """Runs of ranks that the edge serves: its target, and all behind it."""
+
+    def cuts(self, edge: Edge) -> Cuts:
+        """The rows that travel on an edge."""
+        return self.demand.cuts(self.behind(edge), edge.owner)
+
+    def ends(self, edge: Edge) -> Cuts:
+        """The rows that arrive on an edge and go no further."""
+        return self._minus(edge.owner, self.cuts(edge), [self.cuts(e) for e in self.onward(edge)])
+
+    def back(self, edge: Edge, siblings: Iterable[Edge] = ()) -> Cuts:
+        """The rows that the backward brings back on an edge: those that no sibling before it brings."""
+        earlier = []
+        for sibling in siblings:
+            if sibling == edge:
+                break
+            earlier.append(self.cuts(sibling))
+        return self._minus(edge.owner, self.cuts(edge), earlier)
+
+    def kept(self, rank: int) -> dict[Edge, Cuts]:
+        """What `rank` holds on to for the backward: of the latest rows that end here as much as one block.
+
+        What it does not keep it gets again from the owner.
+        """
+        if rank not in self._kept:
+            found: dict[Edge, Cuts] = {}
+            left: dict[int, int] = {}
+            block = self.demand.kv_heads * self.demand.layout.rows(rank)
+            for edge in reversed(self._arriving(rank).values()):
+                room = left.setdefault(edge.lane, block)
+                ends = self.ends(edge) if room > 0 else ()
+                size = total(ends, self.demand.kv_heads, self.demand.layout.rows(edge.owner))
+                if size and (size <= room or room == block):  # one at least, even where its block is a row longer
+                    found[edge] = ends
+                left[edge.lane] = room - size
+            self._kept[rank] = found
+        return self._kept[rank]
+
+    def steps(self, rank: int) -> RankPlan:
+        """The steps of a rank."""
+        arrivals = tuple(self._arriving(rank).values())
+        departures = [*self.first(rank), *(e for edge in arrivals for e in self.onward(edge))]
+        forward, backward = _Clock(+1), _Clock(-1)
+        if self._needs(rank, rank):
+            for clock in (forward, backward):
+                clock.visit(0, (Part("kv", rank),))
+        for edge in arrivals:
+            block = parts("kv", edge.owner, self.cuts(edge))
+            forward.recv(edge.post, edge.time - 1, edge.source, block)
+            if self._needs(rank, edge.owner):
+                forward.visit(edge.time, block)
+                backward.visit(edge.time, block)
+        for edge in departures:
+            forward.send(edge.post, edge.time - 1, edge.target, parts("kv", edge.owner, self.cuts(edge)))
+        self._backward(rank, arrivals, departures, backward)
+        kept = self.kept(rank)
+        held = tuple(part for edge in arrivals if edge in kept for part in parts("kv", edge.owner, kept[edge]))
+        return RankPlan(rank, forward.steps(), backward.steps(), held)
+
+    def _backward(self, rank: int, arrivals: tuple[Edge, ...], departures: list[Edge], clock: _Clock) -> None:
+        kept = self.kept(rank)
+        for edge in arrivals:
+            if edge.source != edge.owner:
+                siblings = self.onward(self._arriving(edge.source)[edge.owner])
+                clock.send(edge.time, edge.post + 1, edge.source, parts("kv", edge.owner, self.back(edge, siblings)))
+            clock.send(edge.time - 1, edge.post, edge.source, parts("grad", edge.owner, self.cuts(edge)))
+            if edge not in kept:
+                clock.recv(edge.time + 1, edge.time + 1, edge.owner, parts("kv", edge.owner, self.ends(edge)))
+        for edge in departures:
+            if edge.owner != rank:
+                siblings = self.onward(self._arriving(rank)[edge.owner])
+                clock.recv(edge.time, edge.post + 1, edge.target, parts("kv", edge.owner, self.back(edge, siblings)))
+            clock.recv(edge.time - 1, edge.post, edge.target, parts("grad", edge.owner, self.cuts(edge)))
+        todo = list(self.first(rank))
+        while todo:
+            edge = todo.pop()
+            todo += self.onward(edge)
+            ends = self.ends(edge)
+            if ends and edge not in self.kept(edge.target):
+                clock.send(edge.time + 1, edge.time + 1, edge.target, parts("kv", rank, ends))
+
+    def _arriving(self, rank: int) -> dict[int, Edge]:
+        """The edges to `rank` by owner."""
+        if rank not in self._edges:
+            self._edges[rank] = {edge.owner: edge for edge in self.arrivals(rank)}
+        return self._edges[rank]
+
+    def _needs(self, rank: int, owner: int) -> bool:
+        return self.demand.needs(range(rank, rank + 1), range(owner, owner + 1))
+
+    def _minus(self, owner: int, cuts: Cuts, others: list[Cuts]) -> Cuts:
+        return minus(cuts, others, self.demand.kv_heads, self.demand.layout.rows(owner))
+
+
+@dataclass
+class _Clock:
+    """What a rank does at each clock, counted up (+1) or down (-1). Messages of one pair and time are one message."""
+
+    sign: int
+    visits: dict[int, list[Part]] = field(default_factory=dict)
+    sends: dict[tuple[int, int, int], list[Part]] = field(default_factory=dict)
+    recvs: dict[tuple[int, int, int], list[Part]] = field(default_factory=dict)
+
+    def visit(self, time: int, block: tuple[Part, ...]) -> None:
+        self.visits.setdefault(time, []).extend(block)
+
+    def send(self, post: int, until: int, peer: int, block: tuple[Part, ...]) -> None:
+        if block:
+            self.sends.setdefault((post, until, peer), []).extend(block)
+
+    def recv(self, post: int, until: int, peer: int, block: tuple[Part, ...]) -> None:
+        if block:
+            self.recvs.setdefault((post, until, peer), []).extend(block)
+
+    def steps(self) -> tuple[Step, ...]:
+        times = {*self.visits, *(t for key in (*self.sends, *self.recvs) for t in key[:2])}
+        order = sorted(times, reverse=self.sign < 0)
+        place = {time: i for i, time in enumerate(order)}
+        sends = _by_post(self.sends, place)
+        recvs = _by_post(self.recvs, place)
+        return tuple(
+            Step(tuple(sends.get(time, ())), tuple(recvs.get(time, ())), tuple(self.visits.get(time, ())))
+            for time in order
+        )
+
+
+#: Gradients stand first in a message: they are the wider dtype, and keep what follows aligned.
+_ORDER: dict[Kind, int] = {"grad": 0, "kv": 1}
+
+
+def _by_post(messages: dict[tuple[int, int, int], list[Part]], place: dict[int, int]) -> dict[int, list[Hop]]:
+    found: dict[int, list[Hop]] = {}
+    for (post, until, peer), pieces in messages.items():
+        ordered = tuple(sorted(pieces, key=lambda part: (_ORDER[part.kind], part.owner)))
+        tag = 2 * post + (post != until)
+        found.setdefault(post, []).append(Hop(peer, tag, ordered, place[until]))
+    return found
