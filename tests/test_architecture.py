@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringattn"
 #: A file imports only from entries above its own. What stands before "softmax" needs no torch.
 ORDER = (
-    "errors", "pattern", "layout", "work", "demand", "steps", "schedules", "picture", "plan",
+    "errors", "pattern", "partition", "balanced", "layout", "work", "demand", "steps", "schedules", "picture", "plan",
     "softmax", "pool", "kernels", "buffers", "transport", "launcher", "script", "rows", "executor", "remat",
     "autograd", "agreement", "functional", "nn", "factories",
     "memory", "files", "config", "data", "sampling", "bench", "report", "job", "commands", "cli", "__main__",
