@@ -12,7 +12,7 @@ import torch
 from .errors import InvalidInput, Mismatch, RingAttentionError
 from .kernels import get_kernel
 from .kernels.base import Kernel
-from .layout import Layout, make_layout
+from .layout import Layout, check_layout
 from .pattern import Pattern
 from .plan import ITEM_BYTES, Plan, make_plan
 from .schedules import resolve
@@ -79,7 +79,7 @@ class Call:
         if not self.scale == self.scale or self.scale in (float("inf"), float("-inf")):
             raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
         resolve(self.schedule)
-        make_layout(self.layout if isinstance(self.layout, str) else self.layout.name, tokens=1, ranks=1)
+        check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
         return get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
 
 
@@ -160,13 +160,17 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad:
         **describe(q, k, v),
         "device": q.device.type,
         "pattern": pattern if len(pattern) < 200 else f"{pattern[:160]}... (digest {_digest(pattern)})",
-        "layout": call.layout if isinstance(call.layout, str) else call.layout.name,
+        "layout": call.layout if isinstance(call.layout, str) else _written(call.layout),
         "schedule": call.schedule,
         "kernel": call.kernel,
         "scale": call.scale,
         "deterministic": call.deterministic,
         "requires_grad": grad,
     }
+
+
+def _written(layout: Layout) -> str:
+    return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name
 
 
 _SELECTED = "blocks selected anew (all ranks need the same scorer weights, k, and train or eval mode),"
@@ -201,8 +205,9 @@ def _check_rows(plan: Plan, rows: list[int]) -> None:
     wanted = [plan.layout.rows(rank) for rank in range(plan.ranks)]
     for rank, (found, right) in enumerate(zip(rows, wanted, strict=True)):
         if found != right:
+            more = ", pattern=..., heads=..." if plan.layout.digest else ""
             raise Mismatch(
                 f"rank {rank} holds {found:,} rows, but the layout {plan.layout.name} of {plan.tokens:,} tokens over "
                 f"{plan.ranks} ranks gives it {right:,}; shard with ringattn.make_layout({plan.layout.name!r}, "
-                f"tokens={plan.tokens}, ranks={plan.ranks}).shard_tensor(x, rank)"
+                f"tokens={plan.tokens}, ranks={plan.ranks}{more}).shard_tensor(x, rank)"
             )

@@ -60,6 +60,7 @@ class PatternGroup(Group):
 @dataclass
 class LayoutGroup(Group):
     block: int | None = None
+    chunk: Any = None
 
 
 @dataclass

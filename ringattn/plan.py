@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .demand import Demand
 from .errors import InvalidInput
-from .layout import Layout, make_layout
+from .layout import Balanced, Layout, make_layout, restored_layout
 from .pattern import Pattern, parse_pattern
 from .picture import draw_plan
 from .schedules import planner, resolve
@@ -127,7 +127,13 @@ class Plan:
             found = json.loads(text)
             claimed, version = found.pop("hash"), found.pop("format")
             pattern = found.pop("pattern")
+            runs = found.pop("partition", None)
             arguments: dict[str, Any] = dict(found)
+            if runs is not None:
+                sizes = arguments["tokens"], arguments["ranks"]
+                arguments["layout"] = restored_layout(arguments["layout"], *sizes, runs)
+        except InvalidInput:
+            raise
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise InvalidInput(f"this is no plan written by Plan.to_json ({type(error).__name__}: {error})") from None
         if version != FORMAT:
@@ -150,7 +156,10 @@ class Plan:
         return [step for plan in plans for step in (plan.backward if backward else plan.forward)]
 
     def _inputs(self) -> dict[str, Any]:
+        # A balanced layout may have been made for another pattern than the plan's.
+        partition = {"partition": self.layout.runs} if isinstance(self.layout, Balanced) else {}
         return {
+            **partition,
             "format": FORMAT,
             "pattern": repr(self.pattern),
             "tokens": self.tokens,
@@ -209,7 +218,7 @@ def make_plan(
     item = str(dtype).removeprefix("torch.")
     if item not in ITEM_BYTES:
         raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
-    made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern)
+    made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads)
     pattern.check(tokens, heads)
     make: Callable[..., Plan] = Plan if pattern.transient else _cached
     return make(

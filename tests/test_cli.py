@@ -84,6 +84,17 @@ def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json"], "plan leaves nothing else behind"
 
 
+def test_balanced_layouts_are_written_in_three_ways(tmp_path: Path) -> None:
+    for override, name in (
+        (("layout=balanced",), "balanced(31)"),
+        (("layout=balanced", "layout.chunk=50"), "balanced(50)"),
+        (("layout=balanced(20)",), "balanced(20)"),
+    ):
+        done = ringattn("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])", *override, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"{name} on 4 ranks" in done.stdout
+
+
 def test_help_version_and_wrong_verbs(tmp_path: Path) -> None:
     for arguments, code, words in (
         (("--help",), 0, "ringattn <verb>"),

@@ -7,17 +7,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import LAYOUTS
+from strategies import LAYOUTS, patterns
 
-from ringattn import InvalidInput, make_layout
-
-sizes = st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 50), st.integers(1, 9))
+from ringattn import InvalidInput, Layout, make_layout
 
 
-@given(sizes)
-def test_every_position_has_one_owner(case: tuple[str, int, int]) -> None:
-    name, tokens, ranks = case
-    layout = make_layout(name, tokens=tokens, ranks=ranks)
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    name, tokens, ranks = draw(st.sampled_from(LAYOUTS)), draw(st.integers(0, 50)), draw(st.integers(1, 9))
+    pattern = draw(patterns(tokens)) if name.startswith("balanced") else None
+    return make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern)
+
+
+@given(layouts())
+def test_every_position_has_one_owner(layout: Layout) -> None:
+    tokens, ranks = layout.tokens, layout.ranks
     shards = [layout.positions(rank) for rank in range(ranks)]
     assert sorted(np.concatenate(shards).tolist()) == list(range(tokens))
     for rank, shard in enumerate(shards):
@@ -25,10 +29,9 @@ def test_every_position_has_one_owner(case: tuple[str, int, int]) -> None:
         assert all(layout.owner(int(p)) == rank for p in shard)
 
 
-@given(sizes, st.data())
-def test_span_covers_a_run_of_ranks(case: tuple[str, int, int], data: st.DataObject) -> None:
-    name, tokens, ranks = case
-    layout = make_layout(name, tokens=tokens, ranks=ranks)
+@given(layouts(), st.data())
+def test_span_covers_a_run_of_ranks(layout: Layout, data: st.DataObject) -> None:
+    ranks = layout.ranks
     first = data.draw(st.integers(0, ranks - 1))
     stop = data.draw(st.integers(first + 1, ranks))
     parts, exact = layout.span(range(first, stop))
@@ -38,10 +41,9 @@ def test_span_covers_a_run_of_ranks(case: tuple[str, int, int], data: st.DataObj
     assert not exact or set(members) == owned
 
 
-@given(sizes, st.sampled_from([0, 1, 2, -1, -2]))
-def test_shard_and_unshard(case: tuple[str, int, int], dim: int) -> None:
-    name, tokens, ranks = case
-    layout = make_layout(name, tokens=tokens, ranks=ranks)
+@given(layouts(), st.sampled_from([0, 1, 2, -1, -2]))
+def test_shard_and_unshard(layout: Layout, dim: int) -> None:
+    tokens, ranks = layout.tokens, layout.ranks
     shape = [2, 3, 4]
     shape[dim] = tokens
     whole = torch.arange(int(np.prod(shape))).view(shape)
@@ -51,10 +53,9 @@ def test_shard_and_unshard(case: tuple[str, int, int], dim: int) -> None:
     assert torch.equal(layout.unshard_tensor(shards, dim), whole)
 
 
-@given(sizes)
-def test_labels_shift_across_shards(case: tuple[str, int, int]) -> None:
-    name, tokens, ranks = case
-    layout = make_layout(name, tokens=tokens, ranks=ranks)
+@given(layouts())
+def test_labels_shift_across_shards(layout: Layout) -> None:
+    tokens, ranks = layout.tokens, layout.ranks
     labels = torch.arange(tokens) + 100
     for rank in range(ranks):
         for position, label in zip(layout.positions(rank), layout.shift(labels, rank), strict=True):

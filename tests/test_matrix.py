@@ -28,7 +28,7 @@ PATTERNS: dict[str, Pattern] = {
     "dilated-groups": Dilated((16, 32), (1, 3), causal=True, mix="group"),
     "empty-rows": Sinks(4) & Documents([30, 23]),
 }
-LAYOUTS = ("contiguous", "zigzag", "striped", "striped(4)")
+LAYOUTS = ("contiguous", "zigzag", "striped", "striped(4)", "balanced(5)")
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 HEADS = ((4, 4), (4, 2), (3, 1))
 #: Added to twice the error of one single-device call, which is nearly exact now and then.

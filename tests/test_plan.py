@@ -30,7 +30,7 @@ def test_works_hold_every_pair_once(case: tuple[Pattern, int, int, str], counts:
     """Invariant 1: over all visits of all ranks, each (query, key, branch) of the mask is computed once."""
     pattern, tokens, ranks, name = case
     heads, kv_heads = counts
-    layout = make_layout(name, tokens=tokens, ranks=ranks)
+    layout = make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads)
     demand = Demand(pattern, layout, heads, kv_heads)
     mask = pattern.mask(tokens, heads)
     positions = [layout.positions(rank) for rank in range(ranks)]

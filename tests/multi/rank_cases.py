@@ -68,6 +68,37 @@ def equals_virtual(rank: int, dtype: str, heads: tuple[int, int]) -> int:
     return cells
 
 
+def balanced_shards(rank: int) -> float:
+    """Layers of two patterns on the shards of one balanced layout, then layouts that differ: the largest error."""
+    size, worst = dist.get_world_size(), 0.0
+    documents = Documents([60, 1, 9, 9, 9, 13])
+    layout = ra.make_layout("balanced(8)", tokens=TOKENS, ranks=size, pattern=documents)
+    assert layout.shard(0) != ra.make_layout("contiguous", tokens=TOKENS, ranks=size).shard(0)
+    case = make_case(TOKENS, 4, 2, torch.float64)
+    for pattern, name in ((documents, "balanced(8)"), (documents, layout), (Causal() & Window(20), layout)):
+        whole = case.leaves()
+        wanted = ra.attention(*whole, pattern)
+        grads = torch.autograd.grad(wanted, whole, case.grad)
+        mine = [layout.shard_tensor(x.detach(), rank).clone().requires_grad_() for x in whole]
+        transport = _transport(None, None)
+        transport.counters.reset()
+        found = ra.ring_attention(*mine, pattern, layout=name)
+        plan = ra.make_plan(
+            pattern, tokens=TOKENS, ranks=size, layout=name, heads=4, kv_heads=2, head_dim=16, dtype="float64", batch=2
+        )
+        assert transport.counters.sent_bytes == plan.bytes_sent(rank) > 0
+        found_grads = torch.autograd.grad(found, mine, layout.shard_tensor(case.grad, rank))
+        for a, b in zip((found, *found_grads), (wanted, *grads), strict=True):
+            worst = max(worst, float((a - layout.shard_tensor(b, rank)).detach().abs().max()))
+    # Same name, same rows, other partition: a rank that remembers its call must hear of it, too.
+    rows = [list(run) for run in layout.runs]  # type: ignore[attr-defined]
+    other = type(layout)(TOKENS, size, 8, tuple((first, size - 1 - owner) for first, owner in rows))  # type: ignore[call-arg]
+    local = [layout.shard_tensor(x, rank) for x in case.inputs]
+    with pytest.raises(ra.Mismatch, match=r"disagree about layout: balanced\(8\) \(partition \w+\) on rank 0"):
+        ra.ring_attention(*local, documents, layout=layout if rank == 0 else other)
+    return worst
+
+
 def errors_on_every_rank(rank: int) -> list[str]:
     """One wrong call after another; what this rank was told each time."""
     size = dist.get_world_size()

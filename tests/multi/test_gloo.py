@@ -22,6 +22,10 @@ def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str
     assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [56] * ranks
 
 
+def test_balanced_shards_on_real_ranks(run_ranks: Run) -> None:
+    assert max(run_ranks(rank_cases.balanced_shards, 2, timeout=60)) <= 1e-12
+
+
 WRONG = (
     ("InvalidInput: q must be a tensor [batch, heads, tokens, head_dim]", "Mismatch: rank 1 cannot take part: q must be"),
     ("InvalidInput: q, k and v must have one dtype", "Mismatch: rank 1 cannot take part: q, k and v"),
