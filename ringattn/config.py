@@ -12,7 +12,7 @@ from typing import Any
 from .errors import InvalidInput, did_you_mean
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
-WRITTEN = ("pattern", "layout", "kernel")
+WRITTEN = ("pattern", "layout", "schedule", "kernel")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -64,6 +64,11 @@ class LayoutGroup(Group):
 
 
 @dataclass
+class ScheduleGroup(Group):
+    inner: int | None = None
+
+
+@dataclass
 class InputGroup:
     name: str = "text"
     path: str | None = None
@@ -81,7 +86,7 @@ class Shape:
 
     pattern: PatternGroup = field(default_factory=PatternGroup)
     layout: LayoutGroup = field(default_factory=LayoutGroup)
-    schedule: Group = field(default_factory=Group)
+    schedule: ScheduleGroup = field(default_factory=ScheduleGroup)
     output: OutputGroup = field(default_factory=OutputGroup)
     experiment: Any = None
     ranks: int = 2

@@ -67,7 +67,7 @@ def same_lse(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> None
 def test_equals_the_oracle(pattern: Pattern, ranks: int, layout: str, lse: bool) -> None:
     case, mask = make_case(TOKENS, 4, 2, torch.float64, batch=4, dim=8, lse=lse), padding()
     truth = wanted(case, pattern, mask)
-    for schedule in ("ring", "allgather"):
+    for schedule in ("ring", "direct", "allgather"):
         found = run(case, pattern, mask, ranks=ranks, layout=layout, schedule=schedule)
         assert max(errors(found, truth)) <= 1e-12
         same_lse(found.lse, truth.lse, 1e-12)

@@ -15,8 +15,14 @@ from ringattn.executor import Job, backward, forward
 from ringattn.kernels import get_kernel
 from ringattn.transport.virtual import Virtual
 
-SCHEDULES = st.sampled_from(["ring", "allgather"])
+SCHEDULES = st.sampled_from(["ring", "direct", "allgather", "double_ring"])
 Problem = tuple[Pattern, int, int, str]
+
+
+def fitting(schedule: str, ranks: int) -> str:
+    """The schedule on that many ranks: nodes of the largest size that divides them."""
+    inner = max(n for n in range(1, ranks + 1) if ranks % n == 0 and (n < ranks or n == 1))
+    return f"double_ring({inner})" if schedule == "double_ring" else schedule
 
 
 @given(problems(), SCHEDULES, st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.booleans())
@@ -24,6 +30,7 @@ Problem = tuple[Pattern, int, int, str]
 def test_random_problems_equal_the_oracle(problem: Problem, schedule: str, heads: tuple[int, int], lse: bool) -> None:
     """Invariant 4: gradients come home, for a random cotangent of out and of lse."""
     pattern, tokens, ranks, layout = problem
+    schedule = fitting(schedule, ranks)
     case = make_case(tokens, *heads, torch.float64, batch=1, dim=8, lse=lse)
     oracle = dense(case, torch.from_numpy(pattern.mask(tokens, heads[0])))
     q, k, v = case.leaves()
@@ -43,6 +50,7 @@ def test_random_problems_equal_the_oracle(problem: Problem, schedule: str, heads
 def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str) -> None:
     """Invariant 3, on virtual ranks; for real ranks see tests/multi."""
     pattern, tokens, ranks, layout = problem
+    schedule = fitting(schedule, ranks)
     plan = make_plan(
         pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule, heads=4, kv_heads=2, head_dim=8,
         value_dim=4, dtype="bfloat16", batch=2,

@@ -27,15 +27,17 @@ PATTERNS: tuple[Pattern, ...] = (
     Documents([40, 1, 60]),
     Causal() & (Sinks(2) | Window(7)),
     mix(Causal(), Strided(3)),
+    Dilated((16, 40), (2, 3)),
 )
 
 
 def equals_virtual(rank: int, dtype: str, heads: tuple[int, int]) -> int:
     """Every pattern x layout x schedule: bit for bit the virtual ranks, and the planned bytes. Cells checked."""
     transport, size, cells = TorchDist(timeout=30), dist.get_world_size(), 0
+    schedules = ["ring", "direct", "allgather", f"double_ring({2 if size == 4 else 1})"]
     for pattern in PATTERNS:
         for layout in ("contiguous", "zigzag", "striped", "striped(8)"):
-            for schedule in ("ring", "allgather"):
+            for schedule in schedules:
                 case = make_case(TOKENS, *heads, getattr(torch, dtype), lse=True)
                 assert case.grad_lse is not None
                 whole = case.leaves()

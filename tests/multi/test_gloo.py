@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multi
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("dtype", "heads"), [("float32", (4, 2)), ("bfloat16", (2, 2)), ("float64", (3, 1))])
 def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
-    assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [56] * ranks
+    assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [128] * ranks
 
 
 def test_balanced_shards_on_real_ranks(run_ranks: Run) -> None:
