@@ -14,7 +14,7 @@ from .errors import InvalidInput, RingAttentionError, did_you_mean
 from .launcher import detect
 
 VERBS = {
-    "run": "attention over a text, a file or random numbers, on local ranks, torchrun or virtual ranks",
+    "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
     "plan": "who computes what and who sends what to whom; answers at once, without torch",
     "bench": "a suite of alternating measurements, written to benchmarks/",
     "doctor": "what this machine and installation can run, and what to install for the rest",
@@ -69,6 +69,8 @@ def _run(verb: str, overrides: list[str]) -> None:
     prepared = prepare(verb, overrides)
     if launch.rank > 0:  # one run directory, one log, one .hydra, whatever the launcher
         prepared += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+        if launch.kind in ("mpich", "openmpi"):  # no name of the job is in their environment, and clocks differ
+            prepared += ["hydra.run.dir=."]
 
     hydra = import_module("hydra")
     omegaconf = import_module("omegaconf")
