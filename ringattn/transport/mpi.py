@@ -55,10 +55,13 @@ class Mpi:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
         self.agreed: dict[Any, Any] = {}
-        self._lost: list[Any] = []
+        # Requests hold their buffers. All that are not done are kept, also after an error, so that memory that MPI
+        # may still write to is not handed out again.
+        self._flying: dict[int, list[Any]] = {}
+        self._lost = False
         self._comm, request = comm.Idup()
         self._finish([request], ["the other ranks of the communicator"])
-        self._tags = int(self._comm.Get_attr(self._mpi.TAG_UB)) + 1
+        self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)) + 1
 
     def check(self, device: torch.device) -> None:
         """Raise where this transport does not carry tensors of `device`."""
@@ -80,13 +83,15 @@ class Mpi:
         order = [("receive from", self._comm.Irecv, m, self._buffer(m, post.label)) for m in _by_tag(post.recvs)]
         order += [("send to", self._comm.Isend, m, self._buffer(m, post.label)) for m in _by_tag(post.sends)]
         self.counters.add(post)
-        requests, names = [], []
+        requests: list[Any] = []
+        names: list[str] = []
+        self._flying[id(requests)] = requests
         for verb, start, m, buffer in order:
             names.append(f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes")
             try:
                 requests.append(start([buffer, self._mpi.BYTE], m.peer, m.tag % self._tags))
             except self._mpi.Exception as error:
-                raise self._failure(names[-1:], requests, str(error)) from error
+                raise self._failure(names[-1:], str(error)) from error
         return requests, names
 
     def wait(self, ticket: tuple[list[Any], list[str]]) -> None:
@@ -121,6 +126,7 @@ class Mpi:
     def _finish(self, requests: list[Any], names: list[str]) -> None:
         """Wait until all are done, and no longer than the timeout."""
         self._usable()
+        self._flying[id(requests)] = requests
         deadline, looks = time.monotonic() + self.timeout, 0
         try:
             while not self._mpi.Request.Testall(requests):
@@ -128,14 +134,15 @@ class Mpi:
                 if looks > BUSY:
                     if time.monotonic() > deadline:
                         late = [name for name, r in zip(names, requests, strict=True) if not r.Test()]
-                        raise self._failure(late or names, requests, "timeout")
+                        if late:
+                            raise self._failure(late, "timeout")
                     time.sleep(min(SLEEP * (looks - BUSY), LONGEST_SLEEP))
         except self._mpi.Exception as error:
-            raise self._failure(names, requests, str(error)) from error
+            raise self._failure(names, str(error)) from error
+        del self._flying[id(requests)]
 
-    def _failure(self, names: list[str], requests: list[Any], reason: str) -> CommFailure:
-        # Requests hold their buffers: kept, so that memory that MPI may still write to is not handed out again.
-        self._lost.append(requests)
+    def _failure(self, names: list[str], reason: str) -> CommFailure:
+        self._lost = True
         return CommFailure(
             f"rank {self.rank} of {self.size}: {'; '.join(names)}: not done within {self.timeout:g} s or the peer is "
             f"gone ({reason.splitlines()[0]}). Look for the first error among the other ranks; ranks that call "

@@ -46,6 +46,8 @@ def shapes(transport: Mpi) -> bool:
         for post in (Post((Message(peer, 0, bad),), (), "test"), Post((), (Message(peer, 0, bad),), "test")):
             with pytest.raises(ra.InvalidInput, match="a message is a contiguous uint8 tensor"):
                 transport.post(post)
+    with pytest.raises(ra.InvalidInput, match="timeout=0"):
+        Mpi(timeout=0)
     assert transport.counters.sent_messages == transport.counters.received_messages == 0
     with pytest.raises(ra.InvalidInput, match="gpu_aware=True"):
         transport.check(torch.device("cuda", 0))
@@ -66,6 +68,10 @@ def tags(transport: Mpi) -> list[int]:
     recvs = tuple(Message(left, tag, x) for tag, x in zip(numbers, got, strict=True))
     transport.wait(transport.post(Post(sends, recvs[::-1], "test")))
     return [int(x.unique()) for x in got]
+
+
+def checks(transport: Mpi) -> list[Any]:
+    return [records(transport), shapes(transport), tags(transport), len(transport._flying)]
 
 
 def split(transport: Mpi) -> bool:

@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import load_file
 from test_gloo import WRONG
 
-import ringattn as ra
-
 Run = Callable[..., Any]
 pytestmark = pytest.mark.mpi
 
@@ -36,16 +34,8 @@ def test_every_rank_is_told_before_the_first_message(mpirun: Run) -> None:
         assert good.startswith(on_good)
 
 
-def test_records_of_any_length(mpirun: Run) -> None:
-    assert mpirun("records", 3) == [[0, 1, 2]] * 3
-
-
-def test_what_mpi4py_would_permute_is_refused(mpirun: Run) -> None:
-    assert mpirun("shapes", 2) == [True, True]
-
-
-def test_tags_above_the_bound(mpirun: Run) -> None:
-    assert mpirun("tags", 3) == [[0, 1, 2]] * 3
+def test_records_of_any_length_buffers_that_are_refused_and_tags_above_the_bound(mpirun: Run) -> None:
+    assert mpirun("checks", 3) == [[[0, 1, 2], True, [0, 1, 2], 0]] * 3
 
 
 def test_a_part_of_the_world(mpirun: Run) -> None:
@@ -137,10 +127,3 @@ def test_doctor_knows_mpi(start: Run, tmp_path: Path) -> None:
     (where,) = (line for line in done.stdout.splitlines() if line.startswith("mpirun"))
     assert "Version" in library or "MPI" in library.removeprefix("mpi library")
     assert os.access(where.split()[1].rstrip(","), os.X_OK)
-
-
-def test_the_transport_is_on_the_cpu_unless_told_otherwise() -> None:
-    from ringattn.transport.mpi import Mpi
-
-    with pytest.raises(ra.InvalidInput, match="timeout=0"):
-        Mpi(timeout=0)
