@@ -4,7 +4,10 @@
 # pip install 'ringattn[mpi]' brings mpi4py and an mpirun; MPIRUN=... chooses another one.
 set -euo pipefail
 
-python="$(command -v "${PYTHON:-python3}")"
+python="$(command -v "${PYTHON:-python3}")" || {
+    echo "no ${PYTHON:-python3} found; PYTHON=... chooses another" >&2
+    exit 2
+}
 # The mpirun beside this Python belongs to the MPI library that its mpi4py loads; one from elsewhere may not.
 beside="$(dirname "$python")/mpirun"
 mpirun="${MPIRUN:-$([ -x "$beside" ] && echo "$beside" || command -v mpirun || true)}"

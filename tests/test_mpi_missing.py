@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import ringattn as ra
-from ringattn.commands import doctor
+from ringattn.commands import doctor, run
+from ringattn.config import RunConfig, TransportGroup
 from ringattn.transport.mpi import Mpi
 
 COMMAND = "pip install 'ringattn[mpi]'"
@@ -40,6 +41,12 @@ def test_without_an_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     with pytest.raises(ra.Unsupported, match=r"\(cannot load MPI library\); try: pip install 'ringattn\[mpi\]'"):
         Mpi()
+
+
+def test_an_option_of_mpi_is_refused_elsewhere() -> None:
+    config = RunConfig(transport=TransportGroup("gloo", gpu_aware=True))
+    with pytest.raises(ra.InvalidInput, match="gpu_aware=true is an option of transport=mpi, not of gloo"):
+        run.main(config)
 
 
 def test_doctor_looks_for_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

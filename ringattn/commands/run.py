@@ -44,6 +44,10 @@ def main(config: RunConfig) -> None:
         raise InvalidInput(f"threads={config.threads}: must be at least 1; leave it out to share the cores evenly")
     if not config.timeout > 0:
         raise InvalidInput(f"timeout={config.timeout}: must be a number of seconds above 0")
+    if config.transport.gpu_aware and config.transport.spec != "mpi":
+        raise InvalidInput(
+            f"transport.gpu_aware=true is an option of transport=mpi, not of {config.transport.spec}; leave it out"
+        )
     if config.transport.spec == "virtual":
         _set_threads(config.threads or os.cpu_count() or 1)
         _Virtual(config).run()
@@ -98,7 +102,15 @@ def _under_mpi(launch: Launch, config: RunConfig) -> None:
     _set_threads(config.threads or max(1, (os.cpu_count() or 1) // max(launch.local_world, 1)))
     load()
     with AbortOnError():
-        transport = Mpi(timeout=config.timeout)
+        if config.transport.gpu_aware:
+            if not torch.cuda.is_available():
+                raise InvalidInput(
+                    "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device (ringattn "
+                    "doctor tells why); leave it out for CPU tensors"
+                )
+            # A rank that its launcher shows one device takes that one; ranks that see all of a node take turns.
+            torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+        transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
         if transport.size != launch.world:
             raise InvalidInput(
                 f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: mpirun "
@@ -181,7 +193,7 @@ class _Ranks(Run):
     def __init__(self, config: RunConfig, transport: Transport) -> None:
         super().__init__(config)
         self.rank, self.ranks, self.transport = transport.rank, transport.size, transport
-        if config.transport.spec == "nccl":
+        if config.transport.spec == "nccl" or config.transport.gpu_aware:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def open(self) -> None:

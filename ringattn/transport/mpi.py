@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
-from .base import Counters, Message, Post
+from .base import HEAD, Counters, Message, Post, gather_in_rounds
 
 INSTALL = "pip install 'ringattn[mpi]'"
 #: Seconds between two looks at messages that are not done: MPI moves most bytes while it is asked about them, so
 #: the first looks follow each other at once; sleeping then leaves the core to the rank that is waited for.
 BUSY, SLEEP, LONGEST_SLEEP = 200, 2e-5, 1e-3
+#: Bytes of a record that the first round of `gather` carries: that of the few bytes before every call, one cache line.
+SHORT = 64 - HEAD
 #: Seconds from the words of a failing rank to the abort: MPICH's mpirun drops what it has not yet read by then.
 HEARD = 0.5
 
@@ -98,15 +100,16 @@ class Mpi:
         self._finish(*ticket)
 
     def gather(self, record: bytes) -> list[bytes]:
+        return gather_in_rounds(self._exchange, record, SHORT)
+
+    def _exchange(self, record: bytes) -> list[bytes]:
+        """Every rank's record; all are equally long."""
         self._usable()
-        name = ["records of all ranks, before the first message"]
-        sizes = np.zeros(self.size, dtype=np.int64)
-        self._finish([self._comm.Iallgather(np.array([len(record)], dtype=np.int64), sizes)], name)
-        counts = sizes.tolist()
-        found = np.empty(sum(counts), dtype=np.uint8)
+        found = np.empty((self.size, len(record)), dtype=np.uint8)
         mine = np.frombuffer(record, dtype=np.uint8)
-        self._finish([self._comm.Iallgatherv([mine, self._mpi.BYTE], [found, counts, self._mpi.BYTE])], name)
-        return [piece.tobytes() for piece in np.split(found, np.cumsum(counts)[:-1])]
+        request = self._comm.Iallgather([mine, self._mpi.BYTE], [found, self._mpi.BYTE])
+        self._finish([request], ["records of all ranks, before the first message"])
+        return [row.tobytes() for row in found]
 
     def _buffer(self, message: Message, label: str) -> Any:
         """The memory of a message, as mpi4py takes it, without a copy."""

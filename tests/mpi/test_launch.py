@@ -49,6 +49,29 @@ def test_scripts_run(start: Callable[..., Any], name: str, transport: str, tmp_p
     assert wrong.returncode != 0 and "did you mean 'tokens'?" in wrong.stderr
 
 
+BROKEN = """
+import ringattn.commands.run as command
+from ringattn.cli import main
+
+def bad_day(config):
+    raise ArithmeticError("a bad day on every rank")
+
+command._worker = bad_day
+main()
+"""
+
+
+@pytest.mark.multi
+def test_torchrun_shows_the_traceback(start: Callable[..., Any], tmp_path: Path) -> None:
+    """What torchrun prints of a rank that failed, which without `@record` is a link to its manual."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "broken.py"]
+    done = start([*command, "run", "tokens=64"], cwd=tmp_path, timeout=90)
+    assert done.returncode != 0
+    summary = done.stderr.split("Root Cause")[-1]
+    assert 'raise ArithmeticError("a bad day on every rank")' in summary and "in bad_day" in summary
+
+
 def test_torchrun_on_many_nodes_asks_for_their_place(start: Callable[..., Any]) -> None:
     done = start([str(LAUNCH / "torchrun.sh")], env={"NODES": "2"}, timeout=10)
     assert done.returncode != 0 and "HEAD=host:port of the first node is needed" in done.stderr

@@ -100,6 +100,12 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, tmp_path: Path) 
             "no MPI launcher started this process; start it with mpirun -n 4 ringattn run transport=mpi",
         ),
         (True, ("tokens=64", "output.path=no/such/x.safetensors"), "the folder no/such does not exist"),
+        pytest.param(
+            True,
+            ("transport.gpu_aware=true", "tokens=64"),
+            "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
+        ),
         (True, ("input=file", "input.path=none.safetensors"), "no such file"),
     ],
 )
@@ -120,9 +126,26 @@ def test_ranks_of_another_mpi_are_told_so(start: Run, tmp_path: Path) -> None:
     assert "openmpi started 2 processes, and MPI in this one knows of 1" in done.stderr
 
 
-def test_doctor_knows_mpi(start: Run, tmp_path: Path) -> None:
-    done = start([sys.executable, "-m", "ringattn", "doctor"], cwd=tmp_path, env={"COLUMNS": "200"})
-    assert done.returncode == 0
+def test_a_sweep_has_one_folder(start: Run, mpirun_path: str, tmp_path: Path) -> None:
+    """Only rank 0 writes, and what the other ranks give Hydra to write to is gone."""
+    (scratch := tmp_path / "scratch").mkdir()
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "run", "-m", "transport=mpi", "tokens=64"]
+    done = start([*command, "heads=1", "repeat=1", "layout=zigzag,striped"], cwd=tmp_path, env={"TMPDIR": str(scratch)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("forward time") == 2
+    assert len(list(tmp_path.glob("**/multirun.yaml"))) == 1 and len(list(tmp_path.glob("**/.hydra"))) == 2
+    assert not [path for path in scratch.iterdir() if path.name.startswith("ringattn-")]
+
+
+def test_one_rank_speaks_for_all(start: Run, mpirun_path: str, tmp_path: Path) -> None:
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn"]
+    done = start([*command, "plan", "tokens=1k", "output.path=plan.json"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Causal()") == 1 and (tmp_path / "plan.json").is_file()
+    done = start([*command, "doctor"], cwd=tmp_path, env={"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ringattn doctor") == 1
+    assert "mpich, rank 0 of 2" in done.stdout or "openmpi, rank 0 of 2" in done.stdout
     (library,) = (line for line in done.stdout.splitlines() if line.startswith("mpi library"))
     (where,) = (line for line in done.stdout.splitlines() if line.startswith("mpirun"))
     assert "Version" in library or "MPI" in library.removeprefix("mpi library")
