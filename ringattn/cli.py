@@ -6,7 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from .config import SCHEMAS, conf_dir, prepare
@@ -14,7 +16,7 @@ from .errors import InvalidInput, RingAttentionError, did_you_mean
 from .launcher import detect
 
 VERBS = {
-    "run": "attention over a text, a file or random numbers, on local ranks, torchrun or virtual ranks",
+    "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
     "plan": "who computes what and who sends what to whom; answers at once, without torch",
     "bench": "a suite of alternating measurements, written to benchmarks/",
     "doctor": "what this machine and installation can run, and what to install for the rest",
@@ -67,9 +69,24 @@ def _run(verb: str, overrides: list[str]) -> None:
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
     launch = detect()
     prepared = prepare(verb, overrides)
+    if verb != "run" and (launch.local_rank if verb == "doctor" else launch.rank):
+        return  # one rank says it for all; doctor, which tells of a machine, on every node once
     if launch.rank > 0:  # one run directory, one log, one .hydra, whatever the launcher
         prepared += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    with ExitStack() as ended:
+        if launch.rank > 0 and launch.kind in ("mpich", "openmpi"):
+            # No name of the job is in their environment, and clocks differ. Hydra writes into the folder of a sweep.
+            scratch = ended.enter_context(TemporaryDirectory(prefix="ringattn-")) if _swept(overrides) else "."
+            prepared += ["hydra.run.dir=.", f"hydra.sweep.dir={scratch}"]
+        _hand_to_hydra(verb, prepared)
 
+
+def _swept(overrides: list[str]) -> bool:
+    """Whether the command line asks for one job per value."""
+    return bool({"-m", "--multirun"} & set(overrides))
+
+
+def _hand_to_hydra(verb: str, prepared: list[str]) -> None:
     hydra = import_module("hydra")
     omegaconf = import_module("omegaconf")
     store = import_module("hydra.core.config_store").ConfigStore.instance()

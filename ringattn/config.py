@@ -69,6 +69,11 @@ class ScheduleGroup(Group):
 
 
 @dataclass
+class TransportGroup(Group):
+    gpu_aware: bool = False
+
+
+@dataclass
 class InputGroup:
     name: str = "text"
     path: str | None = None
@@ -103,7 +108,7 @@ class Shape:
 
 @dataclass
 class RunConfig(Shape):
-    transport: Group = field(default_factory=Group)
+    transport: TransportGroup = field(default_factory=TransportGroup)
     kernel: Group = field(default_factory=Group)
     input: InputGroup = field(default_factory=InputGroup)
     scale: float | None = None

@@ -36,11 +36,13 @@ class Launch:
     local_world: int = 1
 
 
-#: (launcher, rank, world, local rank, local world), in order of trust: SLURM_PROCID is also set in a plain batch script.
+#: (launcher, rank, world, local rank, local world), in order of trust: SLURM_PROCID is also set in a plain batch script,
+#: where one task is no job of ranks. Of two names the first that is set counts: MPICH's mpirun tells the place on the
+#: node, and srun, which may speak the same PMI, tells it in its own variables.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID SLURM_LOCALID", "MPI_LOCALNRANKS SLURM_NTASKS_PER_NODE"),
     ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )  # fmt: skip
 
@@ -51,12 +53,14 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
     for kind, rank, world, local_rank, local_world in _VARIABLES:
         if rank in env and world in env:
             numbers = []
-            for name, default in ((rank, "0"), (world, "1"), (local_rank, "0"), (local_world, "1")):
+            for names, default in ((rank, "0"), (world, "1"), (local_rank, "0"), (local_world, "1")):
+                name = next((name for name in names.split() if name in env), "")
                 try:
                     numbers.append(int(env.get(name, default)))
                 except ValueError:
                     raise InvalidInput(f"{name}={env[name]!r} in the environment is not a number; unset it") from None
-            return Launch(kind, *numbers)
+            if kind != "slurm" or numbers[1] > 1:
+                return Launch(kind, *numbers)
     return Launch("none")
 
 
@@ -64,8 +68,8 @@ def init_process_group(launch: Launch, *, backend: str, timeout: float) -> None:
     """Join the process group of a torchrun job (env://)."""
     if launch.kind != "torchrun":
         raise InvalidInput(
-            f"{launch.kind} started this job, which this transport cannot join; start it with torchrun, "
-            "or alone with ranks=2 to use ranks on this machine"
+            f"{launch.kind} started this job, which transport={backend} cannot join; start it with torchrun, use "
+            "transport=mpi, or start it alone with ranks=2 to use ranks on this machine"
         )
     dist = importlib.import_module("torch.distributed")
     dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=timeout))

@@ -88,6 +88,13 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     assert names <= {name.lower().replace("_", "-") for name in pins}
 
 
+def test_developers_get_what_the_mpi_tests_need() -> None:
+    """scripts/test installs the extra dev: nothing of tests/mpi is skipped after it."""
+    assert '/scripts/setup" dev' in (ROOT / "scripts" / "test").read_text()
+    extras = PROJECT.get("project", {}).get("optional-dependencies", {})
+    assert set(extras.get("mpi", [])) <= set(extras.get("dev", []))
+
+
 def test_torch_is_not_asked_for_by_an_open_name() -> None:
     """Plain `pip install torch` may bring gigabytes: the scripts install the pinned one first."""
     assert "grep '^torch==' constraints.txt" in (ROOT / "scripts" / "setup").read_text()

@@ -6,7 +6,10 @@ import importlib
 import importlib.util
 import os
 import platform
+import shutil
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ..config import DoctorConfig
@@ -40,6 +43,7 @@ def main(config: DoctorConfig) -> None:
     numbers += [Number(f"kernel {name}", state) for name, state in kernels.available().items()]
     for package, (brings, command) in EXTRAS.items():
         numbers.append(Number(package, _installed(package) or f"missing; for {brings}: {command}"))
+    numbers += [Number("mpi library", _mpi_library()), Number("mpirun", _mpirun())]
     show("ringattn doctor", numbers)
 
 
@@ -54,6 +58,28 @@ def _nccl(torch: Any, dist: Any) -> str:
     if not dist.is_nccl_available():
         return "missing from this torch build; install a CUDA build of torch"
     return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _mpi_library() -> str:
+    """The version of the MPI library that mpi4py finds; MPI itself is not started."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return f"unknown without mpi4py; try: {EXTRAS['mpi4py'][1]}"
+    importlib.import_module("mpi4py").rc(initialize=False, finalize=False)
+    try:
+        text: str = importlib.import_module("mpi4py.MPI").Get_library_version()
+    except (ImportError, RuntimeError) as error:
+        return f"none that mpi4py can load ({str(error).splitlines()[0]}); try: {EXTRAS['mpi4py'][1]}"
+    return " ".join(text.splitlines()[0].rstrip("\0").split())
+
+
+def _mpirun() -> str:
+    """Where mpirun is. The one of this environment comes first: it belongs to the library that mpi4py loads."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = shutil.which("mpirun")
+    if beside.is_file():
+        same = found is not None and Path(found).resolve() == beside.resolve()
+        return f"{beside}" + ("" if same else f", not on the PATH{f', where {found} stands' if found else ''}")
+    return found or f"missing; try: {EXTRAS['mpi4py'][1]}"
 
 
 def _installed(package: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +25,11 @@ from ..functional import ring_attention, virtual_attention
 from ..job import Measured, Run, plan_of, save
 from ..launcher import Launch, detect, init_process_group, run_local
 from ..report import console
+from ..transport.base import Message, Post, Transport
+from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
 
-TRANSPORTS = ("gloo", "nccl", "virtual")
+TRANSPORTS = ("gloo", "nccl", "mpi", "virtual")
 
 
 def main(config: RunConfig) -> None:
@@ -41,9 +44,15 @@ def main(config: RunConfig) -> None:
         raise InvalidInput(f"threads={config.threads}: must be at least 1; leave it out to share the cores evenly")
     if not config.timeout > 0:
         raise InvalidInput(f"timeout={config.timeout}: must be a number of seconds above 0")
+    if config.transport.gpu_aware and config.transport.spec != "mpi":
+        raise InvalidInput(
+            f"transport.gpu_aware=true is an option of transport=mpi, not of {config.transport.spec}; leave it out"
+        )
     if config.transport.spec == "virtual":
         _set_threads(config.threads or os.cpu_count() or 1)
         _Virtual(config).run()
+    elif config.transport.spec == "mpi":
+        _under_mpi(launch, config)
     elif launch.kind != "none":
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -77,22 +86,50 @@ def _launched(launch: Launch, config: RunConfig) -> None:
     if config.transport.spec == "nccl":
         torch.cuda.set_device(launch.local_rank)
     try:
-        _worker(launch.rank, config)
+        _worker(config)
     finally:
         dist.destroy_process_group()
+
+
+def _under_mpi(launch: Launch, config: RunConfig) -> None:
+    """This process is one rank of an mpirun, or of an srun whose Slurm speaks the MPI library's PMI."""
+    if launch.kind in ("none", "torchrun"):
+        how = "torchrun started this job" if launch.kind == "torchrun" else "no MPI launcher started this process"
+        raise InvalidInput(
+            f"transport=mpi: {how}; start it with mpirun -n {config.ranks} ringattn run transport=mpi ... "
+            f"(where mpirun or mpi4py is missing: {INSTALL})"
+        )
+    _set_threads(config.threads or max(1, (os.cpu_count() or 1) // max(launch.local_world, 1)))
+    load()
+    with AbortOnError():
+        if config.transport.gpu_aware:
+            if not torch.cuda.is_available():
+                raise InvalidInput(
+                    "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device (ringattn "
+                    "doctor tells why); leave it out for CPU tensors"
+                )
+            # A rank that its launcher shows one device takes that one; ranks that see all of a node take turns.
+            torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+        transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
+        if transport.size != launch.world:
+            raise InvalidInput(
+                f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: mpirun "
+                "and mpi4py belong to different MPI libraries; use the mpirun that ringattn doctor names"
+            )
+        _Ranks(config, transport).run()
 
 
 def _started(rank: int, config: RunConfig) -> None:
     """A rank that `_local` started: a wrong call is told in one line, which the parent repeats."""
     try:
-        _worker(rank, config)
+        _worker(config)
     except RingAttentionError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
 
 
-def _worker(rank: int, config: RunConfig) -> None:
-    _Ranks(config, rank).run()
+def _worker(config: RunConfig) -> None:
+    _Ranks(config, TorchDist(timeout=config.timeout)).run()
 
 
 def _set_threads(count: int) -> None:
@@ -139,7 +176,7 @@ class _Virtual(Run):
 class _Watched:
     """A transport that moves a progress bar at every wait."""
 
-    def __init__(self, inner: TorchDist, advance: Any) -> None:
+    def __init__(self, inner: Transport, advance: Any) -> None:
         self._inner, self._advance = inner, advance
 
     def __getattr__(self, name: str) -> Any:
@@ -151,13 +188,12 @@ class _Watched:
 
 
 class _Ranks(Run):
-    """This process is one rank of a process group."""
+    """This process is one rank of a transport, which carries all that the ranks have to tell each other."""
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
+    def __init__(self, config: RunConfig, transport: Transport) -> None:
         super().__init__(config)
-        self.rank, self.ranks = rank, dist.get_world_size()
-        self.transport = TorchDist(timeout=config.timeout)
-        if config.transport.spec == "nccl":
+        self.rank, self.ranks, self.transport = transport.rank, transport.size, transport
+        if config.transport.spec == "nccl" or config.transport.gpu_aware:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def open(self) -> None:
@@ -201,7 +237,7 @@ class _Ranks(Run):
         return out, lse
 
     def barrier(self) -> None:
-        dist.barrier()
+        self.transport.gather(b"")
 
     def counted(self) -> int:
         sent = self.transport.counters.sent_bytes
@@ -209,14 +245,18 @@ class _Ranks(Run):
         return sent
 
     def collect(self, seen: Measured) -> list[Measured]:
-        everyone: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everyone, seen)
-        return everyone
+        return [pickle.loads(raw) for raw in self.transport.gather(pickle.dumps(seen))]
 
     def _reduce(self, x: torch.Tensor, top: bool) -> None:
-        moved = x.to(self.device)
-        dist.all_reduce(moved, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM)
-        x.copy_(moved)
+        parts = [torch.frombuffer(bytearray(raw), dtype=x.dtype) for raw in self.transport.gather(x.numpy().tobytes())]
+        every = torch.stack(parts).view(self.ranks, *x.shape)
+        x.copy_(every.amax(0) if top else every.sum(0))
+
+    def _move(self, x: torch.Tensor, peer: int, *, send: bool) -> None:
+        if x.numel():
+            message = (Message(peer, 0, x.view(-1).view(torch.uint8)),)
+            post = Post(message, (), "output") if send else Post((), message, "output")
+            self.transport.wait(self.transport.post(post))
 
     def compare(self, out: torch.Tensor) -> float | None:
         return self.sampled(self._reduce, self.plan.layout.positions(self.rank), out)
@@ -228,13 +268,11 @@ class _Ranks(Run):
         for x in (out.contiguous(), lse.unsqueeze(-1).contiguous()):
             pieces = [x]
             if self.rank:
-                if x.numel():
-                    dist.send(x, 0)
+                self._move(x, 0, send=True)
                 continue
             for rank in range(1, self.ranks):
                 piece = x.new_empty((*x.shape[:2], layout.rows(rank), x.shape[3]))
-                if piece.numel():
-                    dist.recv(piece, rank)
+                self._move(piece, rank, send=False)
                 pieces.append(piece)
             wholes.append(layout.unshard_tensor(pieces).cpu())
         error: RingAttentionError | None = None

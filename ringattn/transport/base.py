@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -78,6 +78,22 @@ class Transport(Protocol):
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
+
+
+#: Bytes that tell the length of a record.
+HEAD = 8
+
+
+def gather_in_rounds(exchange: Callable[[bytes], list[bytes]], record: bytes, short: int) -> list[bytes]:
+    """Every rank's record, by an `exchange` of equally long ones: one round where none is longer than `short` bytes.
+
+    The first round carries each record's length and its start; a second one, as long as the longest, the rest.
+    """
+    first = exchange(len(record).to_bytes(HEAD, "little") + record[:short].ljust(short, b"\0"))
+    sizes = [int.from_bytes(raw[:HEAD], "little") for raw in first]
+    more = max(sizes) - short
+    rest = exchange(record[short:].ljust(more, b"\0")) if more > 0 else [b""] * len(sizes)
+    return [(a[HEAD:] + b)[:size] for a, b, size in zip(first, rest, sizes, strict=True)]
 
 
 def drive(program: Program[T], transport: Transport) -> T:

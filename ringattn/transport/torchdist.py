@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommFailure, InvalidInput
-from .base import Counters, Message, Post
+from .base import HEAD, Counters, Message, Post, gather_in_rounds
 
-#: Bytes of the first round of `gather`: the length of the record, and its start, which is all of most.
-HEAD, SHORT = 8, 4088
+#: Bytes of a record that the first round of `gather` carries: all of most.
+SHORT = 4096 - HEAD
 
 
 class TorchDist:
@@ -71,18 +71,12 @@ class TorchDist:
             self._wait(work, name)
 
     def gather(self, record: bytes) -> list[bytes]:
-        # One round for short records; a second one, as long as the longest, for the rest of long ones.
-        first = self._exchange(len(record).to_bytes(HEAD, "little") + record[:SHORT], HEAD + SHORT)
-        sizes = [int.from_bytes(raw[:HEAD], "little") for raw in first]
-        rest = [b""] * self.size
-        if max(sizes) > SHORT:
-            rest = self._exchange(record[SHORT:], max(sizes) - SHORT)
-        return [(a[HEAD:] + b)[:size] for a, b, size in zip(first, rest, sizes, strict=True)]
+        return gather_in_rounds(self._exchange, record, SHORT)
 
-    def _exchange(self, record: bytes, size: int) -> list[bytes]:
-        """Every rank's record, padded to `size` bytes."""
+    def _exchange(self, record: bytes) -> list[bytes]:
+        """Every rank's record; all are equally long."""
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(self.backend) else "cpu"
-        mine = torch.frombuffer(bytearray(record.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         name = "records of all ranks, before the first message"
         try:

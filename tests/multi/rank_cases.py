@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from oracle import make_case
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
 from ringattn.functional import _transport
+from ringattn.transport.base import Transport
 from ringattn.transport.torchdist import TorchDist
 
 TOKENS = 101
@@ -33,9 +35,16 @@ PATTERNS: tuple[Pattern, ...] = (
 
 def equals_virtual(rank: int, dtype: str, heads: tuple[int, int]) -> int:
     """Every pattern x layout x schedule: bit for bit the virtual ranks, and the planned bytes. Cells checked."""
-    transport, size, cells = TorchDist(timeout=30), dist.get_world_size(), 0
+    return compare_with_virtual(TorchDist(timeout=30), dtype, heads, PATTERNS)
+
+
+def compare_with_virtual(
+    transport: Transport, dtype: str, heads: tuple[int, int], patterns: tuple[Pattern, ...]
+) -> int:
+    """`equals_virtual` on any transport."""
+    rank, size, cells = transport.rank, transport.size, 0
     schedules = ["ring", "direct", "allgather", f"double_ring({2 if size == 4 else 1})"]
-    for pattern in PATTERNS:
+    for pattern in patterns:
         for layout in ("contiguous", "zigzag", "striped", "striped(8)"):
             for schedule in schedules:
                 case = make_case(TOKENS, *heads, getattr(torch, dtype), lse=True)
@@ -101,31 +110,30 @@ def balanced_shards(rank: int) -> float:
     return worst
 
 
-def errors_on_every_rank(rank: int) -> list[str]:
+def errors_on_every_rank(rank: int, transport: Transport | None = None) -> list[str]:
     """One wrong call after another; what this rank was told each time."""
-    size = dist.get_world_size()
+    used = _transport(None, None, transport)
+    size, attend = used.size, partial(ra.ring_attention, transport=transport)
     x = torch.zeros(1, 2, 4, 8)
     odd = rank == size - 1
     calls = (
-        lambda: ra.ring_attention(x[0] if odd else x, x, x, Causal()),
-        lambda: ra.ring_attention(x, x.double() if odd else x, x, Causal()),
-        lambda: ra.ring_attention(x, x, x, Window(3) if odd else Causal()),
-        lambda: ra.ring_attention(x, x, x, Causal(), layout="zigzag" if odd else "contiguous"),
-        lambda: ra.ring_attention(*(torch.zeros(1, 2, 5 if odd else 4, 8) for _ in range(3)), Full(), layout="zigzag"),
-        lambda: ra.ring_attention(*(torch.zeros(2 if odd else 1, 2, 4, 8) for _ in range(3)), Full()),
-        lambda: ra.ring_attention(*(x.double() if odd else x for _ in range(3)), Full()),
-        lambda: ra.ring_attention(x.clone().requires_grad_(odd), x, x, Full()),
-        lambda: ra.ring_attention(x, x, x, Documents([7])),
-        lambda: ra.ring_attention(x, x, x, Causal(), kernel="aten_cuda" if odd else "auto"),
-        lambda: ra.ring_attention(x, x, x, Causal(), schedule="rong" if odd else "ring"),
-        lambda: ra.ring_attention(
-            x, x, x, Causal(), key_padding_mask=torch.zeros(1, 3 if odd else 4, dtype=torch.bool)
-        ),
-        lambda: ra.ring_attention(x, x, x, Causal(), key_padding_mask=torch.zeros(1, 4) > 0 if odd else None),
+        lambda: attend(x[0] if odd else x, x, x, Causal()),
+        lambda: attend(x, x.double() if odd else x, x, Causal()),
+        lambda: attend(x, x, x, Window(3) if odd else Causal()),
+        lambda: attend(x, x, x, Causal(), layout="zigzag" if odd else "contiguous"),
+        lambda: attend(*(torch.zeros(1, 2, 5 if odd else 4, 8) for _ in range(3)), Full(), layout="zigzag"),
+        lambda: attend(*(torch.zeros(2 if odd else 1, 2, 4, 8) for _ in range(3)), Full()),
+        lambda: attend(*(x.double() if odd else x for _ in range(3)), Full()),
+        lambda: attend(x.clone().requires_grad_(odd), x, x, Full()),
+        lambda: attend(x, x, x, Documents([7])),
+        lambda: attend(x, x, x, Causal(), kernel="aten_cuda" if odd else "auto"),
+        lambda: attend(x, x, x, Causal(), schedule="rong" if odd else "ring"),
+        lambda: attend(x, x, x, Causal(), key_padding_mask=torch.zeros(1, 3 if odd else 4, dtype=torch.bool)),
+        lambda: attend(x, x, x, Causal(), key_padding_mask=torch.zeros(1, 4) > 0 if odd else None),
     )
     told = []
     for call in calls:
-        counters = _transport(None, None).counters
+        counters = used.counters
         counters.reset()
         try:
             call()
@@ -135,7 +143,7 @@ def errors_on_every_rank(rank: int) -> list[str]:
             told.append("no error")
         assert counters.sent_messages == 0, "an error before the first message"
     # After all these the group still works.
-    out = ra.ring_attention(x, x, x, Full())
+    out = attend(x, x, x, Full())
     assert out.shape == x.shape
     return told
 

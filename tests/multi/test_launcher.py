@@ -78,6 +78,12 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch("openmpi", 1, 2, 0, 1)),
         ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, Launch("mpich", 1, 4, 1, 1)),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, Launch("slurm", 2, 4, 0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Launch("none")),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
+            Launch("mpich", 3, 4, 1, 1),
+        ),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("mpich", 1, 2, 0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "1", "WORLD_SIZE": "2"}, Launch("torchrun", 1, 2, 0, 1)),
     ],
 )

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# ringattn on RANKS processes under mpirun, 2 unless told otherwise. Arguments are overrides:
+#   RANKS=4 launch/mpirun.sh tokens=64k pattern=window           MPIRUN_ARGS="-f hosts" RANKS=16 launch/mpirun.sh
+# pip install 'ringattn[mpi]' brings mpi4py and an mpirun; MPIRUN=... chooses another one.
+set -euo pipefail
+
+python="$(command -v "${PYTHON:-python3}")" || {
+    echo "no ${PYTHON:-python3} found; PYTHON=... chooses another" >&2
+    exit 2
+}
+# The mpirun beside this Python belongs to the MPI library that its mpi4py loads; one from elsewhere may not.
+beside="$(dirname "$python")/mpirun"
+mpirun="${MPIRUN:-$([ -x "$beside" ] && echo "$beside" || command -v mpirun || true)}"
+if [ -z "$mpirun" ]; then
+    echo "no mpirun found; try: pip install 'ringattn[mpi]'" >&2
+    exit 2
+fi
+
+# One run directory per job on all nodes: their clocks may differ by a second.
+export RINGATTN_RUN_ID="${RINGATTN_RUN_ID:-mpi-$(date +%Y-%m-%d-%H-%M-%S)-$$}"
+# shellcheck disable=SC2086  # MPIRUN_ARGS is a list of words
+exec "$mpirun" ${MPIRUN_ARGS:-} -n "${RANKS:-2}" "$python" -m ringattn run transport=mpi "$@"

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# ringattn on this machine under torchrun, one process per GPU, or RANKS processes. Arguments are overrides:
+#   launch/torchrun.sh transport=nccl tokens=1M            RANKS=2 launch/torchrun.sh tokens=8k backward=true
+# More machines: run it on each with NODES=4 NODE=0..3 HEAD=host:port, HEAD being a free port of the first.
+set -euo pipefail
+
+gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
+ranks="${RANKS:-$((gpus > 0 ? gpus : 2))}"
+
+# One node finds itself a free port; several meet at HEAD.
+place=(--standalone)
+if [ "${NODES:-1}" -gt 1 ]; then
+    : "${HEAD:?HEAD=host:port of the first node is needed where NODES > 1}"
+    place=(--nnodes "$NODES" --node-rank "${NODE:?NODE=0..NODES-1 is needed}"
+           --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${RINGATTN_RUN_ID:-ringattn}")
+fi
+
+# torchrun gives every rank one thread unless told otherwise; CPU ranks share the cores instead.
+cores="$(nproc)"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
+exec "${PYTHON:-python3}" -m torch.distributed.run "${place[@]}" --nproc-per-node "$ranks" -m ringattn run "$@"

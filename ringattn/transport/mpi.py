@@ -1,0 +1,188 @@
+"""Messages over MPI, by mpi4py: tensors in host memory, or on a device where the MPI library reads device memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
+from .base import HEAD, Counters, Message, Post, gather_in_rounds
+
+INSTALL = "pip install 'ringattn[mpi]'"
+#: Seconds between two looks at messages that are not done: MPI moves most bytes while it is asked about them, so
+#: the first looks follow each other at once; sleeping then leaves the core to the rank that is waited for.
+BUSY, SLEEP, LONGEST_SLEEP = 200, 2e-5, 1e-3
+#: Bytes of a record that the first round of `gather` carries: that of the few bytes before every call, one cache line.
+SHORT = 64 - HEAD
+#: Seconds from the words of a failing rank to the abort: MPICH's mpirun drops what it has not yet read by then.
+HEARD = 0.5
+
+
+def load() -> Any:
+    """The module mpi4py.MPI; the first call starts MPI in this process."""
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and finds no MPI library
+        reason = str(error).strip().splitlines()[0]
+        raise Unsupported(f"the MPI transport needs mpi4py and an MPI library ({reason}); try: {INSTALL}") from error
+
+
+class Mpi:
+    """One rank of an MPI communicator, `MPI.COMM_WORLD` by default. Making one is collective; make it once and keep it.
+
+    Messages travel in a duplicate of `comm`, apart from the program's own. `timeout` (seconds) bounds every wait.
+    `gpu_aware=True` hands CUDA tensors to an MPI library built for them (by __cuda_array_interface__; not measured
+    yet); without it tensors must be on the CPU. An exception on one rank alone leaves the others in MPI_Finalize:
+    start programs with `mpirun -n 4 python -m mpi4py program.py`, or wrap them in `AbortOnError`.
+    """
+
+    def __init__(self, comm: Any = None, *, timeout: float = 60.0, gpu_aware: bool = False) -> None:
+        self._mpi = load()
+        comm = self._mpi.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
+            raise InvalidInput(
+                f"comm={comm!r} is not an intra-communicator that this process belongs to; pass one, such as "
+                "MPI.COMM_WORLD or MPI.COMM_WORLD.Split(color), on its members only"
+            )
+        if not timeout > 0:
+            raise InvalidInput(f"timeout={timeout}: must be a number of seconds above 0")
+        self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
+        self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
+        self.agreed: dict[Any, Any] = {}
+        # Requests hold their buffers. All that are not done are kept, also after an error, so that memory that MPI
+        # may still write to is not handed out again.
+        self._flying: dict[int, list[Any]] = {}
+        self._lost = False
+        self._comm, request = comm.Idup()
+        self._finish([request], ["the other ranks of the communicator"])
+        self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)) + 1
+
+    def check(self, device: torch.device) -> None:
+        """Raise where this transport does not carry tensors of `device`."""
+        if device.type == "cpu":
+            return
+        if device.type != "cuda" or not self.gpu_aware:
+            raise InvalidInput(
+                f"tensors are on {device}, and MPI carries host memory; move them to the cpu, use NCCL, or pass "
+                "Mpi(gpu_aware=True) for CUDA tensors where the MPI library is built for them"
+            )
+        if self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED:
+            # Autograd runs the backward of CUDA tensors on a thread of its own.
+            raise Unsupported("CUDA tensors need MPI with MPI_THREAD_SERIALIZED; leave mpi4py.rc.thread_level alone")
+
+    def post(self, post: Post) -> tuple[list[Any], list[str]]:
+        self._usable()
+        # Each in tag order, the same on both sides of a pair: messages whose tags are equal modulo the bound match
+        # in the order in which they are posted.
+        order = [("receive from", self._comm.Irecv, m, self._buffer(m, post.label)) for m in _by_tag(post.recvs)]
+        order += [("send to", self._comm.Isend, m, self._buffer(m, post.label)) for m in _by_tag(post.sends)]
+        self.counters.add(post)
+        requests: list[Any] = []
+        names: list[str] = []
+        self._flying[id(requests)] = requests
+        for verb, start, m, buffer in order:
+            names.append(f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes")
+            try:
+                requests.append(start([buffer, self._mpi.BYTE], m.peer, m.tag % self._tags))
+            except self._mpi.Exception as error:
+                raise self._failure(names[-1:], str(error)) from error
+        return requests, names
+
+    def wait(self, ticket: tuple[list[Any], list[str]]) -> None:
+        self._finish(*ticket)
+
+    def gather(self, record: bytes) -> list[bytes]:
+        return gather_in_rounds(self._exchange, record, SHORT)
+
+    def _exchange(self, record: bytes) -> list[bytes]:
+        """Every rank's record; all are equally long."""
+        self._usable()
+        found = np.empty((self.size, len(record)), dtype=np.uint8)
+        mine = np.frombuffer(record, dtype=np.uint8)
+        request = self._comm.Iallgather([mine, self._mpi.BYTE], [found, self._mpi.BYTE])
+        self._finish([request], ["records of all ranks, before the first message"])
+        return [row.tobytes() for row in found]
+
+    def _buffer(self, message: Message, label: str) -> Any:
+        """The memory of a message, as mpi4py takes it, without a copy."""
+        data = message.data
+        if data.dtype != torch.uint8 or not data.is_contiguous():
+            # mpi4py takes a transposed tensor for a Fortran array and sends its memory as it lies.
+            raise InvalidInput(
+                f"{label}: a message is a contiguous uint8 tensor, got {data.dtype} of shape {tuple(data.shape)} with "
+                f"strides {data.stride()}; pass x.contiguous().view(torch.uint8)"
+            )
+        if data.device.type == "cpu":
+            return data.numpy()
+        self.check(data.device)
+        torch.cuda.current_stream(data.device).synchronize()  # MPI knows nothing of streams
+        return data
+
+    def _finish(self, requests: list[Any], names: list[str]) -> None:
+        """Wait until all are done, and no longer than the timeout."""
+        self._usable()
+        self._flying[id(requests)] = requests
+        deadline, looks = time.monotonic() + self.timeout, 0
+        try:
+            while not self._mpi.Request.Testall(requests):
+                looks += 1
+                if looks > BUSY:
+                    if time.monotonic() > deadline:
+                        late = [name for name, r in zip(names, requests, strict=True) if not r.Test()]
+                        if late:
+                            raise self._failure(late, "timeout")
+                    time.sleep(min(SLEEP * (looks - BUSY), LONGEST_SLEEP))
+        except self._mpi.Exception as error:
+            raise self._failure(names, str(error)) from error
+        del self._flying[id(requests)]
+
+    def _failure(self, names: list[str], reason: str) -> CommFailure:
+        self._lost = True
+        return CommFailure(
+            f"rank {self.rank} of {self.size}: {'; '.join(names)}: not done within {self.timeout:g} s or the peer is "
+            f"gone ({reason.splitlines()[0]}). Look for the first error among the other ranks; ranks that call "
+            "ring_attention with other arguments than before, or in another order, also end here"
+        )
+
+    def _usable(self) -> None:
+        if self._lost:
+            raise CommFailure(
+                f"rank {self.rank} of {self.size}: an earlier message of this transport was lost, and a later one could "
+                "be taken for it; end the job, or make a new Mpi() on all ranks"
+            )
+
+
+class AbortOnError:
+    """Ends all ranks of the job where its block raises on one: at the end of the interpreter MPI_Finalize would wait
+    for the others, and they for a message, forever. What was raised is printed first.
+    """
+
+    def __enter__(self) -> AbortOnError:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        world, told = load().COMM_WORLD, isinstance(error, RingAttentionError)
+        if told:
+            sys.stderr.write(f"ringattn: rank {world.Get_rank()}: {error}\n")
+        if not told or os.environ.get("RINGATTN_TRACEBACK") == "1":
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(HEARD)
+        world.Abort(2 if told else 1)
+
+
+def _by_tag(messages: tuple[Message, ...]) -> list[Message]:
+    return sorted(messages, key=lambda message: (message.tag, message.peer))

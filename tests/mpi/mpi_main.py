@@ -1,0 +1,144 @@
+"""What a rank of tests/mpi runs: `python mpi_main.py <case> <arguments as JSON>` under mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_cases
+import torch
+
+import ringattn as ra
+from ringattn import Causal, Full, Sinks, Strided, Window, mix
+from ringattn.transport.base import Message, Post
+from ringattn.transport.mpi import SHORT, AbortOnError, Mpi
+
+PATTERNS = (Causal(), Window(5, 9), Causal() & (Sinks(2) | Window(7)), mix(Causal(), Strided(3)))
+
+
+def equals_virtual(transport: Mpi, dtype: str, heads: list[int]) -> int:
+    return rank_cases.compare_with_virtual(transport, dtype, (heads[0], heads[1]), PATTERNS)
+
+
+def errors(transport: Mpi) -> list[str]:
+    return rank_cases.errors_on_every_rank(transport.rank, transport)
+
+
+def records(transport: Mpi) -> list[int]:
+    """Records of any length, also none and more than a message's eager size; the lengths by rank."""
+    for scale in (0, 1, 5000, 300_000):
+        mine = [bytes([rank]) * (rank * scale) for rank in range(transport.size)]
+        assert transport.gather(mine[transport.rank]) == mine
+    # The few bytes before every call of ring_attention take one collective, a long record two.
+    rounds = []
+    exchange = transport._exchange
+    transport._exchange = lambda record: rounds.append(len(record)) or exchange(record)  # type: ignore[method-assign, func-returns-value]
+    lengths = [len(x) for x in transport.gather(bytes(transport.rank))]
+    transport.gather(bytes(SHORT))
+    transport.gather(bytes(SHORT + 10 * (transport.rank == 0)))
+    transport._exchange = exchange  # type: ignore[method-assign]
+    assert rounds == [64, 64, 64, 10]
+    return lengths
+
+
+def shapes(transport: Mpi) -> bool:
+    """What must be contiguous bytes is refused otherwise, on this rank and before anything is sent."""
+    peer = (transport.rank + 1) % transport.size
+    square = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    for bad in (square.T, square[:, ::2], square.to(torch.float32), torch.zeros(4, dtype=torch.bfloat16)):
+        for post in (Post((Message(peer, 0, bad),), (), "test"), Post((), (Message(peer, 0, bad),), "test")):
+            with pytest.raises(ra.InvalidInput, match="a message is a contiguous uint8 tensor"):
+                transport.post(post)
+    with pytest.raises(ra.InvalidInput, match="timeout=0"):
+        Mpi(timeout=0)
+    assert transport.counters.sent_messages == transport.counters.received_messages == 0
+    with pytest.raises(ra.InvalidInput, match="gpu_aware=True"):
+        transport.check(torch.device("cuda", 0))
+    # Attention itself takes a transposed tensor: it packs its rows.
+    x = torch.randn(1, 6, 2, 8)
+    layout = {"pattern": Full(), "transport": transport}
+    plain = ra.ring_attention(*(x.transpose(1, 2).contiguous() for _ in range(3)), **layout)
+    return torch.equal(plain, ra.ring_attention(*(x.transpose(1, 2) for _ in range(3)), **layout))
+
+
+def tags(transport: Mpi) -> list[int]:
+    """Messages whose tags are equal modulo the bound, and a tag above it, arrive where they belong."""
+    right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    numbers = [7, 7 + transport._tags, 3 * transport._tags + 1]
+    out = [torch.full((100,), i, dtype=torch.uint8) for i in range(3)]
+    got = [torch.empty(100, dtype=torch.uint8) for _ in range(3)]
+    sends = tuple(Message(right, tag, x) for tag, x in zip(numbers, out, strict=True))
+    recvs = tuple(Message(left, tag, x) for tag, x in zip(numbers, got, strict=True))
+    transport.wait(transport.post(Post(sends, recvs[::-1], "test")))
+    return [int(x.unique()) for x in got]
+
+
+def checks(transport: Mpi) -> list[Any]:
+    return [records(transport), shapes(transport), tags(transport), len(transport._flying)]
+
+
+def split(transport: Mpi) -> bool:
+    """A communicator of some ranks, made from the world's, gives what a whole world of that size gives."""
+    from mpi4py import MPI
+
+    part = Mpi(MPI.COMM_WORLD.Split(transport.rank // 2))
+    torch.manual_seed(transport.rank // 2)
+    q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
+    layout = ra.make_layout("zigzag", tokens=30, ranks=2)
+    local = [layout.shard_tensor(x, part.rank) for x in (q, k, v)]
+    wanted = ra.virtual_attention(q, k, v, Causal(), ranks=2, layout="zigzag")
+    with pytest.raises(ra.InvalidInput, match="not an intra-communicator"):
+        Mpi(MPI.COMM_NULL)
+    found = ra.ring_attention(*local, Causal(), transport=part, layout="zigzag")
+    return torch.equal(found, layout.shard_tensor(wanted, part.rank))
+
+
+def lost(transport: Mpi, how: str, folder: str) -> None:
+    """The last rank leaves after the handshake of its second call; who is told of it writes that down."""
+    Path(folder, f"pid_{transport.rank}").write_text(str(os.getpid()))
+    transport.timeout = 3.0
+    x = torch.randn(1, 2, 64, 8)
+    ra.ring_attention(x, x, x, Full(), transport=transport)
+    if transport.rank == transport.size - 1:
+        transport.post = lambda post: _leave(how)  # type: ignore[method-assign, assignment]
+    try:
+        ra.ring_attention(x, x, x, Full(), transport=transport)
+    except ra.CommFailure as error:
+        again = ""
+        try:
+            transport.gather(b"")
+        except ra.CommFailure as second:
+            again = str(second)
+        Path(folder, f"told_{transport.rank}").write_text(f"{error}\n{again}")
+        time.sleep(2)  # for the others to be told too
+        raise
+
+
+def _leave(how: str) -> None:
+    if how == "raises":
+        raise ValueError("a bad day on the last rank")
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def main() -> None:
+    """Run a case; rank 0 prints every rank's result as one line of JSON."""
+    torch.set_num_threads(1)
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    with AbortOnError():
+        transport = Mpi(timeout=30)
+        result: Any = globals()[name](transport, *arguments)
+        everyone = [json.loads(raw) for raw in transport.gather(json.dumps(result).encode())]
+        if transport.rank == 0:
+            print("RESULTS", json.dumps(everyone), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""launch/: the scripts run as they stand; what needs a cluster is read as its scheduler would read it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ringattn.config import prepare
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+TINY = ("tokens=96", "heads=2", "head_dim=16", "repeat=1", "threads=1", "layout=striped")
+
+
+def test_the_files_are_short_executable_and_pass_their_arguments_on() -> None:
+    assert {path.name for path in LAUNCH.iterdir()} == {"torchrun.sh", "mpirun.sh", "slurm.sbatch", "trainjob.yaml"}
+    for path in LAUNCH.iterdir():
+        text = path.read_text()
+        assert len(text.splitlines()) < 40
+        if path.suffix != ".yaml":
+            assert os.access(path, os.X_OK)
+            assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text
+            assert re.search(r'-m ringattn run (transport=\w+ )?"\$@"\n$', text)
+            subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        pytest.param("torchrun.sh", "gloo", marks=pytest.mark.multi),
+        pytest.param("mpirun.sh", "mpi", marks=pytest.mark.mpi),
+    ],
+)
+def test_scripts_run(start: Callable[..., Any], name: str, transport: str, tmp_path: Path) -> None:
+    env = {"PYTHON": sys.executable, "RANKS": "2"}
+    done = start([str(LAUNCH / name), *TINY, "pattern=Causal() & Window(31)"], cwd=tmp_path, env=env, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert f"(Causal() & Window(left=31, right=0)), 96 tokens, striped(1) on 2 {transport} ranks" in done.stdout
+    assert done.stdout.count("forward time") == 1
+    assert len(list(tmp_path.glob("outputs/**/.hydra"))) == 1
+    wrong = start([str(LAUNCH / name), "token=96"], cwd=tmp_path, env=env, timeout=90)
+    assert wrong.returncode != 0 and "did you mean 'tokens'?" in wrong.stderr
+
+
+BROKEN = """
+import ringattn.commands.run as command
+from ringattn.cli import main
+
+def bad_day(config):
+    raise ArithmeticError("a bad day on every rank")
+
+command._worker = bad_day
+main()
+"""
+
+
+@pytest.mark.multi
+def test_torchrun_shows_the_traceback(start: Callable[..., Any], tmp_path: Path) -> None:
+    """What torchrun prints of a rank that failed, which without `@record` is a link to its manual."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "broken.py"]
+    done = start([*command, "run", "tokens=64"], cwd=tmp_path, timeout=90)
+    assert done.returncode != 0
+    summary = done.stderr.split("Root Cause")[-1]
+    assert 'raise ArithmeticError("a bad day on every rank")' in summary and "in bad_day" in summary
+
+
+def test_torchrun_on_many_nodes_asks_for_their_place(start: Callable[..., Any]) -> None:
+    done = start([str(LAUNCH / "torchrun.sh")], env={"NODES": "2"}, timeout=10)
+    assert done.returncode != 0 and "HEAD=host:port of the first node is needed" in done.stderr
+
+
+def test_slurm_starts_one_torchrun_per_node() -> None:
+    text = (LAUNCH / "slurm.sbatch").read_text()
+    lines = text.splitlines()
+    options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines if line.startswith("#SBATCH"))
+    assert options["ntasks-per-node"] == "1" and options["nodes"].isdigit() and options["gpus-per-node"].isdigit()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", options["time"])
+    assert not {"partition", "account", "mail-user"} & set(options), "site names do not belong here"
+    last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[:last]), "sbatch stops reading at the first command"
+    for words in ("scontrol show hostnames", "--nnodes", "--rdzv-backend c10d", '--rdzv-endpoint "$head:$port"'):
+        assert words in text
+
+
+def test_slurm_script_starts_ranks_with_stand_ins(start: Callable[..., Any], tmp_path: Path) -> None:
+    """srun and scontrol are stand-ins of one node, this one; what srun starts is real up to torchrun's arguments."""
+    for name, body in (
+        ("srun", 'shift; printf "%s\\n" "$@"'),
+        ("scontrol", "printf 'first\\nsecond\\n'"),
+    ):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "123456", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "first,second", "SLURM_GPUS_ON_NODE": "4", "PYTHON": "python",
+    }  # fmt: skip
+    done = start([str(LAUNCH / "slurm.sbatch"), "tokens=1M", "pattern=Causal() & Window(31)"], env=env, timeout=20)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    from torch.distributed.run import get_args_parser
+
+    assert words[:3] == ["python", "-m", "torch.distributed.run"]
+    found = get_args_parser().parse_args(words[3:])
+    assert (found.nnodes, found.nproc_per_node, found.rdzv_backend) == ("2", "4", "c10d")
+    assert (found.rdzv_id, found.rdzv_endpoint) == ("123456", "first:23456")
+    assert (found.module, found.training_script) == (True, "ringattn")
+    assert found.training_script_args == ["run", "transport=nccl", "tokens=1M", "pattern=Causal() & Window(31)"]
+
+
+def test_trainjob_has_the_fields_of_its_schema() -> None:
+    job = yaml.safe_load((LAUNCH / "trainjob.yaml").read_text())
+    assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1" and job["kind"] == "TrainJob"
+    assert set(job) == {"apiVersion", "kind", "metadata", "spec"} and set(job["metadata"]) & {"name", "generateName"}
+    assert set(job["spec"]) == {"runtimeRef", "trainer"} and job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    trainer = job["spec"]["trainer"]
+    assert set(trainer) == {"image", "numNodes", "numProcPerNode", "command", "args", "resourcesPerNode"}
+    assert isinstance(trainer["numNodes"], int) and isinstance(trainer["numProcPerNode"], int)
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
+    assert trainer["command"] == ["torchrun", "-m", "ringattn", "run"]
+    assert all(isinstance(word, str) for word in trainer["args"])
+    prepare("run", trainer["args"])
