@@ -36,6 +36,7 @@ class Call:
     kernel: str
     scale: Any
     deterministic: bool
+    wire_dtype: Any = None
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
         """The kernel to use, or an error that says what is wrong with the local arguments."""
@@ -135,7 +136,7 @@ def agree(
         tokens = sum(rows)
         plan = make_plan(
             call.pattern, tokens=tokens, ranks=transport.size, layout=call.layout, schedule=call.schedule,
-            **describe(q, k, v),
+            wire_dtype=call.wire_dtype, **describe(q, k, v),
         )  # fmt: skip
         _check_rows(plan, rows)
         record = {"plan": plan.hash}
@@ -165,6 +166,7 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad:
         "kernel": call.kernel,
         "scale": call.scale,
         "deterministic": call.deterministic,
+        "wire_dtype": None if call.wire_dtype is None else str(call.wire_dtype),
         "requires_grad": grad,
     }
 

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from .executor import Forward, Job, backward, forward
+from .executor import Forward, Job
 from .kernels.base import Kernel
 from .kernels.pad import HIDDEN
 from .plan import Plan
 from .pool import empty
 from .remat import computed
+from .teams import backward, forward, kept_tensors
 from .transport.base import drive
 from .transport.virtual import Virtual
 
@@ -62,7 +63,7 @@ class AllRanks:
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
             programs.append(forward(self._job(rank), x, y, z, keep=keep, out=out))
         results = Virtual(self.plan.ranks).run(programs)
-        kept = tuple(pair for result in results for pair in result.kept)
+        kept = tuple(x for result in results for x in result.kept)
         if self.plan.ranks == 1:
             return Forward(results[0].out, results[0].lse, kept)
         if whole is None:
@@ -74,7 +75,7 @@ class AllRanks:
         kept = iter(result.kept)
         programs = []
         for rank in self._ranks:
-            mine = tuple(next(kept) for _ in self.plan.for_rank(rank).kept)
+            mine = tuple(next(kept) for _ in range(kept_tensors(self.plan, rank)))
             local = Forward(self._shard(result.out, rank), self._shard(result.lse, rank, -1), mine)
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
             dlse = None if grad_lse is None else self._shard(grad_lse, rank, -1)
@@ -112,7 +113,7 @@ class Attention(torch.autograd.Function):
         result = computed(run)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, result.out, result.lse, *(x for pair in result.kept for x in pair))
+        ctx.save_for_backward(q, k, v, result.out, result.lse, *result.kept)
         return result.out, result.lse
 
     @staticmethod
@@ -126,5 +127,5 @@ class Attention(torch.autograd.Function):
             empty = lse == -torch.inf
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
-        result = Forward(out, lse, tuple(zip(kept[::2], kept[1::2], strict=True)))
+        result = Forward(out, lse, tuple(kept))
         return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)

@@ -94,6 +94,10 @@ class Balanced(Layout):
     def owner(self, position: int) -> int:
         return self.runs[bisect_right(self._starts, position) - 1][1]
 
+    def grouped(self, size: int) -> Layout:
+        runs = tuple((first, owner // size) for first, owner in self.runs)
+        return Balanced(self.tokens, self.ranks // size, self.chunk, runs)
+
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         if len(ranks) == 1:
             return self.shard(ranks[0]), True  # a single rank cannot be halved: exact, whatever its ranges

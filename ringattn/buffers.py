@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .kernels.base import wide
 from .plan import Plan
 from .pool import empty, memory_pool
 from .steps import Part
@@ -16,15 +15,16 @@ class Buffer:
     Gradients come first, in fp32 or fp64, so that every part is aligned without padding.
     """
 
-    def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan) -> None:
+    def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan, *, wire: bool) -> None:
         self.store, self.parts = store, parts
         self.live = set(parts)
-        sizes = [plan.part_bytes(part) for part in parts]
+        sizes = [plan.part_bytes(part, wire=wire) for part in parts]
         self.data = store[: sum(sizes)]
         self._views: dict[Part, tuple[torch.Tensor, torch.Tensor]] = {}
         start = 0
         for part, size in zip(parts, sizes, strict=True):
-            self._views[part] = _views(self.data[start : start + size], part, plan)
+            dtype: torch.dtype = getattr(torch, plan.part_dtype(part, wire=wire))
+            self._views[part] = _views(self.data[start : start + size], part, plan, dtype)
             start += size
 
     def view(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,10 +32,7 @@ class Buffer:
         return self._views[part]
 
 
-def _views(data: torch.Tensor, part: Part, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype: torch.dtype = getattr(torch, plan.dtype)
-    if part.kind == "grad":
-        dtype = wide(dtype)
+def _views(data: torch.Tensor, part: Part, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     heads, rows = plan.kv_heads, plan.layout.rows(part.owner)
     if part.cut is not None:
         heads, rows = len(part.cut.heads), part.cut.count
@@ -53,14 +50,15 @@ class Buffers:
         self.pool = memory_pool(device)
         self.free: list[torch.Tensor] = []
 
-    def take(self, parts: tuple[Part, ...]) -> Buffer:
-        """A buffer for these parts, with arbitrary contents."""
+    def take(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:
+        """A buffer for these parts, with arbitrary contents; `wire`: as a message carries them."""
         store = self.free.pop() if self.free else self.pool.take(self.capacity)
-        return Buffer(store, parts, self.plan)
+        return Buffer(store, parts, self.plan, wire=wire)
 
-    def fresh(self, parts: tuple[Part, ...]) -> Buffer:
+    def fresh(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:
         """A buffer of its own, for parts that outlive the run: the pool never sees it."""
-        return Buffer(empty((sum(map(self.plan.part_bytes, parts)),), torch.uint8, self.pool.device), parts, self.plan)
+        size = sum(self.plan.part_bytes(part, wire=wire) for part in parts)
+        return Buffer(empty((size,), torch.uint8, self.pool.device), parts, self.plan, wire=wire)
 
     def drop(self, buffer: Buffer, part: Part) -> None:
         """One part is not needed any more; a buffer without a live part is free again."""

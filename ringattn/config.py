@@ -66,6 +66,8 @@ class LayoutGroup(Group):
 @dataclass
 class ScheduleGroup(Group):
     inner: int | None = None
+    size: int | None = None
+    between: str | None = None
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Shape:
     head_dim: int = 64
     batch: int = 1
     dtype: str = "float32"
+    wire_dtype: str | None = None
 
     def size(self) -> int:
         return parse_size(self.tokens, "tokens")

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from .held import Held, Pair
+from .held import Held
 from .kernels.base import Kernel, finite, wide
 from .kernels.base import backward as kernel_backward
 from .kernels.base import forward as kernel_forward
@@ -36,11 +36,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Forward:
-    """Result of a forward: out [B, H, n, Dv], lse [B, H, n], and the K/V blocks kept for the backward."""
+    """Result of a forward: out [B, H, n, Dv], lse [B, H, n], and tensors kept for the backward."""
 
     out: torch.Tensor
     lse: torch.Tensor
-    kept: tuple[Pair, ...]
+    kept: tuple[torch.Tensor, ...]
 
 
 def forward(
@@ -72,7 +72,7 @@ def forward(
         yield from state.finish(index)
     state.buffers.close()
     inputs.close()
-    return Forward(*rows.finish(script.empty), tuple(state.blocks[part] for part in state.kept))
+    return Forward(*rows.finish(script.empty), tuple(x for part in state.kept for x in state.blocks[part]))
 
 
 def backward(
@@ -91,7 +91,8 @@ def backward(
     """
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.backward
-    state = Held(job.plan, job.rank, k, v, steps, kept=rank_plan.kept, held=result.kept)
+    held = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
+    state = Held(job.plan, job.rank, k, v, steps, kept=rank_plan.kept, held=held)
     out, hidden = result.out, result.lse == -torch.inf
     whole = finite(grad, q, out, result.lse.masked_fill(hidden, 0.0))
     lse = result.lse.masked_fill(hidden, torch.inf)

@@ -43,6 +43,7 @@ def ring_attention(
     key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    wire_dtype: torch.dtype | str | None = None,
 ) -> Any:
     """Exact attention over a sequence that is sharded over the ranks of a group. Differentiable; collective.
 
@@ -52,7 +53,7 @@ def ring_attention(
     The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
     of `transport`. All ranks call with the same arguments and matching shapes; this is compared in every call, before
     the first message: by 8 bytes of each rank and, where shapes or arguments are new, by a handshake.
-    `deterministic=True` makes repeated runs bitwise equal.
+    `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, see `make_plan`.
     `key_padding_mask` (bool [B, n], the local shard's, on all ranks or on none) is True where a key is padding,
     which nobody attends; whatever the key holds. It costs 8 more columns of the head dim.
 
@@ -61,7 +62,7 @@ def ring_attention(
     Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, CommFailure after.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
     floor, wrong = None, None
     try:
         q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
@@ -87,6 +88,7 @@ def positions(
     kernel: str = "auto",
     scale: float | None = None,
     deterministic: bool = False,
+    wire_dtype: torch.dtype | str | None = None,
     key_padding_mask: torch.Tensor | None = None,
     wrong: RingAttentionError | None = None,
 ) -> np.ndarray:
@@ -96,7 +98,7 @@ def positions(
     caller has found already and that all ranks shall hear of.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
     try:
         check(q, k, v, call, key_padding_mask)
     except RingAttentionError as caught:
@@ -124,6 +126,7 @@ def virtual_attention(
     key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    wire_dtype: torch.dtype | str | None = None,
 ) -> Any:
     """`ring_attention` with all `ranks` executed in this process: whole tensors in, the whole result out.
 
@@ -132,11 +135,13 @@ def virtual_attention(
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
     q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
     chosen = call.check(q, k, v)
     facts = describe(q, k, v)
-    plan = make_plan(pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule, **facts)
+    plan = make_plan(
+        pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule, wire_dtype=wire_dtype, **facts
+    )
     q, factor = _positive(q, call.scale)
     return _apply(q, k, v, AllRanks(plan, chosen, factor), plan, return_lse, floor)
 

@@ -91,27 +91,31 @@ class Held:
         """Bytes of the largest buffer."""
         hops = [hop for step in self.steps for hop in (*step.sends, *step.recvs)]
         sizes = [sum(map(self.plan.part_bytes, hop.parts)) for hop in hops]
+        sizes += [self.plan.part_bytes(part, wire=False) for hop in hops for part in hop.parts]
         kinds = {part.kind for hop in hops for part in hop.parts}
         for part in (part for step in self.steps for part in step.visits if part != self.own):
-            sizes += [self.plan.part_bytes(Part(kind, part.owner, part.cut)) for kind in kinds]
+            sizes += [self.plan.part_bytes(Part(kind, part.owner, part.cut), wire=False) for kind in kinds]
         return max(sizes, default=0)
 
     def _post(self, batch: Batch, label: str) -> Program[tuple[object, list[Buffer], list[Buffer]]]:
         packed: list[Buffer] = []
-        arriving = [
-            (self.buffers.fresh if any(part in self.kept for part in hop.parts) else self.buffers.take)(hop.parts)
-            for hop in batch.recvs
-        ]
+        arriving = [self._receiving(hop) for hop in batch.recvs]
         sends = tuple(Message(hop.peer, hop.tag, self._outgoing(hop, packed).data) for hop in batch.sends)
         recvs = tuple(Message(h.peer, h.tag, b.data) for h, b in zip(batch.recvs, arriving, strict=True))
         return (yield Post(sends, recvs, label)), packed, arriving
 
+    def _receiving(self, hop: Hop) -> Buffer:
+        # What is kept stays where it arrived, unless it must be widened first.
+        keeps = self.plan.wire is None and any(part in self.kept for part in hop.parts)
+        return (self.buffers.fresh if keeps else self.buffers.take)(hop.parts, wire=True)
+
     def _outgoing(self, hop: Hop, packed: list[Buffer]) -> Buffer:
         """The buffer to send: the one that holds exactly these parts, or a packed copy."""
         buffer = self.where.get(hop.parts[0])
-        if buffer is not None and buffer.parts == hop.parts and buffer.live == set(hop.parts):
+        ready = buffer is not None and buffer.parts == hop.parts and buffer.live == set(hop.parts)
+        if buffer is not None and ready and self.plan.wire is None:
             return buffer
-        buffer = self.buffers.take(hop.parts)
+        buffer = self.buffers.take(hop.parts, wire=True)
         for part in hop.parts:
             if part.kind == "kv":
                 self._fill(part, buffer.view(part))
@@ -142,6 +146,8 @@ class Held:
         return result
 
     def _arrived(self, part: Part, buffer: Buffer) -> None:
+        if self.plan.wire is not None:
+            buffer = self._widened(part, buffer)
         views = buffer.view(part)
         if part.kind == "kv":
             self.blocks[part], self.where[part] = views, buffer
@@ -160,6 +166,14 @@ class Held:
                 for target, x in zip(self.gathered(place), views, strict=True):
                     _put(target, x, move, add=True)
         self.buffers.drop(buffer, part)
+
+    def _widened(self, part: Part, message: Buffer) -> Buffer:
+        """A part of a message in the dtype that it is computed with."""
+        buffer = (self.buffers.fresh if part in self.kept else self.buffers.take)((part,))
+        for target, x in zip(buffer.view(part), message.view(part), strict=True):
+            target.copy_(x)
+        self.buffers.drop(message, part)
+        return buffer
 
     def _done(self, part: Part, index: int) -> bool:
         """Whether no later step uses a part. Parts of a block are used together."""
@@ -185,7 +199,7 @@ def _put(target: torch.Tensor, x: torch.Tensor, move: Move, *, add: bool) -> Non
         to, of = to[:, :, _slice(move.to_rows)], of[:, :, _slice(move.from_rows)]
         to.add_(of) if add else to.copy_(of)
         return
-    rows = of.index_select(2, torch.as_tensor(np.asarray(move.from_rows), device=x.device))
+    rows = of.index_select(2, torch.as_tensor(np.asarray(move.from_rows), device=x.device)).to(target.dtype)
     index = torch.as_tensor(np.asarray(move.to_rows), device=x.device)
     to.index_add_(2, index, rows) if add else to.index_copy_(2, index, rows)
 

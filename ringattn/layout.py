@@ -43,6 +43,9 @@ class Contiguous(Layout):
     def owner(self, position: int) -> int:
         return ((position + 1) * self.ranks - 1) // self.tokens
 
+    def grouped(self, size: int) -> Layout:
+        return Contiguous(self.tokens, self.ranks // size)
+
 
 @dataclass(frozen=True)
 class Zigzag(Layout):
@@ -66,6 +69,9 @@ class Zigzag(Layout):
     def owner(self, position: int) -> int:
         chunk = ((position + 1) * 2 * self.ranks - 1) // self.tokens
         return min(chunk, 2 * self.ranks - 1 - chunk)
+
+    def grouped(self, size: int) -> Layout:
+        return Zigzag(self.tokens, self.ranks // size)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,9 @@ class Striped(Layout):
 
     def owner(self, position: int) -> int:
         return position // self.block % self.ranks
+
+    def grouped(self, size: int) -> Layout:
+        return Striped(self.tokens, self.ranks // size, self.block * size)
 
 
 _FORMULAS = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}

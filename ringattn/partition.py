@@ -56,6 +56,10 @@ class Layout(ABC):
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         """Ranges that cover the shards of consecutive `ranks`, and whether they hold nothing else."""
 
+    @abstractmethod
+    def grouped(self, size: int) -> Layout:
+        """The layout of ranks / size ranks, each of which owns what `size` consecutive ranks of this one own."""
+
     def rows(self, rank: int) -> int:
         """Number of positions of `rank`."""
         return sum(map(len, self.shard(rank)))

@@ -27,11 +27,12 @@ def draw_plan(plan: Plan, *, ascii: bool) -> str:
     lines = ["          " + "".join(f" s{step:<3}" for step in range(width)) + (" ..." if cut else "")]
     for rank, rank_plan in zip(ranks, plans, strict=True):
         cells = ""
+        inner, place = plan.member(rank)
         for step in rank_plan.forward[:width]:
-            rows = plan.layout.rows(rank)
+            rows = inner.layout.rows(place)
             owners = {part.owner for part in step.visits}
-            whole = sum(rows * plan.layout.rows(owner) for owner in owners) * plan.heads
-            pairs = sum(plan.demand.pairs(rank, owner) for owner in owners)
+            whole = sum(rows * inner.layout.rows(owner) for owner in owners) * inner.heads
+            pairs = sum(inner.demand.pairs(place, owner) for owner in owners)
             level = 0 if not pairs else 3 if pairs >= whole else 2 if 2 * pairs >= whole else 1
             cells += " " + marks[level] * 2 + (arrow if step.sends else " ") + " "
         lines.append(f"rank {rank:<5}" + cells.rstrip())

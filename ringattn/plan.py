@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,10 @@ from .demand import Demand
 from .errors import InvalidInput
 from .layout import Balanced, Layout, make_layout, restored_layout
 from .pattern import Pattern, parse_pattern
+from .pattern.some_heads import SomeHeads
 from .picture import draw_plan
-from .schedules import planner, resolve
+from .schedules import planner, resolve, teams
+from .schedules.ulysses import around
 from .steps import Part, RankPlan, Step
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Plan:
     value_dim: int = 64
     dtype: str = "float32"
     batch: int = 1
+    wire: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -63,20 +66,63 @@ class Plan:
 
     @cached_property
     def _rank_plans(self) -> Callable[[int], RankPlan]:
-        return lru_cache(maxsize=4096)(planner(self.schedule, self.demand))
+        if self.team == 1:
+            return lru_cache(maxsize=4096)(planner(self.schedule, self.demand))
+
+        def exchanged(rank: int) -> RankPlan:
+            inner, place = self.member(rank)
+            return around(inner.for_rank(place), rank, self.team, self.layout)
+
+        return lru_cache(maxsize=4096)(exchanged)
+
+    @cached_property
+    def team(self) -> int:
+        """Ranks that exchange tokens for heads before attention: 1 without the schedule ulysses."""
+        return teams(self.schedule)[0]
+
+    def member(self, rank: int) -> tuple[Plan, int]:
+        """The plan between the teams that `rank` has a part in, and its rank there; (self, rank) without teams."""
+        if self.team == 1:
+            return self, rank
+        return self._members[rank % self.team], rank // self.team
+
+    @cached_property
+    def _members(self) -> list[Plan]:
+        size, schedule = teams(self.schedule)
+        heads, layout = self.heads // size, self.layout.grouped(size)
+        return [
+            replace(
+                self, pattern=SomeHeads(self.pattern, i * heads), layout=layout, schedule=schedule, heads=heads,
+                kv_heads=self.kv_heads // size,
+            )
+            for i in range(size)
+        ]  # fmt: skip
 
     @cached_property
     def memory(self) -> OrderedDict[Any, Any]:
         """What others work out from the plan and keep as long as it lives."""
         return OrderedDict()
 
-    def part_bytes(self, part: Part) -> int:
-        """Bytes of a piece of a message."""
+    def part_dtype(self, part: Part, *, wire: bool = True) -> str:
+        """The dtype of K/V or of their gradients, in a message or where they are computed with."""
+        if wire and self.wire is not None:
+            return self.wire
+        return self.dtype if part.kind == "kv" or self.dtype == "float64" else "float32"
+
+    def part_bytes(self, part: Part, *, wire: bool = True) -> int:
+        """Bytes of a piece of a message, or of a part of a block or of gradients where it is computed with."""
         item = ITEM_BYTES[self.dtype]
-        if part.kind == "grad":
-            item = max(item, 4)
-        rows = self.kv_heads * self.layout.rows(part.owner) if part.cut is None else part.cut.size
-        return self.batch * rows * (self.head_dim + self.value_dim) * item
+        wide, both = max(item, 4), self.head_dim + self.value_dim
+        rows = self.layout.rows(part.owner)
+        if part.kind in ("kv", "grad"):
+            if self.team > 1:  # between the teams
+                return self._members[0].part_bytes(part, wire=wire)
+            rows = self.kv_heads * rows if part.cut is None else part.cut.size
+            return self.batch * rows * both * ITEM_BYTES[self.part_dtype(part, wire=wire)]
+        heads, kv_heads = self.heads // self.team, self.kv_heads // self.team
+        if part.kind in ("qkv", "dqkv"):
+            return self.batch * rows * (heads * self.head_dim + kv_heads * both) * item
+        return self.batch * rows * heads * (self.value_dim * item + wide)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
@@ -96,6 +142,9 @@ class Plan:
 
     def pairs(self, rank: int | None = None) -> int:
         """(query, key, head, branch) pairs that a rank (None: all) computes. Counted."""
+        if rank is not None and self.team > 1:
+            inner, place = self.member(rank)
+            return inner.pairs(place)
         whole, heads = range(self.tokens), range(self.heads)
         rows = [whole] if rank is None else self.layout.shard(rank)
         return sum(self.pattern.count(q, whole, heads) for q in rows)
@@ -172,6 +221,7 @@ class Plan:
             "value_dim": self.value_dim,
             "dtype": self.dtype,
             "batch": self.batch,
+            "wire_dtype": self.wire,
         }
 
 
@@ -193,11 +243,14 @@ def make_plan(
     value_dim: int | None = None,
     dtype: str | torch.dtype = "float32",
     batch: int = 1,
+    wire_dtype: str | torch.dtype | None = None,
 ) -> Plan:
     """The (cached) plan of attention with `pattern` over `tokens` positions on `ranks` ranks.
 
     `heads` query heads share `kv_heads` (default: as many) key/value heads; `head_dim` is that of q and k,
-    `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. Raises InvalidInput.
+    `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. `wire_dtype` is the dtype in which
+    keys, values and their gradients travel between ranks: by default K/V as they are and gradients in fp32 (fp64 for
+    fp64); a narrower one is rounded to, gradients in every hop. Raises InvalidInput.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
@@ -218,17 +271,25 @@ def make_plan(
     item = str(dtype).removeprefix("torch.")
     if item not in ITEM_BYTES:
         raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
+    wire = None if wire_dtype is None else str(wire_dtype).removeprefix("torch.")
+    fitting = [name for name in ("float32", "bfloat16") if ITEM_BYTES[name] <= ITEM_BYTES[item]]
+    if wire is not None and wire not in fitting:
+        raise InvalidInput(
+            f"wire_dtype={wire}: K/V and gradients of {item} inputs may travel as {' or '.join(fitting)}; "
+            "leave it out to send all bits (float16 has not the range that gradients need)"
+        )
     made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads)
     pattern.check(tokens, heads)
     make: Callable[..., Plan] = Plan if pattern.transient else _cached
     return make(
         pattern.bind(heads, made.tokens),
         made,
-        resolve(schedule, ranks),
+        resolve(schedule, ranks, heads, kv_heads),
         heads,
         kv_heads,
         head_dim,
         value_dim,
         item,
         batch,
+        wire,
     )

@@ -8,8 +8,9 @@ from typing import Literal
 from .cut import Cut, Cuts
 
 #: "kv" is a block of keys and values in the input dtype; "grad" the dK, dV gathered for a block so far, in fp32
-#: (fp64 for fp64 inputs).
-Kind = Literal["kv", "grad"]
+#: (fp64 for fp64 inputs). Between the ranks of a team, for the heads of one of them: "qkv" are q, k and v of `owner`'s
+#: rows, "out" their output and lse, and "dout" and "dqkv" the gradients of these.
+Kind = Literal["kv", "grad", "qkv", "out", "dout", "dqkv"]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "ringattn"
 ORDER = (
     "errors", "pattern", "partition", "balanced", "layout", "work", "cut", "demand", "steps", "schedules", "picture",
     "plan", "softmax", "pool", "kernels", "buffers", "transport", "launcher", "script", "rows", "held", "executor",
-    "remat", "autograd", "agreement", "functional", "nn", "factories",
+    "remat", "teams", "autograd", "agreement", "functional", "nn", "factories",
     "memory", "files", "config", "data", "sampling", "bench", "report", "job", "commands", "cli", "__main__",
 )  # fmt: skip
 NO_TORCH = (*ORDER[: ORDER.index("softmax")], "launcher", "files", "config", "report", "cli", "__main__")

@@ -323,10 +323,15 @@ def test_what_is_kept_is_one_block_at_most() -> None:
 
 def test_wrong_schedules() -> None:
     for schedule, words in (
-        ("double_ring(3)", r"nodes of 3 ranks do not divide 8 ranks evenly; try double_ring\(2\)"),
+        ("double_ring(3)", r"nodes of 3 ranks do not divide 8 ranks evenly; try double_ring with 2 or 4 or 8"),
         ("double_ring", "expected auto, ring"),
         ("direct(2)", "expected auto, ring"),
+        ("ulysses", "expected auto, ring"),
+        ("ulysses(3)", "teams of 3 ranks do not divide 8 ranks evenly; try ulysses with 2 or 4 or 8"),
+        ("ulysses(4)", "teams of 4 ranks do not divide 6 query heads evenly"),
+        ("ulysses(2)", "teams of 2 ranks do not divide 3 key/value heads evenly"),
+        ("ulysses(2, rong)", "did you mean 'ring'"),
         ("double_rung(2)", "did you mean 'double_ring'"),
     ):
         with pytest.raises(InvalidInput, match=words):
-            make_plan(Causal(), tokens=64, ranks=8, schedule=schedule)
+            make_plan(Causal(), tokens=64, ranks=8, schedule=schedule, heads=6, kv_heads=3)

@@ -27,6 +27,7 @@ def main(config: PlanConfig) -> None:
         head_dim=config.head_dim,
         dtype=config.dtype,
         batch=config.batch,
+        wire_dtype=config.wire_dtype,
     )
     if config.output.path:
         write_text(Path(config.output.path), plan.to_json() + "\n")

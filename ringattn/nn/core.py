@@ -47,6 +47,7 @@ class RingAttention(nn.Module):
         kernel: str = "auto",
         scale: float | None = None,
         deterministic: bool = False,
+        wire_dtype: torch.dtype | str | None = None,
         order: str = "BHND",
     ) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class RingAttention(nn.Module):
                         "give ranks=, group=, mesh= or transport=, or leave it out"
                     )
         self.pattern, self.order = pattern, order
-        self.layout, self.schedule = layout, schedule
+        self._sharing: dict[str, Any] = {"layout": layout, "schedule": schedule, "wire_dtype": wire_dtype}
         self.options: dict[str, Any] = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
         self._causal: Pattern | None = None
 
@@ -109,11 +110,10 @@ class RingAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         options: dict[str, Any] = {**self.options, "return_lse": True, **more}
-        shared: dict[str, Any] = {"layout": self.layout, "schedule": self.schedule}
         if self.sharded:
-            return ring_attention(q, k, v, pattern, **self._where, **shared, **options)
+            return ring_attention(q, k, v, pattern, **self._where, **self._sharing, **options)
         if self.ranks is not None:
-            return virtual_attention(q, k, v, pattern, ranks=self.ranks, **shared, **options)
+            return virtual_attention(q, k, v, pattern, ranks=self.ranks, **self._sharing, **options)
         return attention(q, k, v, pattern, **options)
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
@@ -130,7 +130,7 @@ class RingAttention(nn.Module):
         pattern = self._pattern(is_causal)
         if self.sharded:
             rows = positions(
-                q, k, v, pattern, **self._where, layout=self.layout, schedule=self.schedule, **self.options,
+                q, k, v, pattern, **self._where, **self._sharing, **self.options,
                 key_padding_mask=key_padding_mask, wrong=wrong,
             )  # fmt: skip
             return torch.from_numpy(rows).to(q.device)
@@ -154,8 +154,9 @@ class RingAttention(nn.Module):
         if self.ranks is not None:
             parts.append(f"ranks={self.ranks}")
         if self.sharded or self.ranks is not None:
-            layout = self.layout if isinstance(self.layout, str) else self.layout.name
-            parts += [f"layout={layout!r}", f"schedule={self.schedule!r}"]
+            layout = self._sharing["layout"]
+            name = layout if isinstance(layout, str) else layout.name
+            parts += [f"layout={name!r}", f"schedule={self._sharing['schedule']!r}"]
         parts += [f"{name}={value!r}" for name, value in self.options.items() if value not in ("auto", None, False)]
         return ", ".join(parts if self.order == ORDERS[0] else [*parts, f"order={self.order!r}"])
 

@@ -44,6 +44,8 @@ def compare_with_virtual(
     """`equals_virtual` on any transport."""
     rank, size, cells = transport.rank, transport.size, 0
     schedules = ["ring", "direct", "allgather", f"double_ring({2 if size == 4 else 1})"]
+    if size % 2 == 0 and heads[1] % 2 == 0:
+        schedules[2:3] = ["ulysses(2)" if size == 2 else "ulysses(2, direct)"]
     for pattern in patterns:
         for layout in ("contiguous", "zigzag", "striped", "striped(8)"):
             for schedule in schedules:
