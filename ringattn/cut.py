@@ -63,6 +63,8 @@ def cover(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> Cuts
     """The union of pieces (key/value heads, local rows) of a block of `rows` rows."""
     found: dict[range, set[range]] = {}
     for heads, part in seen:
+        if len(part) == rows and len(heads) == kv_heads:
+            return WHOLE  # nothing can be added: the rest is not looked at
         found.setdefault(heads, set()).add(part)
     known: dict[frozenset[range], Rows] = {}
     per_head: list[Rows] = []

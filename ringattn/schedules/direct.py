@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .relay import runs
 from .route import Edge, Route
@@ -11,14 +11,14 @@ from .route import Edge, Route
 class Direct(Route):
     """A star around every owner: the edge to the rank at distance d up the ring has time d."""
 
-    def arrivals(self, rank: int) -> tuple[Edge, ...]:
+    def arrivals(self, rank: int) -> Iterator[Edge]:
         ranks = self.demand.layout.ranks
         here = range(rank, rank + 1)
 
         def needed(near: int, far: int) -> bool:
             return any(self.demand.needs(here, owners) for owners in runs(rank - far, far - near + 1, ranks))
 
-        return tuple(_edge((rank - d) % ranks, d, ranks) for d in _search(needed, 1, ranks - 1))
+        return (_edge((rank - d) % ranks, d, ranks) for d in _search(needed, 1, ranks - 1))
 
     def first(self, owner: int) -> tuple[Edge, ...]:
         ranks = self.demand.layout.ranks
@@ -27,7 +27,7 @@ class Direct(Route):
         def wanted(near: int, far: int) -> bool:
             return any(self.demand.needs(queriers, here) for queriers in runs(owner + near, far - near + 1, ranks))
 
-        return tuple(_edge(owner, d, ranks) for d in _search(wanted, 1, ranks - 1))
+        return tuple(_edge(owner, d, ranks) for d in _search(wanted, 1, ranks - 1))[::-1]
 
     def onward(self, edge: Edge) -> tuple[Edge, ...]:
         return ()
@@ -40,11 +40,13 @@ def _edge(owner: int, distance: int, ranks: int) -> Edge:
     return Edge(owner, owner, (owner + distance) % ranks, distance - 1, distance)
 
 
-def _search(some: Callable[[int, int], bool], near: int, far: int) -> list[int]:
-    """The distances near .. far at which there is something, by halving the parts in which there is."""
+def _search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
+    """The distances far .. near at which there is something, by halving the parts in which there is."""
     if near > far or not some(near, far):
-        return []
+        return
     if near == far:
-        return [near]
+        yield near
+        return
     middle = (near + far) // 2
-    return _search(some, near, middle) + _search(some, middle + 1, far)
+    yield from _search(some, middle + 1, far)
+    yield from _search(some, near, middle)

@@ -6,6 +6,8 @@ when an inner cycle begins, and may take as long as the cycle.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..demand import Demand
 from .relay import runs
 from .route import Edge, Route
@@ -14,23 +16,23 @@ from .route import Edge, Route
 class DoubleRing(Route):
     """At clock t * inner + j a rank computes with a block of the node t before its own, j places before its own."""
 
+    lanes = 2
+
     def __init__(self, demand: Demand, inner: int) -> None:
         super().__init__(demand)
         self.inner, self.nodes = inner, demand.layout.ranks // inner
 
-    def arrivals(self, rank: int) -> tuple[Edge, ...]:
+    def arrivals(self, rank: int) -> Iterator[Edge]:
         node, place = divmod(rank, self.inner)
-        found: list[Edge] = []
-        for t in range(self.nodes):
+        for t in reversed(range(self.nodes)):
             home = (node - t) % self.nodes
             around = runs(node * self.inner, (self.nodes - t) * self.inner, self.demand.layout.ranks)
             owners = range(home * self.inner, (home + 1) * self.inner)
             if not any(self.demand.needs(run, owners) for run in around):
                 continue
-            for j in range(self.inner):
+            for j in reversed(range(self.inner)):
                 if t or j:
-                    found += self._made(home * self.inner + (place - j) % self.inner, t, j)
-        return tuple(found)
+                    yield from self._made(home * self.inner + (place - j) % self.inner, t, j)
 
     def first(self, owner: int) -> tuple[Edge, ...]:
         return (*self._made(owner, 0, 1), *self._made(owner, 1, 0))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ..cut import total
 from ..demand import Demand, remembered
 
-#: The direction is chosen from the exact reach of at most this many blocks, evenly spaced.
-SAMPLE = 64
+#: The direction is chosen from all blocks of up to 64 ranks, from SAMPLE / ranks of them (2 at least) of more.
+SAMPLE, LEAST = 4096, 2
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,8 @@ def reach(demand: Demand, owner: int, way: Way) -> int:
     return low
 
 
-@remembered(4096)
-def passing(demand: Demand, rank: int, way: Way) -> tuple[int, ...]:
-    """Distances d, ascending, at which the block of rank - sign * d arrives at `rank`.
+def passing(demand: Demand, rank: int, way: Way) -> Iterator[int]:
+    """Distances d, descending, at which the block of rank - sign * d arrives at `rank`.
 
     A block arrives where this rank or one farther on its way needs it. The distances are halved until a
     part is seen to hold no need, so that a local pattern is planned without looking at every rank.
@@ -76,40 +75,61 @@ def passing(demand: Demand, rank: int, way: Way) -> tuple[int, ...]:
             yield near
             return
         middle = (near + far) // 2
-        yield from search(near, middle)
         yield from search(middle + 1, far)
+        yield from search(near, middle)
 
-    return tuple(search(1, way.limit))
+    return search(1, way.limit)
 
 
-def _rows(demand: Demand, owner: int, way: Way) -> int:
-    """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
+@remembered(4096)
+def sizes(demand: Demand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
+    """(distance, rows) along a way of the block of `owner`: so many rows, of all heads, go up to this distance.
+
+    What is needed beyond a distance only shrinks with it, so that equal sizes are the same rows, and distances between
+    them need not be looked at.
+    """
     rows = demand.layout.rows(owner)
 
     def size(distance: int) -> int:
         return total(demand.cuts(beyond(demand, owner, way, distance), owner), demand.kv_heads, rows)
 
-    def between(low: int, high: int, first: int, last: int) -> int:
-        """The sum over distances low .. high, given its ends. Sizes only fall: equal ends hide nothing."""
-        if first == last or high - low < 2:
-            return first * (high - low) + last if high > low else first
+    def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Where the size at `low` .. `high` is about to change."""
+        if first == last:
+            return
+        if high - low == 1:
+            yield low, first
+            return
         middle = (low + high) // 2
         at = size(middle)
-        return between(low, middle, first, at) + between(middle, high, at, last) - at
+        yield from changes(low, middle, first, at)
+        yield from changes(middle, high, at, last)
 
     last = reach(demand, owner, way)
-    return between(1, last, size(1), size(last)) if last else 0
+    if not last:
+        return ()
+    end = size(last)
+    return (*changes(1, last, size(1), end), (last, end))
+
+
+def _rows(demand: Demand, owner: int, way: Way) -> int:
+    """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
+    done = found = 0
+    for distance, rows in sizes(demand, owner, way):
+        found += (distance - done) * rows
+        done = distance
+    return found
 
 
 @remembered(1024)
 def ways(demand: Demand) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 
-    Counted on all blocks up to 64 ranks, on 64 evenly spaced blocks above.
+    Counted on all blocks up to 64 ranks, on evenly spaced ones above.
     """
     ranks = demand.layout.ranks
-    count = min(ranks, SAMPLE)
-    blocks = [ranks * i // count for i in range(count)]
+    count = min(ranks, max(LEAST, SAMPLE // ranks))
+    blocks = [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
     totals = [sum(_rows(demand, block, way) for block in blocks for way in choice) for choice in choices]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from heapq import merge
+
 from ..demand import Demand
-from .relay import Way, beyond, passing, reach, ways
+from .relay import Way, beyond, passing, reach, sizes, ways
 from .route import Edge, Route
 
 
@@ -13,14 +16,10 @@ class Ring(Route):
     def __init__(self, demand: Demand) -> None:
         super().__init__(demand)
         self.ways = [way for way in ways(demand) if way.limit]
+        self.lanes = len(self.ways)
 
-    def arrivals(self, rank: int) -> tuple[Edge, ...]:
-        found = [
-            self._edge((rank - way.sign * distance) % self.demand.layout.ranks, lane, distance)
-            for lane, way in enumerate(self.ways)
-            for distance in passing(self.demand, rank, way)
-        ]
-        return tuple(sorted(found, key=lambda edge: (edge.time, edge.lane)))
+    def arrivals(self, rank: int) -> Iterator[Edge]:
+        return merge(*(self._along(rank, lane) for lane in range(self.lanes)), key=lambda edge: -edge.time)
 
     def first(self, owner: int) -> tuple[Edge, ...]:
         return tuple(self._edge(owner, lane, 1) for lane, way in enumerate(self.ways) if reach(self.demand, owner, way))
@@ -30,8 +29,18 @@ class Ring(Route):
             return ()
         return (self._edge(edge.owner, edge.lane, edge.time + 1),)
 
+    def stops(self, owner: int) -> Iterator[Edge]:
+        for lane, way in enumerate(self.ways):
+            for distance, _ in sizes(self.demand, owner, way):
+                yield self._edge(owner, lane, distance)
+
     def behind(self, edge: Edge) -> tuple[range, ...]:
         return beyond(self.demand, edge.owner, self.ways[edge.lane], edge.time)
+
+    def _along(self, rank: int, lane: int) -> Iterator[Edge]:
+        way = self.ways[lane]
+        for distance in passing(self.demand, rank, way):
+            yield self._edge((rank - way.sign * distance) % self.demand.layout.ranks, lane, distance)
 
     def _edge(self, owner: int, lane: int, distance: int) -> Edge:
         way: Way = self.ways[lane]

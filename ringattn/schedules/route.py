@@ -8,7 +8,7 @@ what that rank kept, and goes home; the gradients gathered for it lag one step b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..cut import Cuts, minus, total
@@ -35,14 +35,17 @@ class Edge:
 class Route(ABC):
     """The trees along which blocks go, one per owner, without the branches behind which nobody needs a row."""
 
+    #: Numbers of `Edge.lane` in use.
+    lanes = 1
+
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self._kept: dict[int, dict[Edge, Cuts]] = {}
         self._edges: dict[int, dict[int, Edge]] = {}
 
     @abstractmethod
-    def arrivals(self, rank: int) -> tuple[Edge, ...]:
-        """The edges to `rank`, in the order of their times."""
+    def arrivals(self, rank: int) -> Iterator[Edge]:
+        """The edges to `rank`, the latest first."""
 
     @abstractmethod
     def first(self, owner: int) -> tuple[Edge, ...]:
@@ -64,6 +67,15 @@ class Route(ABC):
         """The rows that arrive on an edge and go no further."""
         return self._minus(edge.owner, self.cuts(edge), [self.cuts(e) for e in self.onward(edge)])
 
+    def stops(self, owner: int) -> Iterator[Edge]:
+        """The edges of the block of `owner` on which rows arrive that go no further."""
+        todo = list(self.first(owner))
+        while todo:
+            edge = todo.pop()
+            todo += self.onward(edge)
+            if self.ends(edge):
+                yield edge
+
     def back(self, edge: Edge, siblings: Iterable[Edge] = ()) -> Cuts:
         """The rows that the backward brings back on an edge: those that no sibling before it brings."""
         earlier = []
@@ -82,8 +94,10 @@ class Route(ABC):
             found: dict[Edge, Cuts] = {}
             left: dict[int, int] = {}
             block = self.demand.kv_heads * self.demand.layout.rows(rank)
-            for edge in reversed(self._arriving(rank).values()):
+            for edge in self.arrivals(rank):
                 room = left.setdefault(edge.lane, block)
+                if len(left) == self.lanes and max(left.values()) <= 0:
+                    break  # a rank to which all blocks go is not looked at as a whole
                 ends = self.ends(edge) if room > 0 else ()
                 size = total(ends, self.demand.kv_heads, self.demand.layout.rows(edge.owner))
                 if size and (size <= room or room == block):  # one at least, even where its block is a row longer
@@ -127,18 +141,14 @@ class Route(ABC):
                 siblings = self.onward(self._arriving(rank)[edge.owner])
                 clock.recv(edge.time, edge.post + 1, edge.target, parts("kv", edge.owner, self.back(edge, siblings)))
             clock.recv(edge.time - 1, edge.post, edge.target, parts("grad", edge.owner, self.cuts(edge)))
-        todo = list(self.first(rank))
-        while todo:
-            edge = todo.pop()
-            todo += self.onward(edge)
-            ends = self.ends(edge)
-            if ends and edge not in self.kept(edge.target):
-                clock.send(edge.time + 1, edge.time + 1, edge.target, parts("kv", rank, ends))
+        for edge in self.stops(rank):
+            if edge not in self.kept(edge.target):
+                clock.send(edge.time + 1, edge.time + 1, edge.target, parts("kv", rank, self.ends(edge)))
 
     def _arriving(self, rank: int) -> dict[int, Edge]:
         """The edges to `rank` by owner."""
         if rank not in self._edges:
-            self._edges[rank] = {edge.owner: edge for edge in self.arrivals(rank)}
+            self._edges[rank] = {edge.owner: edge for edge in [*self.arrivals(rank)][::-1]}
         return self._edges[rank]
 
     def _needs(self, rank: int, owner: int) -> bool:
