@@ -32,6 +32,9 @@ DEVICE = "link0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 #: Bytes that may pass a shaped link at once, and that may queue for it; the latter so many that nothing is dropped.
 BURST, QUEUE = 72 << 10, 256 << 20
+#: net.ipv4.tcp_rmem: little is under way per connection, so that the few bytes by which Gloo asks for a message do not
+#: wait behind those of others in our queue, which real switches do not have.
+RECEIVE = "4096 65536 131072"
 #: Seconds that a command which sets up a namespace may take, and others get to end after one node has failed.
 PATIENCE, GRACE = 20.0, 3.0
 
@@ -40,8 +43,8 @@ def fabric() -> str:
     """What `run_nodes` gives, for the record: real namespaces, or a model and why."""
     found = obstacle()
     if found is None:
-        return "network: two network namespaces on this machine, joined by veth; links shaped by tc tbf"
-    return f"network: MODELLED, not real ({found}): messages are held back by bytes / rate of their links"
+        return "two network namespaces on this machine, joined by veth, with links shaped by tc tbf"
+    return f"MODELLED links, as shaped network namespaces are impossible here ({found}): messages are held back"
 
 
 @lru_cache(maxsize=1)
@@ -75,6 +78,7 @@ def namespaces(links: Links) -> Iterator[list[list[str]]]:
         _do([*inside[0], "ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", other])
         for prefix, address in zip(inside, ADDRESSES, strict=True):
             _do([*prefix, "ip", "address", "add", f"{address}/24", "dev", DEVICE])
+            _do([*prefix, "sh", "-c", f"echo {RECEIVE} > /proc/sys/net/ipv4/tcp_rmem"])
             # Ranks of a node talk over its loopback: one queue for all, as fast as their own links together.
             for device, rate in ((DEVICE, links.outer), ("lo", links.fast * links.inner)):
                 _do([*prefix, "ip", "link", "set", device, "up"])

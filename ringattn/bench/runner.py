@@ -37,12 +37,14 @@ MIXED = "**The code changed during this run: its cases measured different versio
 def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure a suite; the record that `write` stores. `tell` hears what is under way."""
     results, before = [], machine()
-    for case in get_cases(suite, names):
+    cases = get_cases(suite, names)
+    if any(case.links for case in cases):
+        tell(f"behind {fabric()}")
+    for case in cases:
         tell(f"{case.name}: {', '.join(column.name for column in case.columns)}")
         if case.links is None:
             raw = run_local(measure, case.ranks, None, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
         else:
-            tell(fabric())
             raw = run_nodes(measure, case.links, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
         results.append(summarise(case, raw))
     mixed = before["source"] != machine()["source"]
@@ -127,7 +129,7 @@ def summarise(case: Case, raw: list[dict[str, Any]]) -> dict[str, Any]:
         "ranks": case.ranks,
         "settings": case.settings,
         "errors": raw[0]["errors"],
-        "notes": [*case.notes, *([fabric()] if case.links else [])],
+        "notes": [*case.notes, *([f"network: {fabric()}"] if case.links else [])],
     }
     if case.links is not None:
         summary["links"] = asdict(case.links)

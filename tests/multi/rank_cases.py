@@ -280,3 +280,12 @@ def fail(rank: int, how: str) -> str:
         print("about to hang", flush=True)
         time.sleep(60)
     return f"rank {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads"
+
+
+def on_nodes(rank: int, transport: Transport) -> int:
+    """Behind the links of two nodes. Cells checked."""
+    return compare_with_virtual(transport, "float32", (4, 2), (Full(), Causal() & Window(20), Documents([40, 1, 60])))
+
+
+def fail_behind(rank: int, transport: Transport, how: str) -> str:
+    return fail(rank, how)

@@ -1,0 +1,74 @@
+"""Suite "schedules": what its columns run is right, and what its notes promise is counted. No time is asserted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ringattn.bench import SUITES, get_cases, runner, schedules
+from ringattn.bench.case import Case
+from ringattn.bench.links import Links
+from ringattn.bench.network import run_nodes
+from ringattn.transport.base import Transport
+
+LINKS = Links(2, 2, 1e9, 1e10)
+
+
+def small() -> list[Case]:
+    """The kinds of cases of the suite, at sizes for tests."""
+    return [
+        schedules._moving("moving", LINKS, "Causal() & Window(9)", tokens=130, layout="zigzag", backward=True),
+        schedules._double("double", LINKS, 128, 1.5, backward=True),
+        schedules._overlap("overlap", LINKS, 128),
+    ]
+
+
+def measure_small(rank: int, transport: Transport) -> dict[str, dict[str, Any]]:
+    SUITES["small"] = small
+    return {case.name: runner.measure(rank, transport, "small", case.name, 2) for case in small()}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, dict[str, Any]]]:
+    return run_nodes(measure_small, LINKS, modelled=True, timeout=90)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("moving", ["allgather_messages", "ring_messages", "direct_messages", "allgather", "ring", "direct"]),
+        ("double", ["ring", "double_ring(2)"]),
+        ("overlap", ["compute", "ring", "ring_messages"]),
+    ],
+)
+def test_what_is_timed_is_right(name: str, columns: list[str], measured: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in measured:
+        found = rank[name]
+        assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
+        whole = [column for column in columns if column != "compute" and not column.endswith("_messages")]
+        assert list(found["errors"]) == whole and max(found["errors"].values()) < schedules.WRONG
+    (case,) = [case for case in small() if case.name == name]
+    record = runner.summarise(case, [rank[name] for rank in measured])
+    assert len(record["ratios"]) == len(case.ratios)
+    assert record["links"]["outer"] == 1e9 and any(note.startswith("network: ") for note in record["notes"])
+
+
+@pytest.mark.parametrize(("nodes", "inner"), [(2, 2), (2, 4), (3, 2), (4, 4)])
+def test_outer_bytes_are_those_of_the_formula(nodes: int, inner: int) -> None:
+    links = Links(nodes, inner, 1e9, 1e10)
+    tokens = 16 * links.ranks
+    found = schedules._double("x", links, tokens, None).settings["outer_bytes"]
+    block = 16 * 2 * schedules.HEADS * schedules.DIM * 4
+    assert found["ring"]["forward"] == (links.ranks - 1) * block
+    assert found[f"double_ring({inner})"]["forward"] == (nodes - 1) * inner * block
+    if nodes == inner == 2:
+        assert found["ring"]["backward"] == 5 * block and found["double_ring(2)"]["backward"] == 2 * block
+
+
+def test_every_promise_is_a_target() -> None:
+    targets = {case.name: [ratio.target for ratio in case.ratios] for case in get_cases("schedules")}
+    assert targets["window"][:2] == targets["documents"][:2] == [5.0, 5.0]
+    assert targets["double_ring_4_step"] == targets["double_ring_8"] == [1.5] and targets["overlap"] == [0.9, 2.0]
+    assert all(case.links and case.links.ranks == case.ranks for case in get_cases("schedules"))
