@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ringattn.agreement import MARK
 from ringattn.bench import SUITES, get_cases, runner, schedules
 from ringattn.bench.case import Case
 from ringattn.bench.links import Links
 from ringattn.bench.network import run_nodes
-from ringattn.transport.base import Transport
+from ringattn.transport.base import Post, Transport
 
 LINKS = Links(2, 2, 1e9, 1e10)
 
@@ -27,6 +30,46 @@ def small() -> list[Case]:
 def measure_small(rank: int, transport: Transport) -> dict[str, dict[str, Any]]:
     SUITES["small"] = small
     return {case.name: runner.measure(rank, transport, "small", case.name, 2) for case in small()}
+
+
+class Heard:
+    """A transport that notes what it is asked for."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.events = inner, []
+        self.rank, self.size = inner.rank, inner.size
+        self.counters, self.agreed, self.check, self.wait = inner.counters, inner.agreed, inner.check, inner.wait
+
+    def post(self, post: Post) -> Any:
+        self.events.append("messages")
+        return self.inner.post(post)
+
+    def gather(self, record: bytes) -> list[bytes]:
+        plan = "plan" in json.loads(record) if record.startswith(b"{") else False
+        self.events.append("mark" if len(record) == MARK else "plan hash" if plan else "arguments")
+        return self.inner.gather(record)
+
+
+def warm_start(rank: int, transport: Transport) -> list[str]:
+    """What the ranks say to each other in a case of two rounds; its check stands between the warm-up and the timing."""
+    heard = Heard(transport)
+    check = lambda context, results: heard.events.append("timing") or {}  # noqa: E731
+    case = replace(schedules._double("warm", LINKS, 128, None), check=check)
+    SUITES["warm"] = lambda: [case]
+    runner.measure(rank, heard, "warm", "warm", 2)
+    return heard.events
+
+
+@pytest.mark.multi
+def test_plans_are_compared_and_links_opened_before_the_timing() -> None:
+    for events in run_nodes(warm_start, LINKS, modelled=True, timeout=60):
+        warm, timed = events[: events.index("timing")], events[events.index("timing") + 1 :]
+        talk = [event for event in warm if event != "messages"]
+        assert talk == ["mark", "arguments", "plan hash"] * 2  # one of each column
+        assert warm.index("plan hash") < warm.index("messages")
+        # A timed call tells the others in a few bytes that it is the same as before, and nothing more.
+        assert [event for event in timed if event != "messages"] == ["mark"] * 4
+        assert timed.count("messages") == 2 * warm.count("messages")
 
 
 @pytest.fixture(scope="module")
