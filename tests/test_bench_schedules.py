@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from ringattn.agreement import MARK
 from ringattn.bench import SUITES, get_cases, runner, schedules
 from ringattn.bench.case import Case
 from ringattn.bench.links import Links
 from ringattn.bench.network import run_nodes
+from ringattn.config import RunConfig
+from ringattn.job import Run
 from ringattn.transport.base import Post, Transport
 
 LINKS = Links(2, 2, 1e9, 1e10)
@@ -70,6 +73,30 @@ def test_plans_are_compared_and_links_opened_before_the_timing() -> None:
         # A timed call tells the others in a few bytes that it is the same as before, and nothing more.
         assert [event for event in timed if event != "messages"] == ["mark"] * 4
         assert timed.count("messages") == 2 * warm.count("messages")
+
+
+class Counted(Run):
+    """A run whose attention only notes that it was called."""
+
+    ranks, plan, inputs = 1, None, ()  # type: ignore[assignment]
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.events: list[str] = []
+
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.events.append("attend")
+        return torch.zeros(1), torch.zeros(1)
+
+    def counted(self) -> int:
+        return 0
+
+
+def test_a_run_is_not_timed_before_it_is_warm() -> None:
+    """The first call, in which the ranks compare plans and open their connections, is not among the times."""
+    run = Counted(RunConfig(repeat=3))
+    *_, seen = run.measure()
+    assert run.events == ["attend"] * 4 and len(seen.forward) == 3
 
 
 @pytest.fixture(scope="module")
