@@ -54,7 +54,7 @@ def cases() -> list[Case]:
         _double("double_ring_4", tenth, 1024, None),
         _double("double_ring_4_step", tenth, 1024, 1.5, backward=True),
         _double("double_ring_8", tenth_8, 2048, 1.5),
-        _overlap("overlap", Links(2, 2, 64e6, 640e6), 16384),
+        _overlap("overlap", Links(2, 2, 48e6, 480e6), 16384),
     ]
 
 
