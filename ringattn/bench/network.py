@@ -112,12 +112,14 @@ def run_nodes(
         # Nobody else is in the namespace, so the port stays free until torchrun takes it.
         find = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
         port = _do([*inside[0], sys.executable, "-c", find]).strip()
+        env = {"TMPDIR": scratch, "GLOO_SOCKET_IFNAME": DEVICE}  # torchrun does not clean up after itself
+        env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
         nodes: list[subprocess.Popen[bytes]] = []
         logs = [folder / f"node_{node}.log" for node in range(links.nodes)]
         try:
             for node, prefix in enumerate(inside):
                 with logs[node].open("wb") as log:
-                    nodes.append(_start([*MORTAL, *prefix, *_torchrun(node, links, port, folder)], log, threads))
+                    nodes.append(_start([*MORTAL, *prefix, *_torchrun(node, links, port, folder)], log, env))
             _watch(nodes, logs, timeout)
         finally:
             _end(nodes)
@@ -137,12 +139,10 @@ def _torchrun(node: int, links: Links, port: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *place, *head, *rank]
 
 
-def _start(command: list[str], output: Any, threads: int | None = None) -> subprocess.Popen[bytes]:
+def _start(command: list[str], output: Any, more: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     """In a session of its own: a Ctrl-C is for us, who then end it."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": DEVICE}
-    if threads:
-        env["OMP_NUM_THREADS"] = str(threads)
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(more or {})}
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=env
     )

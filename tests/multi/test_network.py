@@ -66,6 +66,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.
     start = network._start
     monkeypatch.setattr(network, "_start", lambda *args: found.append(start(*args)) or found[-1])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     return found
 
 
