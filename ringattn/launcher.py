@@ -171,7 +171,7 @@ def _watch(team: list[_Rank], timeout: float, grace: float) -> None:
         raise LaunchFailure(_report(team, failed))
     late = [rank for rank, member in enumerate(team) if not member.done]
     if late:
-        parts = [f"rank {rank} still ran{_tail(team[rank].log)}" for rank in late[:4]]
+        parts = [f"rank {rank} still ran{tail(team[rank].log)}" for rank in late[:4]]
         raise LaunchFailure(f"the ranks did not end within {timeout:g} s: " + "\n".join(parts))
 
 
@@ -179,7 +179,7 @@ def _report(team: list[_Rank], failed: list[int]) -> str:
     """The failure to blame: a killed rank first, then one that does not itself complain of a lost peer."""
 
     def innocent(rank: int) -> bool:
-        return "CommFailure" in _tail(team[rank].log)
+        return "CommFailure" in tail(team[rank].log)
 
     first = min(failed, key=lambda rank: (team[rank].process.exitcode >= 0, innocent(rank)))
     code = team[first].process.exitcode
@@ -188,10 +188,11 @@ def _report(team: list[_Rank], failed: list[int]) -> str:
         how = "ended before it gave a result"
     others = [rank for rank in failed if rank != first]
     also = f" (then also failed: {', '.join(map(str, others))})" if others else ""
-    return f"rank {first} of {len(team)} {how}{also}{_tail(team[first].log)}"
+    return f"rank {first} of {len(team)} {how}{also}{tail(team[first].log)}"
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
+    """The last lines of a log, as an error repeats them; empty where there are none."""
     if not log.exists():
         return ""
     lines = log.read_text(errors="replace").strip().splitlines()[-TAIL:]

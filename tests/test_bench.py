@@ -86,7 +86,7 @@ def small() -> list[Case]:
 
 def measure_small(rank: int) -> dict[str, dict[str, Any]]:
     SUITES["small"] = small
-    return {case.name: bench_runner.measure(rank, "small", case.name, 2) for case in small()}
+    return {case.name: bench_runner.measure(rank, None, "small", case.name, 2) for case in small()}
 
 
 @pytest.fixture(scope="module")

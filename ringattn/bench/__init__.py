@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import InvalidInput, did_you_mean
-from . import patterns, ring
+from . import patterns, ring, schedules
 from .case import Case
 
-SUITES = {"ring": ring.cases, "patterns": patterns.cases}
+SUITES = {"ring": ring.cases, "patterns": patterns.cases, "schedules": schedules.cases}
 
 
 def get_cases(suite: str, names: list[str] | None = None) -> list[Case]:

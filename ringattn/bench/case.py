@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from ..transport.base import Transport
+from .links import Links
+
 #: One run of a column on this rank; returns its local result.
 Run = Callable[[], Any]
 
@@ -19,6 +22,8 @@ class Context:
     rank: int
     ranks: int
     settings: dict[str, Any]
+    #: Of a case with links: the way through them.
+    transport: Transport | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class Case:
     limit: float | None = None
     #: At most this many rounds, for cases of minutes.
     rounds: int | None = None
+    #: The network between the ranks, where they are not simply processes of one machine.
+    links: Links | None = None
     #: What a reader of the numbers must know about how they were found.
     notes: tuple[str, ...] = ()
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +23,10 @@ from .. import __version__, memory
 from ..files import make_folder, write_text
 from ..launcher import run_local
 from ..pool import memory_pool
+from ..transport.base import Transport
 from . import get_cases
 from .case import Case, Context, Run
+from .network import fabric, run_nodes
 
 Clock = Callable[[], float]
 #: Seconds that one suite may take before its processes are killed.
@@ -35,9 +37,15 @@ MIXED = "**The code changed during this run: its cases measured different versio
 def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure a suite; the record that `write` stores. `tell` hears what is under way."""
     results, before = [], machine()
-    for case in get_cases(suite, names):
+    cases = get_cases(suite, names)
+    if any(case.links for case in cases):
+        tell(f"behind {fabric()}")
+    for case in cases:
         tell(f"{case.name}: {', '.join(column.name for column in case.columns)}")
-        raw = run_local(measure, case.ranks, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
+        if case.links is None:
+            raw = run_local(measure, case.ranks, None, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
+        else:
+            raw = run_nodes(measure, case.links, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
         results.append(summarise(case, raw))
     mixed = before["source"] != machine()["source"]
     return {
@@ -45,10 +53,10 @@ def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[
     }  # fmt: skip
 
 
-def measure(rank: int, suite: str, name: str, repeat: int) -> dict[str, Any]:
+def measure(rank: int, transport: Transport | None, suite: str, name: str, repeat: int) -> dict[str, Any]:
     """One rank of a case, in a process of its own: check, warm up, then rounds of every column."""
     (case,) = get_cases(suite, [name])
-    context = Context(rank, case.ranks, case.settings)
+    context = Context(rank, case.ranks, case.settings, transport)
     repeat = min(repeat, case.rounds or repeat)
     if case.memory is not None:
         return _measure_memory(case, context, repeat)
@@ -121,8 +129,10 @@ def summarise(case: Case, raw: list[dict[str, Any]]) -> dict[str, Any]:
         "ranks": case.ranks,
         "settings": case.settings,
         "errors": raw[0]["errors"],
-        "notes": list(case.notes),
+        "notes": [*case.notes, *([f"network: {fabric()}"] if case.links else [])],
     }
+    if case.links is not None:
+        summary["links"] = asdict(case.links)
     if case.memory is not None:
         shares = [max(rank["bytes"]) / rank["allowed"] for rank in raw]
         summary["memory"] = {
