@@ -73,7 +73,7 @@ def cover(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> Cuts
         if ranges not in known:
             known[ranges] = _ascending(ranges)
         per_head.append(known[ranges])
-    return _grouped(per_head, rows)
+    return grouped(per_head, rows)
 
 
 def minus(cuts: Cuts, others: Sequence[Cuts], kv_heads: int, rows: int) -> Cuts:
@@ -89,7 +89,7 @@ def minus(cuts: Cuts, others: Sequence[Cuts], kv_heads: int, rows: int) -> Cuts:
         for other in others:
             mask &= ~_mask(other, head, rows)
         left.append(decode(np.flatnonzero(mask)))
-    return _grouped(left, rows)
+    return grouped(left, rows)
 
 
 def total(cuts: Cuts, kv_heads: int, rows: int) -> int:
@@ -265,7 +265,7 @@ def _ascending(ranges: frozenset[range]) -> Rows:
     return decode(np.flatnonzero(mask) + first)
 
 
-def _grouped(per_head: list[Rows], rows: int) -> Cuts:
+def grouped(per_head: list[Rows], rows: int) -> Cuts:
     """Cuts of the heads that have equally many rows."""
     if not rows or not any(per_head):
         return ()

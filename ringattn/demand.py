@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
-from .cut import Cut, Cuts, cover, relocated
+import numpy as np
+
+from .cut import WHOLE, Cut, Cuts, cover, decode, grouped, relocated
 from .layout import Layout
 from .pattern import Pattern, Tile
 from .pattern.ranges import ceil_div, locate
@@ -17,6 +19,9 @@ from .work import Work, gathered, repeated
 
 #: Works of one visit are joined pairwise only up to this many: the search is quadratic.
 MAX_JOINED = 32
+
+#: Blocks of more ranges are searched with a mask of their rows.
+MAX_SYMBOLIC = 4
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -101,8 +106,41 @@ def _pairs(demand: Demand, rank: int, owner: int) -> int:
 
 @remembered(65536)
 def _cuts(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
+    if len(demand.layout.shard(owner)) > MAX_SYMBOLIC:
+        return _marked(demand, queriers, owner)
     seen = (piece for run in queriers for piece in _seen(demand, run, owner))
     return cover(seen, demand.kv_heads, demand.layout.rows(owner))
+
+
+def _marked(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
+    """`_cuts` where the block is many ranges: a mask of its rows, of one rank's needs after another."""
+    held = np.sort(demand.layout.positions(owner))
+    mask = np.zeros((demand.kv_heads, len(held)), dtype=bool)
+    for rank in (rank for run in queriers for rank in run):
+        if demand.needs(range(rank, rank + 1), range(owner, owner + 1)):
+            mask |= np.unpackbits(_bits(demand, rank, owner), axis=1, count=len(held)).view(bool)
+            if mask.all():
+                return WHOLE
+    if (np.diff(demand.layout.positions(owner)) < 0).any():  # back from the order of positions to that of the shard
+        mask = mask[:, np.argsort(np.argsort(demand.layout.positions(owner)))]
+    return grouped([decode(np.flatnonzero(row)) for row in mask], len(held))
+
+
+@remembered(65536)
+def _bits(demand: Demand, rank: int, owner: int) -> np.ndarray:
+    """The rows of the block of `owner` that `rank` needs, in the order of their positions: bits, [K, rows / 8]."""
+    held = np.sort(demand.layout.positions(owner))
+    around = range(int(held[0]), int(held[-1]) + 1)
+    mask = np.zeros((demand.kv_heads, len(held)), dtype=bool)
+    group = demand.heads // demand.kv_heads
+    for q in decode(np.sort(demand.layout.positions(rank))):
+        for tile in demand.pattern.tiles(q, around, range(demand.heads)):
+            for k in tile.key_rows():
+                first, last = np.searchsorted(held, (k[0], k[-1] + 1))
+                hit = True if k.step == 1 else (held[first:last] - k[0]) % k.step == 0
+                for heads in _kv_heads(tile.heads, group):
+                    mask[heads.start : heads.stop : heads.step, first:last] |= hit
+    return np.packbits(mask, axis=1)
 
 
 def _seen(demand: Demand, queriers: range, owner: int) -> Iterator[tuple[range, range]]:
