@@ -88,7 +88,8 @@ class Rows:
     """The output rows of one rank. Rows with one partial are written once; others are merged in fp32 or fp64.
 
     An output of that dtype is its own accumulator; a narrower one has an accumulator per section, while the
-    section is open. Where no output is given, a first partial that covers all rows is not even copied.
+    section is open. lse is gathered in fp64: each rounding of it would be an error of the backward's probabilities.
+    Where no output is given, a first partial that covers all rows is not even copied.
     """
 
     def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
@@ -100,7 +101,7 @@ class Rows:
     def add(self, section: Section, piece: Piece, part: torch.Tensor, part_lse: torch.Tensor, batch: slice) -> None:
         """Take in the partial of a call for some elements of the batch."""
         if self.out is None and part.shape == self.shape and part.dtype == wide(self.q.dtype) == self.q.dtype:
-            self.out, self.lse = part, part_lse
+            self.out, self.lse = part, part_lse if section.single else part_lse.double()
             self.open[section] = part, None
             return
         work = replace(piece.work, q=moved(piece.work.q, -section.rows.start))
@@ -125,7 +126,7 @@ class Rows:
         for rows in empty:
             self._rows(self.out, rows).zero_()
             self._rows(self.lse, rows).fill_(-torch.inf)
-        return self.out, self.lse
+        return self.out, self.lse.to(wide(self.q.dtype))
 
     def _section(self, section: Section) -> Pair:
         self._allocate()
@@ -153,4 +154,4 @@ class Rows:
         # As the kernels lay out theirs, so that a merge walks memory in order.
         if self.out is None:
             self.out = empty((batch, rows, heads, width), self.q.dtype, self.q.device).transpose(1, 2)
-        self.lse = empty((batch, rows, heads), wide(self.q.dtype), self.q.device).transpose(1, 2)
+        self.lse = empty((batch, rows, heads), torch.float64, self.q.device).transpose(1, 2)

@@ -8,12 +8,12 @@ import torch
 def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Fold the partial (part, part_lse) into (out, lse), in place.
 
-    out [..., n, D] and lse [..., n] are fp32 or fp64; part may have a narrower dtype. lse is the natural log of
-    the sum of exp(logits); -inf marks a row that saw no key, whose out must be finite.
+    out [..., n, D] and lse [..., n] are fp32 or fp64, and lse may be wider than out; part may have a narrower dtype. lse
+    is the natural log of the sum of exp(logits); -inf marks a row that saw no key, whose out must be finite.
     With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and lse <- log(exp(lse) + exp(part_lse)):
     the online softmax of Milakov and Gimelshein (2018) in the form that cannot overflow.
     """
     gate = torch.sigmoid(part_lse - lse)
     gate.masked_fill_(part_lse == -torch.inf, 0.0)  # where both are empty, sigmoid(-inf + inf) is NaN
-    out.lerp_(part.to(out.dtype), gate.unsqueeze(-1))
+    out.lerp_(part.to(out.dtype), gate.to(out.dtype).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
