@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from .choice import Choice, choose, layouts
 from .demand import Demand
 from .errors import InvalidInput
 from .layout import Balanced, Layout, make_layout, restored_layout
@@ -17,12 +18,13 @@ from .pattern import Pattern, parse_pattern
 from .picture import draw_plan
 from .schedules import planner, resolve
 from .steps import Part, RankPlan, Step
+from .timing import Machine, get_machine
 
 if TYPE_CHECKING:
     import torch
 
 #: Changes whenever the same inputs give other steps, so that ranks of different versions do not talk past each other.
-FORMAT = 2
+FORMAT = 3
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -40,6 +42,8 @@ class Plan:
     value_dim: int = 64
     dtype: str = "float32"
     batch: int = 1
+    #: What `auto` compared and why it took this; None where layout and schedule were named.
+    choice: Choice | None = field(default=None, compare=False, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -52,6 +56,12 @@ class Plan:
     @cached_property
     def demand(self) -> Demand:
         return Demand(self.pattern, self.layout, self.heads, self.kv_heads)
+
+    def asking(self, demand: Demand, choice: Choice | None = None) -> Plan:
+        """The same plan, which asks `demand` instead of one of its own. That must give the same answers."""
+        same = replace(self, choice=choice or self.choice)
+        vars(same)["demand"] = demand
+        return same
 
     def for_rank(self, rank: int) -> RankPlan:
         """The steps of one rank, without planning any other."""
@@ -193,11 +203,15 @@ def make_plan(
     value_dim: int | None = None,
     dtype: str | torch.dtype = "float32",
     batch: int = 1,
+    machine: Machine | str | None = None,
 ) -> Plan:
     """The (cached) plan of attention with `pattern` over `tokens` positions on `ranks` ranks.
 
     `heads` query heads share `kv_heads` (default: as many) key/value heads; `head_dim` is that of q and k,
     `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. Raises InvalidInput.
+
+    layout="auto" and schedule="auto" take what the timing model predicts to be fastest in the forward, on `machine` (a
+    Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
@@ -218,17 +232,24 @@ def make_plan(
     item = str(dtype).removeprefix("torch.")
     if item not in ITEM_BYTES:
         raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
-    made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads)
     pattern.check(tokens, heads)
+    tried = layouts(ranks) if layout == "auto" else (layout,)
+    made = tuple(make_layout(one, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for one in tried)
+    name = resolve(schedule, ranks)
+    inputs = pattern.bind(heads, tokens), heads, kv_heads, head_dim, value_dim, item, batch
+    chosen_machine = get_machine(machine)
+    if layout == "auto" or name == "auto":
+        choice = _choice if pattern.transient else _remembered
+        return choice(made, None if name == "auto" else (name,), chosen_machine, *inputs)
     make: Callable[..., Plan] = Plan if pattern.transient else _cached
-    return make(
-        pattern.bind(heads, made.tokens),
-        made,
-        resolve(schedule, ranks),
-        heads,
-        kv_heads,
-        head_dim,
-        value_dim,
-        item,
-        batch,
-    )
+    return make(inputs[0], made[0], name, *inputs[1:])
+
+
+def _choice(
+    tried: tuple[Layout, ...], names: tuple[str, ...] | None, machine: Machine, pattern: Pattern, *inputs: Any
+) -> Plan:
+    plan, choice = choose(lambda layout, name: Plan(pattern, layout, name, *inputs), tried, names, machine)
+    return plan.asking(plan.demand, choice)
+
+
+_remembered = lru_cache(maxsize=256)(_choice)

@@ -24,9 +24,12 @@ FORMS = ("auto", "ring", "direct", "allgather", "double_ring(inner)")
 
 
 def resolve(name: str, ranks: int | None = None) -> str:
-    """The schedule that `name` asks for, in its plain spelling; checked against `ranks` where they are known."""
+    """The schedule that `name` asks for, in its plain spelling; checked against `ranks` where they are known.
+
+    "auto" stays: `make_plan` chooses.
+    """
     if name == "auto":
-        return "ring"
+        return name
     kind, number = _parse(name)
     if number is None:
         return kind

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from ..cut import total
 from ..demand import Demand, remembered
 
-#: The direction is chosen from the exact reach of at most this many blocks, evenly spaced.
-SAMPLE = 64
+#: The direction is chosen from the exact reach of at most this many blocks, evenly spaced; of fewer for many ranks,
+#: whose plan must stay cheap.
+SAMPLE, FEW, MANY = 64, 4, 1024
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,20 @@ def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, own
 @remembered(65536)
 def reach(demand: Demand, owner: int, way: Way) -> int:
     """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
-    low, high = 0, way.limit
-    while low < high:  # a rank at distance >= d needs the block: monotone in d
+
+    def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
+        return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
+
+    # Most blocks go all the way or not far: look there before halving.
+    if not way.limit or reached(way.limit):
+        return way.limit
+    low, high = 0, 1
+    while high < way.limit and reached(high):
+        low, high = high, 2 * high
+    high = min(high, way.limit) - 1
+    while low < high:
         middle = (low + high + 1) // 2
-        if _needed(demand, way, owner + way.sign * middle, way.limit - middle + 1, owner, 1):
+        if reached(middle):
             low = middle
         else:
             high = middle - 1
@@ -105,10 +116,10 @@ def _rows(demand: Demand, owner: int, way: Way) -> int:
 def ways(demand: Demand) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 
-    Counted on all blocks up to 64 ranks, on 64 evenly spaced blocks above.
+    Counted on all blocks up to 64 ranks, on 64 evenly spaced blocks up to 1,024 ranks, on 4 above.
     """
     ranks = demand.layout.ranks
-    count = min(ranks, SAMPLE)
+    count = min(ranks, SAMPLE if ranks <= MANY else FEW)
     blocks = [ranks * i // count for i in range(count)]
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
