@@ -162,7 +162,9 @@ def _reason(best: Candidate, rest: list[Candidate]) -> str:
     found = best.prediction
     assert found is not None
     hidden = found.exposed <= 0.01 * found.seconds
-    waits = "its messages hide under the computation" if hidden else f"{found.exposed / found.seconds:.0%} of it waiting"
+    waits = (
+        "its messages hide under the computation" if hidden else f"{found.exposed / found.seconds:.0%} of it waiting"
+    )
     if not found.messages:
         waits = "no messages"
     text = f"{best} is predicted to take {duration(found.seconds)}, {waits}"
