@@ -60,7 +60,7 @@ def test_better_machines_are_not_slower(case: tuple[Pattern, int, int, str], sch
     for better in ({"flops": 1e7}, {"beta": 1e7}, {"alpha": 1e-5}):
         fast = predict(plan, replace(machine, **better), backward=backward)
         assert fast.seconds <= slow.seconds * EQUAL and fast.bytes == slow.bytes
-    assert slow.seconds == slow.compute + slow.exposed and slow.exposed >= 0
+    assert slow.seconds == pytest.approx(slow.compute + slow.exposed) and slow.exposed >= -1e-9 * slow.seconds
 
 
 def picked(pattern: Pattern, machine: Machine | str = "cpu", **options: object) -> tuple[str, str]:
