@@ -31,6 +31,7 @@ from .pattern import (
     top_k,
 )
 from .plan import Plan, make_plan
+from .timing import Machine, Prediction, predict
 
 if TYPE_CHECKING:
     from . import nn as nn
@@ -87,10 +88,12 @@ __all__ = [
     "InvalidInput",
     "LaunchLimit",
     "Layout",
+    "Machine",
     "Mismatch",
     "OutOfMemory",
     "Pattern",
     "Plan",
+    "Prediction",
     "RingAttentionError",
     "Sinks",
     "Strided",
@@ -114,6 +117,7 @@ __all__ = [
     "memory_pool",
     "mix",
     "parse_pattern",
+    "predict",
     "ring_attention",
     "strided_blocks",
     "top_k",

@@ -16,6 +16,7 @@ from .layout import Layout, check_layout
 from .pattern import Pattern
 from .plan import ITEM_BYTES, Plan, make_plan
 from .schedules import resolve
+from .timing import Machine, get_machine
 from .transport.base import Transport
 
 #: Characters of an error that other ranks repeat.
@@ -37,6 +38,7 @@ class Call:
     scale: Any
     deterministic: bool
     wire_dtype: Any = None
+    machine: Machine | str | None = None
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
         """The kernel to use, or an error that says what is wrong with the local arguments."""
@@ -77,6 +79,9 @@ class Call:
         for name, value, kinds, example in names:
             if not isinstance(value, kinds):
                 raise InvalidInput(f"{name} must be a name such as {example!r}, got {value!r}")
+        if not isinstance(self.machine, Machine | str | None):
+            raise InvalidInput(f"machine must be a ringattn.Machine or a name such as 'cpu', got {self.machine!r}")
+        get_machine(self.machine)
         if not self.scale == self.scale or self.scale in (float("inf"), float("-inf")):
             raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
         resolve(self.schedule)
@@ -136,7 +141,7 @@ def agree(
         tokens = sum(rows)
         plan = make_plan(
             call.pattern, tokens=tokens, ranks=transport.size, layout=call.layout, schedule=call.schedule,
-            wire_dtype=call.wire_dtype, **describe(q, k, v),
+            machine=get_machine(call.machine, q.device.type), wire_dtype=call.wire_dtype, **describe(q, k, v),
         )  # fmt: skip
         _check_rows(plan, rows)
         record = {"plan": plan.hash}
@@ -164,6 +169,7 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad:
         "layout": call.layout if isinstance(call.layout, str) else _written(call.layout),
         "schedule": call.schedule,
         "kernel": call.kernel,
+        "machine": repr(get_machine(call.machine, q.device.type)),
         "scale": call.scale,
         "deterministic": call.deterministic,
         "wire_dtype": None if call.wire_dtype is None else str(call.wire_dtype),

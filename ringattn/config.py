@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput, did_you_mean
+from .timing import Machine, get_machine
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
@@ -71,6 +72,23 @@ class ScheduleGroup(Group):
 
 
 @dataclass
+class MachineGroup(Group):
+    """A preset, and the values that are to replace its own."""
+
+    flops: float | None = None
+    alpha: float | None = None
+    beta: float | None = None
+    inner: int | None = None
+    inner_alpha: float | None = None
+    inner_beta: float | None = None
+
+    def made(self, device: str = "cpu") -> Machine:
+        """The machine; the preset `auto` is that of the device type."""
+        given = {name: value for name in _names(Machine) if (value := getattr(self, name)) is not None}
+        return replace(get_machine(None if self.spec == "auto" else self.spec, device), **given)
+
+
+@dataclass
 class TransportGroup(Group):
     gpu_aware: bool = False
 
@@ -94,6 +112,7 @@ class Shape:
     pattern: PatternGroup = field(default_factory=PatternGroup)
     layout: LayoutGroup = field(default_factory=LayoutGroup)
     schedule: ScheduleGroup = field(default_factory=ScheduleGroup)
+    machine: MachineGroup = field(default_factory=MachineGroup)
     output: OutputGroup = field(default_factory=OutputGroup)
     experiment: Any = None
     ranks: int = 2

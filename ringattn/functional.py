@@ -16,6 +16,7 @@ from .kernels.pad import check_padding, hide_keys
 from .layout import Layout
 from .pattern import Pattern
 from .plan import Plan, make_plan
+from .timing import Machine, get_machine
 from .transport.torchdist import TorchDist
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,6 +40,7 @@ def ring_attention(
     layout: str | Layout = "contiguous",
     schedule: str = "auto",
     kernel: str = "auto",
+    machine: Machine | str | None = None,
     scale: float | None = None,
     key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -53,6 +55,8 @@ def ring_attention(
     The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
     of `transport`. All ranks call with the same arguments and matching shapes; this is compared in every call, before
     the first message: by 8 bytes of each rank and, where shapes or arguments are new, by a handshake.
+    schedule="auto" takes the one that the timing model predicts to be fastest on `machine` (a Machine, "cpu" or "cuda";
+    default: by the device of the tensors). The layout is chosen before there are shards, by `make_plan`.
     `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, see `make_plan`.
     `key_padding_mask` (bool [B, n], the local shard's, on all ranks or on none) is True where a key is padding,
     which nobody attends; whatever the key holds. It costs 8 more columns of the head dim.
@@ -62,7 +66,7 @@ def ring_attention(
     Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, CommFailure after.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine)
     floor, wrong = None, None
     try:
         q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
@@ -86,6 +90,7 @@ def positions(
     layout: str | Layout = "contiguous",
     schedule: str = "auto",
     kernel: str = "auto",
+    machine: Machine | str | None = None,
     scale: float | None = None,
     deterministic: bool = False,
     wire_dtype: torch.dtype | str | None = None,
@@ -98,7 +103,7 @@ def positions(
     caller has found already and that all ranks shall hear of.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine)
     try:
         check(q, k, v, call, key_padding_mask)
     except RingAttentionError as caught:
@@ -122,6 +127,7 @@ def virtual_attention(
     layout: str | Layout = "contiguous",
     schedule: str = "auto",
     kernel: str = "auto",
+    machine: Machine | str | None = None,
     scale: float | None = None,
     key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -131,17 +137,19 @@ def virtual_attention(
     """`ring_attention` with all `ranks` executed in this process: whole tensors in, the whole result out.
 
     q [B, H, N, D], k [B, K, N, D], v [B, K, N, Dv] in natural order. The plan, the executor and the kernels are
-    those of real ranks, and results equal theirs bit for bit. `key_padding_mask` is bool [B, N], True is padding.
+    those of real ranks, and results equal theirs bit for bit. layout="auto" is chosen here, with the schedule. `key_padding_mask` is bool [B, N], True is padding.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
+    known = "contiguous" if layout == "auto" else layout
+    call = Call(pattern, known, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine)
     q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
     chosen = call.check(q, k, v)
     facts = describe(q, k, v)
     plan = make_plan(
-        pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule, wire_dtype=wire_dtype, **facts
-    )
+        pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule,
+        machine=get_machine(machine, q.device.type), wire_dtype=wire_dtype, **facts,
+    )  # fmt: skip
     q, factor = _positive(q, call.scale)
     return _apply(q, k, v, AllRanks(plan, chosen, factor), plan, return_lse, floor)
 

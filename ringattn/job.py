@@ -19,16 +19,18 @@ from .errors import InvalidInput
 from .files import check_writable, replacing
 from .pattern import parse_pattern
 from .plan import Plan, make_plan
-from .report import Number, show, size
+from .report import Number, show, show_choice, size
 from .sampling import Reduce, oracle_rows, sampled_rows
 
 
 def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
     shape = source.shape
+    cuda = config.transport.spec == "nccl" or config.transport.gpu_aware
     return make_plan(
         parse_pattern(config.pattern.spec), tokens=shape.tokens, ranks=ranks, layout=config.layout.spec,
         schedule=config.schedule.spec, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch, wire_dtype=config.wire_dtype,
+        machine=config.machine.made("cuda" if cuda else "cpu"),
     )  # fmt: skip
 
 
@@ -86,8 +88,9 @@ class Run:
 
     def options(self) -> dict[str, Any]:
         c = self.config
+        # The plan's: `auto` has been resolved.
         return {
-            "layout": c.layout.spec, "schedule": c.schedule.spec, "kernel": c.kernel.spec, "scale": c.scale,
+            "layout": self.plan.layout, "schedule": self.plan.schedule, "kernel": c.kernel.spec, "scale": c.scale,
             "return_lse": True, "deterministic": c.deterministic, "wire_dtype": c.wire_dtype,
         }  # fmt: skip
 
@@ -164,6 +167,8 @@ class Run:
         if c.output.path:
             numbers.append(Number("output", str(c.output.path)))
         show(title, numbers)
+        if plan.choice is not None:
+            show_choice(plan.choice)
 
     def process(self, rank: int) -> str:
         return f"rank {rank}"

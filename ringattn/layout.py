@@ -125,13 +125,19 @@ _remembered = lru_cache(maxsize=64)(balanced)
 
 def _read(name: str) -> tuple[str, int | None]:
     """The kind of layout that a name asks for, and the number of tokens in its parentheses."""
+    if name.strip() == "auto":
+        raise InvalidInput(
+            "layout 'auto' is chosen together with the schedule, for all that a plan knows, and before there are shards; "
+            "take layout = make_plan(pattern, tokens=..., ranks=..., heads=..., layout='auto').layout, shard with it and "
+            "pass it on"
+        )
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:(block|chunk)\s*=\s*)?(\d+|auto)\s*\))?\s*", name)
     kind = match[1] if match else name
     keyword = {"striped": "block", "balanced": "chunk"}.get(kind)
     known = kind in _FORMULAS or kind == "balanced"
     wrong = match is None or not known or (match[3] and not keyword) or (match[2] and match[2] != keyword)
     if match is None or wrong or (match[3] == "auto" and kind != "balanced"):
-        hint = did_you_mean(kind, [*_FORMULAS, "balanced"])
+        hint = did_you_mean(kind, [*_FORMULAS, "balanced", "auto"])
         raise InvalidInput(
             f"unknown layout {name!r}; {hint}expected contiguous, zigzag, striped, striped(block), balanced or "
             "balanced(chunk)"

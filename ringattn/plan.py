@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from .choice import Choice, choose, layouts
 from .demand import Demand
 from .errors import InvalidInput
 from .layout import Balanced, Layout, make_layout, restored_layout
@@ -19,12 +20,13 @@ from .picture import draw_plan
 from .schedules import planner, resolve, teams
 from .schedules.ulysses import around
 from .steps import Part, RankPlan, Step
+from .timing import Machine, get_machine
 
 if TYPE_CHECKING:
     import torch
 
 #: Changes whenever the same inputs give other steps, so that ranks of different versions do not talk past each other.
-FORMAT = 2
+FORMAT = 3
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -43,6 +45,8 @@ class Plan:
     dtype: str = "float32"
     batch: int = 1
     wire: str | None = None
+    #: What `auto` compared and why it took this; None where layout and schedule were named.
+    choice: Choice | None = field(default=None, compare=False, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -55,6 +59,12 @@ class Plan:
     @cached_property
     def demand(self) -> Demand:
         return Demand(self.pattern, self.layout, self.heads, self.kv_heads)
+
+    def asking(self, demand: Demand, choice: Choice | None = None) -> Plan:
+        """The same plan, which asks `demand` instead of one of its own. That must give the same answers."""
+        same = replace(self, choice=choice or self.choice)
+        vars(same)["demand"] = demand
+        return same
 
     def for_rank(self, rank: int) -> RankPlan:
         """The steps of one rank, without planning any other."""
@@ -244,6 +254,7 @@ def make_plan(
     dtype: str | torch.dtype = "float32",
     batch: int = 1,
     wire_dtype: str | torch.dtype | None = None,
+    machine: Machine | str | None = None,
 ) -> Plan:
     """The (cached) plan of attention with `pattern` over `tokens` positions on `ranks` ranks.
 
@@ -251,6 +262,9 @@ def make_plan(
     `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. `wire_dtype` is the dtype in which
     keys, values and their gradients travel between ranks: by default K/V as they are and gradients in fp32 (fp64 for
     fp64); a narrower one is rounded to, gradients in every hop. Raises InvalidInput.
+
+    layout="auto" and schedule="auto" take what the timing model predicts to be fastest in the forward, on `machine` (a
+    Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
@@ -278,18 +292,24 @@ def make_plan(
             f"wire_dtype={wire}: K/V and gradients of {item} inputs may travel as {' or '.join(fitting)}; "
             "leave it out to send all bits (float16 has not the range that gradients need)"
         )
-    made = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads)
     pattern.check(tokens, heads)
+    tried = layouts(ranks) if layout == "auto" else (layout,)
+    made = tuple(make_layout(one, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for one in tried)
+    name = resolve(schedule, ranks, heads, kv_heads)
+    inputs = pattern.bind(heads, tokens), heads, kv_heads, head_dim, value_dim, item, batch, wire
+    chosen_machine = get_machine(machine)
+    if layout == "auto" or name == "auto":
+        choice = _choice if pattern.transient else _remembered
+        return choice(made, None if name == "auto" else (name,), chosen_machine, *inputs)
     make: Callable[..., Plan] = Plan if pattern.transient else _cached
-    return make(
-        pattern.bind(heads, made.tokens),
-        made,
-        resolve(schedule, ranks, heads, kv_heads),
-        heads,
-        kv_heads,
-        head_dim,
-        value_dim,
-        item,
-        batch,
-        wire,
-    )
+    return make(inputs[0], made[0], name, *inputs[1:])
+
+
+def _choice(
+    tried: tuple[Layout, ...], names: tuple[str, ...] | None, machine: Machine, pattern: Pattern, *inputs: Any
+) -> Plan:
+    plan, choice = choose(lambda layout, name: Plan(pattern, layout, name, *inputs), tried, names, machine)
+    return plan.asking(plan.demand, choice)
+
+
+_remembered = lru_cache(maxsize=256)(_choice)

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .choice import Choice, duration
+
 
 @dataclass(frozen=True)
 class Number:
@@ -48,6 +50,25 @@ def grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> No
     for row in rows:
         table.add_row(*map(escape, row))
     console().print(table)
+
+
+def show_choice(choice: Choice, most: int = 8) -> None:
+    """Print what `auto` compared, the fastest first, and its reason."""
+    timed = sorted((p.seconds, i, c, p) for i, c in enumerate(choice.candidates) if (p := c.prediction))
+    rows = [
+        (str(c), duration(p.seconds), duration(p.compute), duration(p.exposed), size(p.bytes), f"{p.messages:,}")
+        for _, _, c, p in timed
+    ]
+    lines = console()
+    lines.print()
+    if rows:
+        grid("", ("auto [modelled]", "forward", "compute", "exposed", "sends per rank", "messages"), rows[:most])
+    if len(rows) > most:
+        lines.print(f"and {len(rows) - most} slower", highlight=False)
+    for why in dict.fromkeys(c.left_out for c in choice.candidates if c.left_out):
+        names = ", ".join(str(c) for c in choice.candidates if c.left_out == why)
+        lines.print(f"left out ({why}): {names}", highlight=False, markup=False, soft_wrap=True)
+    lines.print(f"auto: {choice.reason}", highlight=False, markup=False, soft_wrap=True)
 
 
 def console() -> Console:

@@ -105,7 +105,7 @@ def test_edited_json_is_refused() -> None:
         (json.dumps(edited), "edited"),
         ("{}", "no plan"),
         ("[1", "no plan"),
-        (text.replace('"format": 2', '"format": 99'), "format 99"),
+        (text.replace('"format": 3', '"format": 99'), "format 99"),
     ):
         with pytest.raises(InvalidInput, match=words):
             Plan.from_json(wrong)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ..errors import InvalidInput, did_you_mean
-from . import patterns, ring, schedules
+from . import auto, patterns, ring, schedules
 from .case import Case
 
-SUITES = {"ring": ring.cases, "patterns": patterns.cases, "schedules": schedules.cases}
+SUITES = {"ring": ring.cases, "patterns": patterns.cases, "schedules": schedules.cases, "auto": auto.cases}
+#: What a suite concludes from all of its cases that were measured: "summary" in words, "value", "target", "met".
+SUMMARIES = {"auto": auto.share}
 
 
 def get_cases(suite: str, names: list[str] | None = None) -> list[Case]:

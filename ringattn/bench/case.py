@@ -80,6 +80,8 @@ class Case:
     links: Links | None = None
     #: What a reader of the numbers must know about how they were found.
     notes: tuple[str, ...] = ()
+    #: What a suite concludes from the case as it is stored, kept beside it under "summary".
+    summary: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
 
 def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:

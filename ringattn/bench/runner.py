@@ -24,7 +24,7 @@ from ..files import make_folder, write_text
 from ..launcher import run_local
 from ..pool import memory_pool
 from ..transport.base import Transport
-from . import get_cases
+from . import SUMMARIES, get_cases
 from .case import Case, Context, Run
 from .network import fabric, run_nodes
 
@@ -48,9 +48,10 @@ def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[
             raw = run_nodes(measure, case.links, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
         results.append(summarise(case, raw))
     mixed = before["source"] != machine()["source"]
-    return {
+    record = {
         "suite": suite, "repeat": repeat, "machine": before, "mixed": mixed, "kind": "measured", "cases": results
     }  # fmt: skip
+    return {**record, "summary": SUMMARIES[suite](results)} if suite in SUMMARIES else record
 
 
 def measure(rank: int, transport: Transport | None, suite: str, name: str, repeat: int) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def summarise(case: Case, raw: list[dict[str, Any]]) -> dict[str, Any]:
                 "met": None if ratio.target is None else middle >= ratio.target,
             }
         )
-    return summary
+    return {**summary, "summary": case.summary(summary)} if case.summary else summary
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -246,8 +247,26 @@ def markdown(record: dict[str, Any]) -> str:
     for row in rows(record):
         lines.append("| " + " | ".join(row) + " |")
     notes = dict.fromkeys(note for case in record["cases"] for note in case["notes"])
+    lines += ["", *judged(record)]
     lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join([*lines, "", "Settings and every raw number are in the JSON file of the same name.", ""])
+
+
+def judged(record: dict[str, Any]) -> list[str]:
+    """What the suite concludes, case by case and as a whole."""
+    found = [case for case in record["cases"] if "summary" in case]
+    if not found:
+        return []
+    names = list(found[0]["summary"])
+    texts = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in case["summary"].values()] for case in found]
+    whole = record["summary"]
+    return [
+        f"**{whole['summary']}; target >= {whole['target']}: {_yes(whole['met'])}**",
+        "",
+        "| " + " | ".join(["case", *names]) + " |",
+        "|---" * (len(names) + 1) + "|",
+        *("| " + " | ".join([case["case"], *text]) + " |" for case, text in zip(found, texts, strict=True)),
+    ]
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench import get_cases
-from ..bench.runner import MIXED, run_suite, write
+from ..bench.runner import MIXED, judged, run_suite, write
 from ..config import BenchConfig
 from ..errors import InvalidInput
 from ..files import make_folder
@@ -23,6 +23,8 @@ def main(config: BenchConfig) -> None:
     lines = console()
     record = run_suite(config.suite, config.cases, config.repeat, lambda text: lines.print(f"measuring {text}"))
     show(record)
+    if "summary" in record:
+        lines.print("\n" + "\n".join(judged(record)), highlight=False, markup=False, soft_wrap=True)
     if record["mixed"]:
         lines.print(f"\n{MIXED.strip('*')}", style="bold red", soft_wrap=True)
     data, text = write(record, folder)

@@ -8,7 +8,7 @@ from ..config import PlanConfig
 from ..files import write_text
 from ..pattern import parse_pattern
 from ..plan import Plan, make_plan
-from ..report import Number, console, grid, show, size
+from ..report import Number, console, grid, show, show_choice, size
 
 #: More ranks than this are counted by a sample, and totals are left out: they would need every rank's plan.
 ALL_RANKS = 1024
@@ -28,6 +28,7 @@ def main(config: PlanConfig) -> None:
         dtype=config.dtype,
         batch=config.batch,
         wire_dtype=config.wire_dtype,
+        machine=config.machine.made(),
     )
     if config.output.path:
         write_text(Path(config.output.path), plan.to_json() + "\n")
@@ -38,6 +39,8 @@ def main(config: PlanConfig) -> None:
     lines.print(plan.picture(ascii=config.ascii), highlight=False, markup=False, soft_wrap=True)
     _ranks(plan)
     show("", _totals(plan))
+    if plan.choice is not None:
+        show_choice(plan.choice)
 
 
 def _ranks(plan: Plan) -> None:

@@ -25,12 +25,15 @@ TEAMS = re.compile(r"\s*ulysses\s*\(\s*(?:size\s*=\s*)?(\d+)\s*(?:,\s*(.+?)\s*)?
 
 
 def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int = 0) -> str:
-    """The schedule that `name` asks for, in its plain spelling; checked against what is known of the problem."""
+    """The schedule that `name` asks for, in its plain spelling; checked against what is known of the problem.
+
+    "auto" stays: `make_plan` chooses.
+    """
     if name == "auto":
-        return "ring"
+        return name
     size, rest = teams(name)
     if TEAMS.fullmatch(name):
-        between = resolve(rest)
+        between = "ring" if rest == "auto" else resolve(rest)
         _check_teams(name, size, ranks, heads, kv_heads)
         return f"ulysses({size}, {resolve(between, None if ranks is None else ranks // size)})"
     kind, number = _parse(name)

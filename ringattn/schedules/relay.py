@@ -48,10 +48,20 @@ def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, own
 @remembered(65536)
 def reach(demand: Demand, owner: int, way: Way) -> int:
     """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
-    low, high = 0, way.limit
-    while low < high:  # a rank at distance >= d needs the block: monotone in d
+
+    def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
+        return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
+
+    # Most blocks go all the way or not far: look there before halving.
+    if not way.limit or reached(way.limit):
+        return way.limit
+    low, high = 0, 1
+    while high < way.limit and reached(high):
+        low, high = high, 2 * high
+    high = min(high, way.limit) - 1
+    while low < high:
         middle = (low + high + 1) // 2
-        if _needed(demand, way, owner + way.sign * middle, way.limit - middle + 1, owner, 1):
+        if reached(middle):
             low = middle
         else:
             high = middle - 1
