@@ -44,6 +44,7 @@ def ring_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     wire_dtype: torch.dtype | str | None = None,
+    rotate: str = "auto",
 ) -> Any:
     """Exact attention over a sequence that is sharded over the ranks of a group. Differentiable; collective.
 
@@ -53,7 +54,8 @@ def ring_attention(
     The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
     of `transport`. All ranks call with the same arguments and matching shapes; this is compared in every call, before
     the first message: by 8 bytes of each rank and, where shapes or arguments are new, by a handshake.
-    `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, see `make_plan`.
+    `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, and
+    `rotate` says what does in the backward, see `make_plan`.
     `key_padding_mask` (bool [B, n], the local shard's, on all ranks or on none) is True where a key is padding,
     which nobody attends; whatever the key holds. It costs 8 more columns of the head dim.
 
@@ -62,7 +64,7 @@ def ring_attention(
     Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, CommFailure after.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, rotate, return_lse)
     floor, wrong = None, None
     try:
         q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
@@ -70,7 +72,7 @@ def ring_attention(
         wrong = caught  # the other ranks must hear of it
     plan, chosen = agree(transport, q, k, v, call, wrong)
     q, factor = _positive(q, call.scale)
-    runner = OneRank(Job(plan, transport.rank, chosen, factor), transport)
+    runner = OneRank(Job(plan, transport.rank, chosen, factor, return_lse), transport)
     return _apply(q, k, v, runner, plan, return_lse, floor)
 
 
@@ -89,6 +91,7 @@ def positions(
     scale: float | None = None,
     deterministic: bool = False,
     wire_dtype: torch.dtype | str | None = None,
+    rotate: str = "auto",
     key_padding_mask: torch.Tensor | None = None,
     wrong: RingAttentionError | None = None,
 ) -> np.ndarray:
@@ -98,7 +101,7 @@ def positions(
     caller has found already and that all ranks shall hear of.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, rotate)
     try:
         check(q, k, v, call, key_padding_mask)
     except RingAttentionError as caught:
@@ -127,6 +130,7 @@ def virtual_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     wire_dtype: torch.dtype | str | None = None,
+    rotate: str = "auto",
 ) -> Any:
     """`ring_attention` with all `ranks` executed in this process: whole tensors in, the whole result out.
 
@@ -135,15 +139,16 @@ def virtual_attention(
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, rotate, return_lse)
     q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
     chosen = call.check(q, k, v)
     facts = describe(q, k, v)
     plan = make_plan(
-        pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule, wire_dtype=wire_dtype, **facts
-    )
+        pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule, wire_dtype=wire_dtype, rotate=rotate,
+        **facts,
+    )  # fmt: skip
     q, factor = _positive(q, call.scale)
-    return _apply(q, k, v, AllRanks(plan, chosen, factor), plan, return_lse, floor)
+    return _apply(q, k, v, AllRanks(plan, chosen, factor, return_lse), plan, return_lse, floor)
 
 
 @uncompiled

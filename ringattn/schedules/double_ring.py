@@ -6,7 +6,7 @@ when an inner cycle begins, and may take as long as the cycle.
 
 from __future__ import annotations
 
-from ..demand import Demand
+from ..demand import Wanted
 from .relay import runs
 from .route import Edge, Route
 
@@ -14,7 +14,7 @@ from .route import Edge, Route
 class DoubleRing(Route):
     """At clock t * inner + j a rank computes with a block of the node t before its own, j places before its own."""
 
-    def __init__(self, demand: Demand, inner: int) -> None:
+    def __init__(self, demand: Wanted, inner: int) -> None:
         super().__init__(demand)
         self.inner, self.nodes = inner, demand.layout.ranks // inner
 

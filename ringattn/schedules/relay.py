@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..cut import total
-from ..demand import Demand, remembered
+from ..demand import Wanted, remembered
 
 #: The direction is chosen from the exact reach of at most this many blocks, evenly spaced.
 SAMPLE = 64
@@ -28,14 +28,14 @@ def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
     return (range(start, start + length),) if length > 0 else ()
 
 
-def beyond(demand: Demand, owner: int, way: Way, distance: int) -> tuple[range, ...]:
+def beyond(demand: Wanted, owner: int, way: Way, distance: int) -> tuple[range, ...]:
     """The ranks on a way of the block of `owner`, from `distance` to its limit."""
     length = way.limit - distance + 1
     start = owner + distance if way.sign > 0 else owner - way.limit
     return runs(start, length, demand.layout.ranks)
 
 
-def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
+def _needed(demand: Wanted, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
     """Whether ranks first, first + sign, .. (`queriers` of them) need blocks owner, owner - sign, .. (`owners`)."""
     ranks = demand.layout.ranks
     if way.sign > 0:
@@ -46,7 +46,7 @@ def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, own
 
 
 @remembered(65536)
-def reach(demand: Demand, owner: int, way: Way) -> int:
+def reach(demand: Wanted, owner: int, way: Way) -> int:
     """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
     low, high = 0, way.limit
     while low < high:  # a rank at distance >= d needs the block: monotone in d
@@ -59,7 +59,7 @@ def reach(demand: Demand, owner: int, way: Way) -> int:
 
 
 @remembered(4096)
-def passing(demand: Demand, rank: int, way: Way) -> tuple[int, ...]:
+def passing(demand: Wanted, rank: int, way: Way) -> tuple[int, ...]:
     """Distances d, ascending, at which the block of rank - sign * d arrives at `rank`.
 
     A block arrives where this rank or one farther on its way needs it. The distances are halved until a
@@ -82,12 +82,12 @@ def passing(demand: Demand, rank: int, way: Way) -> tuple[int, ...]:
     return tuple(search(1, way.limit))
 
 
-def _rows(demand: Demand, owner: int, way: Way) -> int:
+def _rows(demand: Wanted, owner: int, way: Way) -> int:
     """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
     rows = demand.layout.rows(owner)
 
     def size(distance: int) -> int:
-        return total(demand.cuts(beyond(demand, owner, way, distance), owner), demand.kv_heads, rows)
+        return total(demand.cuts(beyond(demand, owner, way, distance), owner), demand.block_heads, rows)
 
     def between(low: int, high: int, first: int, last: int) -> int:
         """The sum over distances low .. high, given its ends. Sizes only fall: equal ends hide nothing."""
@@ -102,7 +102,7 @@ def _rows(demand: Demand, owner: int, way: Way) -> int:
 
 
 @remembered(1024)
-def ways(demand: Demand) -> tuple[Way, ...]:
+def ways(demand: Wanted) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 
     Counted on all blocks up to 64 ranks, on 64 evenly spaced blocks above.
@@ -113,7 +113,7 @@ def ways(demand: Demand) -> tuple[Way, ...]:
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
     totals = [sum(_rows(demand, block, way) for block in blocks for way in choice) for choice in choices]
-    full = sum(map(demand.layout.rows, blocks)) * demand.kv_heads * ranks
+    full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
     # On a tie a dense pattern takes one direction (two receive buffers do), a local one the shorter arcs,
     # whose blocks are found without a look around the whole ring.
