@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
+from .cut import Cut
 from .demand import Demand
 from .errors import InvalidInput, did_you_mean
 from .schedules import planner
-from .steps import Part, RankPlan, Step
+from .schedules.relay import SAMPLE, rows_along, sampled, ways
+from .steps import BLOCKS, SUMS, Part, RankPlan, Step
 from .transposed import Transposed
 
 ROTATE = ("auto", "keys", "queries")
-#: The bytes of both ways are counted on at most this many ranks, evenly spaced.
-SAMPLE = 64
 
 
 def check_rotate(rotate: object) -> None:
@@ -26,7 +26,7 @@ def check_rotate(rotate: object) -> None:
 class Rotation:
     """The steps of ranks by a schedule without teams. `size` gives the bytes of a part of a message.
 
-    `auto` takes the way that sends fewer bytes, keys where both send as many. With `rounds`, what travels is rounded:
+    `auto` takes the way that sends fewer bytes, keys where both send as many: counted, above 64 ranks estimated. With `rounds`, what travels is rounded:
     then weights computed again from rounded queries would not be those of the forward, and `auto` takes keys.
     """
 
@@ -46,11 +46,13 @@ class Rotation:
         ranks = self.demand.layout.ranks
         if self.rounds or ranks == 1:
             return "keys"
-        count = min(ranks, SAMPLE)
-        sample = [ranks * i // count for i in range(count)]
-        keys, queries = ({rank: way(rank) for rank in sample} for way in (self.keys.backward, self.queries.queries))
-        fewer = sum(map(self._sent, queries.values())) < sum(map(self._sent, keys.values()))
-        self._known = queries if fewer else keys
+        if ranks > SAMPLE:
+            keys, queries = self._estimated()
+            return "queries" if queries < keys else "keys"
+        by_keys = {rank: self.keys.backward(rank) for rank in range(ranks)}
+        by_queries = {rank: self.queries.queries(rank) for rank in range(ranks)}
+        fewer = sum(map(self._sent, by_queries.values())) < sum(map(self._sent, by_keys.values()))
+        self._known = by_queries if fewer else by_keys
         return "queries" if fewer else "keys"
 
     def steps(self, rank: int) -> RankPlan:
@@ -63,3 +65,21 @@ class Rotation:
 
     def _sent(self, steps: tuple[Step, ...]) -> int:
         return sum(self.size(part) for step in steps for hop in step.sends for part in hop.parts)
+
+    def _estimated(self) -> tuple[int, int]:
+        """Bytes of either way for the blocks of 64 ranks, from the rows that they send along a ring.
+
+        That is found by searches that skip what nobody needs; the steps of one rank alone may hold those of all. Keys
+        that end where they can be kept, one block for each direction, do not come back.
+        """
+        row = Cut((0,), ((range(1),),))
+        sizes = {kind: self.size(Part(kind, 0, row)) for kind in (*BLOCKS, *SUMS)}
+        keys = queries = 0
+        for owner in sampled(self.demand.layout.ranks):
+            block = self.demand.block_heads * self.demand.layout.rows(owner)
+            for way in ways(self.demand):
+                rows = rows_along(self.demand, owner, way)
+                keys += rows * (sizes["kv"] + sizes["grad"]) - min(rows, block) * sizes["kv"]
+            for way in ways(self.transposed):
+                queries += rows_along(self.transposed, owner, way) * (sizes["q"] + sizes["row"] + sizes["dq"])
+        return keys, queries

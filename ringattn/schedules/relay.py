@@ -82,7 +82,14 @@ def passing(demand: Wanted, rank: int, way: Way) -> tuple[int, ...]:
     return tuple(search(1, way.limit))
 
 
-def _rows(demand: Wanted, owner: int, way: Way) -> int:
+def sampled(ranks: int) -> list[int]:
+    """Ranks that stand for all: all of them, or SAMPLE evenly spaced."""
+    count = min(ranks, SAMPLE)
+    return [ranks * i // count for i in range(count)]
+
+
+@remembered(4096)
+def rows_along(demand: Wanted, owner: int, way: Way) -> int:
     """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
     rows = demand.layout.rows(owner)
 
@@ -108,11 +115,10 @@ def ways(demand: Wanted) -> tuple[Way, ...]:
     Counted on all blocks up to 64 ranks, on 64 evenly spaced blocks above.
     """
     ranks = demand.layout.ranks
-    count = min(ranks, SAMPLE)
-    blocks = [ranks * i // count for i in range(count)]
+    blocks = sampled(ranks)
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
-    totals = [sum(_rows(demand, block, way) for block in blocks for way in choice) for choice in choices]
+    totals = [sum(rows_along(demand, block, way) for block in blocks for way in choice) for choice in choices]
     full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
     # On a tie a dense pattern takes one direction (two receive buffers do), a local one the shorter arcs,
