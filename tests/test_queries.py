@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from test_plan import _mark
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Plan, Window, make_plan
-from ringattn.cut import Cut, places
+from ringattn.cut import Cut, decode, places
 from ringattn.kernels.base import wide
 from ringattn.kernels.pad import EXTRA, delta, with_delta
 from ringattn.steps import Part, RankPlan
+from ringattn.transposed import _relocated
+from ringattn.work import Work
 
 Problem = tuple[Pattern, int, int, str]
 
@@ -77,6 +80,7 @@ def _run(asked: Asked, plan: RankPlan, sums, sent, expected):  # type: ignore[no
     for kind in held:
         held[kind][rank][:] = True
     done, waiting = [], []
+    gone = [np.zeros_like(asked.need[0][s]) for s in ranks]
     for index, step in enumerate(plan.backward):
         for hop in step.sends:
             key = rank, hop.peer, hop.tag
@@ -86,7 +90,8 @@ def _run(asked: Asked, plan: RankPlan, sums, sent, expected):  # type: ignore[no
                 rows = asked.rows(part)
                 assert rows.any()
                 if part.kind == "dq":
-                    assert part.owner != rank
+                    assert part.owner != rank and not (gone[part.owner] & rows).any(), "a sum goes one way"
+                    gone[part.owner] |= rows
                     carried.append(np.where(rows, sums[part.owner], 0))
                     sums[part.owner] *= ~rows
                 else:
@@ -145,6 +150,32 @@ def test_works_on_a_cut_of_queries_hold_the_pairs_of_its_rows(
         for head in cut.heads:
             found[head][places(cut.of(head))] += inside[cut.index[head]]
     assert (found == wanted).all()
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(1, 3), st.integers(1, 9), st.integers(0, 9), st.integers(0, 4))
+def test_a_work_is_split_where_a_cut_holds_its_rows_apart(
+    others: set[int], step: int, count: int, keys: int, width: int
+) -> None:
+    """A band over rows that other rows lie between: each run of rows gets the bounds of its own place."""
+    rows = range(3, 3 + count * step, step)
+    for lo, hi in ((None, None), (None, width), (-width, None), (-width, 0)):
+        stop = min(count + width, count + keys) if lo is not None else count
+        work = Work(range(2, 4), range(1, 3), rows, (range(stop),), lo, hi)
+        seen = [
+            [(lo is None or i - j >= lo) and (hi is None or i - j <= hi) for j in range(stop)] for i in range(count)
+        ]
+        if not np.any(seen, axis=1).all():
+            continue
+        cut = Cut((0, 2, 3), (decode(np.array(sorted(others | set(rows)))),))
+        found = np.zeros((count, stop), dtype=int)
+        index = {row: place for place, row in enumerate(places(cut.rows[0]))}
+        for part in _relocated(work, cut, {}):
+            assert (part.heads, part.kv) == (range(1, 3), range(1, 3))
+            inside = np.zeros((1, cut.count, stop), dtype=int)
+            _mark(inside, replace(part, heads=range(1)), _All())  # type: ignore[arg-type]
+            found += inside[0][[index[row] for row in rows]]
+            assert inside.sum() == inside[0][[index[row] for row in rows]].sum()
+        assert (found == np.array(seen)).all()
 
 
 class _All:
