@@ -14,8 +14,10 @@ from .kernels import get_kernel
 from .kernels.base import Kernel
 from .layout import Layout, check_layout
 from .pattern import Pattern
-from .plan import ITEM_BYTES, Plan, make_plan
+from .plan import Plan, make_plan
+from .rotation import check_rotate
 from .schedules import resolve
+from .sizes import ITEM_BYTES
 from .timing import Machine, get_machine
 from .transport.base import Transport
 
@@ -39,6 +41,8 @@ class Call:
     deterministic: bool
     wire_dtype: Any = None
     machine: Machine | str | None = None
+    rotate: Any = "auto"
+    return_lse: bool = False
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
         """The kernel to use, or an error that says what is wrong with the local arguments."""
@@ -85,6 +89,7 @@ class Call:
         if not self.scale == self.scale or self.scale in (float("inf"), float("-inf")):
             raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
         resolve(self.schedule)
+        check_rotate(self.rotate)
         check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
         return get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
 
@@ -141,7 +146,8 @@ def agree(
         tokens = sum(rows)
         plan = make_plan(
             call.pattern, tokens=tokens, ranks=transport.size, layout=call.layout, schedule=call.schedule,
-            machine=get_machine(call.machine, q.device.type), wire_dtype=call.wire_dtype, **describe(q, k, v),
+            machine=get_machine(call.machine, q.device.type), wire_dtype=call.wire_dtype, rotate=call.rotate,
+            **describe(q, k, v),
         )  # fmt: skip
         _check_rows(plan, rows)
         record = {"plan": plan.hash}
@@ -173,6 +179,8 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad:
         "scale": call.scale,
         "deterministic": call.deterministic,
         "wire_dtype": None if call.wire_dtype is None else str(call.wire_dtype),
+        "rotate": call.rotate,
+        "return_lse": call.return_lse,
         "requires_grad": grad,
     }
 

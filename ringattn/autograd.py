@@ -50,6 +50,7 @@ class AllRanks:
     plan: Plan
     kernel: Kernel
     scale: float
+    lse: bool
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
         layout = self.plan.layout
@@ -88,7 +89,7 @@ class AllRanks:
         return range(self.plan.ranks)
 
     def _job(self, rank: int) -> Job:
-        return Job(self.plan, rank, self.kernel, self.scale)
+        return Job(self.plan, rank, self.kernel, self.scale, self.lse)
 
     def _shard(self, x: torch.Tensor, rank: int, dim: int = -2) -> torch.Tensor:
         return self.plan.layout.shard_tensor(x, rank, dim)

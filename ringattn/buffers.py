@@ -1,4 +1,4 @@
-"""Message buffers of one rank: contiguous bytes, viewed as K, V and gradients, and reused from hop to hop."""
+"""Message buffers of one rank: contiguous bytes, viewed as blocks and gradients, and reused from hop to hop."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from .plan import Plan
 from .pool import empty, memory_pool
 from .steps import Part
 
+#: (K, V), (dK, dV), (q, dO), (lse, delta) or (dQ,).
+Tensors = tuple[torch.Tensor, ...]
+
 
 class Buffer:
     """A message: its parts one after another in one contiguous uint8 tensor.
 
-    Gradients come first, in fp32 or fp64, so that every part is aligned without padding.
+    Parts in fp32 or fp64 come first, so that every part is aligned without padding.
     """
 
     def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan, *, wire: bool) -> None:
@@ -20,26 +23,28 @@ class Buffer:
         self.live = set(parts)
         sizes = [plan.part_bytes(part, wire=wire) for part in parts]
         self.data = store[: sum(sizes)]
-        self._views: dict[Part, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._views: dict[Part, Tensors] = {}
         start = 0
         for part, size in zip(parts, sizes, strict=True):
             dtype: torch.dtype = getattr(torch, plan.part_dtype(part, wire=wire))
             self._views[part] = _views(self.data[start : start + size], part, plan, dtype)
             start += size
 
-    def view(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, V) or (dK, dV) of a part: [B, heads, rows, D] and [B, heads, rows, Dv], contiguous."""
+    def view(self, part: Part) -> Tensors:
+        """The tensors of a part, [B, heads, rows, D], Dv or 1, contiguous."""
         return self._views[part]
 
 
-def _views(data: torch.Tensor, part: Part, plan: Plan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, rows = plan.kv_heads, plan.layout.rows(part.owner)
+def _views(data: torch.Tensor, part: Part, plan: Plan, dtype: torch.dtype) -> Tensors:
+    heads, rows = plan.part_heads(part.kind), plan.layout.rows(part.owner)
     if part.cut is not None:
         heads, rows = len(part.cut.heads), part.cut.count
-    flat = data.view(dtype)
-    edge = plan.batch * heads * rows * plan.head_dim
-    shape = (plan.batch, heads, rows)
-    return flat[:edge].view(*shape, plan.head_dim), flat[edge:].view(*shape, plan.value_dim)
+    flat, found, start = data.view(dtype), [], 0
+    for width in plan.part_widths(part.kind):
+        stop = start + plan.batch * heads * rows * width
+        found.append(flat[start:stop].view(plan.batch, heads, rows, width))
+        start = stop
+    return tuple(found)
 
 
 class Buffers:

@@ -123,6 +123,7 @@ class Shape:
     batch: int = 1
     dtype: str = "float32"
     wire_dtype: str | None = None
+    rotate: str = "auto"
 
     def size(self) -> int:
         return parse_size(self.tokens, "tokens")

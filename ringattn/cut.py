@@ -134,10 +134,10 @@ def relocated(works: Iterable[Work], cut: Cut, group: int) -> Iterator[Work]:
     """
     known: dict[tuple[int, tuple[range, ...]], Rows] = {}
 
-    def located(head: int, runs: tuple[range, ...]) -> Rows:
+    def found(head: int, runs: tuple[range, ...]) -> Rows:
         key = (0 if len(cut.rows) == 1 else head, runs)
         if key not in known:
-            known[key] = _located(cut.of(head), runs)
+            known[key] = located(cut.of(head), runs)
         return known[key]
 
     for work in works:
@@ -146,7 +146,7 @@ def relocated(works: Iterable[Work], cut: Cut, group: int) -> Iterator[Work]:
         for place, head in enumerate(work.kv):
             if head not in cut.index:
                 continue
-            link = (place, cut.index[head], located(head, work.k))
+            link = (place, cut.index[head], found(head, work.k))
             if chain and not _follows(chain, link, shared):
                 yield _linked(work, chain, group if shared else 0)
                 chain = []
@@ -171,7 +171,7 @@ def _linked(work: Work, chain: list[tuple[int, int, Rows]], group: int) -> Work:
     return replace(work, heads=heads, kv=kv, k=runs)
 
 
-def _located(rows: Rows, runs: tuple[range, ...]) -> Rows:
+def located(rows: Rows, runs: tuple[range, ...]) -> Rows:
     """Indices among `rows` of the members of `runs`, as ranges in the same order."""
     held = places(rows)
     found: list[range] = []

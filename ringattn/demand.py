@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -24,6 +24,30 @@ MAX_JOINED = 32
 MAX_SYMBOLIC = 4
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Wanted(Protocol):
+    """Blocks of rows that ranks own and others need: all that a route has to know of them.
+
+    `Demand` is that of blocks of keys and values, `Transposed` that of blocks of queries.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def block_heads(self) -> int:
+        """Heads of a block."""
+
+    @property
+    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
+        """Answers of the functions that are `remembered`, which live as long as this object."""
+
+    def needs(self, ranks: range, owners: range) -> bool:
+        """Whether some rank of `ranks` needs a row of some rank of `owners` (runs of consecutive ranks)."""
+
+    def cuts(self, ranks: tuple[range, ...], owner: int) -> Cuts:
+        """The rows of the block of `owner` that some rank of `ranks` (runs of ranks) needs."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,11 @@ class Demand:
     def _touch(self, q: range, k: range) -> bool:
         return next(self.pattern.tiles(q, k, range(self.heads)), None) is not None
 
+    @property
+    def block_heads(self) -> int:
+        """Heads of a block of keys and values."""
+        return self.kv_heads
+
     @cached_property
     def memory(self) -> dict[str, OrderedDict[Any, Any]]:
         """Answers of the functions that are `remembered`, which live as long as this object."""
@@ -85,7 +114,7 @@ def remembered(size: int) -> Callable[[F], F]:
 
     def decorate(find: F) -> F:
         @wraps(find)
-        def answer(demand: Demand, *key: Any) -> Any:
+        def answer(demand: Wanted, *key: Any) -> Any:
             known = demand.memory.setdefault(find.__qualname__, OrderedDict())
             if key not in known:
                 known[key] = find(demand, *key)

@@ -11,11 +11,12 @@ from functools import partial
 
 import torch
 
-from .held import Held
+from .buffers import Tensors
+from .held import Held, zeros
 from .kernels.base import Kernel, finite, wide
 from .kernels.base import backward as kernel_backward
 from .kernels.base import forward as kernel_forward
-from .kernels.pad import with_column
+from .kernels.pad import delta, with_column, with_delta
 from .plan import Plan
 from .pool import memory_pool, retried
 from .rows import Inputs, Rows, add_, batches
@@ -26,12 +27,16 @@ from .transport.base import Program
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank computes: its place in a plan, the kernel and the softmax scale."""
+    """What one rank computes: its place in a plan, the kernel and the softmax scale.
+
+    `lse`: the loss may depend on lse, on some rank if not on this one. All ranks say the same.
+    """
 
     plan: Plan
     rank: int
     kernel: Kernel
     scale: float
+    lse: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def forward(
     steps = rank_plan.forward
     script = make_script(job.plan, job.rank, job.kernel)
     visits = iter(script.visits)
-    state = Held(job.plan, job.rank, k, v, steps, kept=rank_plan.kept if keep else ())
+    state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept if keep else ())
     rows, inputs = Rows(q, v.shape[-1], out), Inputs(memory_pool(q.device))
     for index, step in enumerate(steps):
         yield from state.start(index, f"forward step {index}")
@@ -86,13 +91,16 @@ def backward(
 ) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
 
-    Every visit is differentiated with the *global* out and lse of its rows, so no partial has to be kept; dq is
-    gathered here and dk, dv travel to the owner of the block, all in fp32 (fp64 for fp64 inputs).
+    Every visit is differentiated with the *global* out and lse of its rows, so no partial has to be kept. Where keys
+    rotate, dq is gathered here and dk, dv travel to the owner of the block; where queries do, it is the other way
+    round. All are gathered in fp32 (fp64 for fp64 inputs).
     """
+    if job.plan.rotates == "queries":
+        return (yield from _by_queries(job, grad, grad_lse, q, k, v, result))
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.backward
     held = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
-    state = Held(job.plan, job.rank, k, v, steps, kept=rank_plan.kept, held=held)
+    state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept, held=held)
     out, hidden = result.out, result.lse == -torch.inf
     whole = finite(grad, q, out, result.lse.masked_fill(hidden, 0.0))
     lse = result.lse.masked_fill(hidden, torch.inf)
@@ -125,3 +133,51 @@ def backward(
     inputs.close()
     dk, dv = state.gathered(Part("grad", job.rank))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _by_queries(
+    job: Job, grad: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    result: Forward,
+) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """`backward` where queries come to the keys of this rank, with the gradient of their output, lse and delta."""
+    assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
+    steps = job.plan.for_rank(job.rank).backward
+    row = (result.lse.unsqueeze(-1), delta(grad, result.out, grad_lse))
+    state = Held(job.plan, job.rank, {"q": (q, grad), "row": row}, steps)
+    inputs = Inputs(memory_pool(q.device))
+    dk, dv = retried(partial(zeros, (k, v)), q.device)
+    key, value = (with_column(k, 0.0), with_column(v, 0.0)) if job.lse else (k, v)
+    whole = finite(k, v)
+    for index, step in enumerate(steps):
+        yield from state.start(index, f"backward step {index}")
+        for block in step.visits:
+            batched = job.plan.transposed.batched(job.rank, block.owner, block.cut)
+            works = [call for work in batched for call in job.kernel.split(work)]
+            if not works:
+                continue
+            (dq,) = state.gathered(Part("dq", block.owner, block.cut))
+            tensors, clean = _prepared(state.block(block), state.block(Part("row", block.owner, block.cut)), job.lse)
+            clean = whole and any(not work.dense for work in works) and clean
+            for work in works:
+                for batch in batches(work, q):
+                    g, x, o, total, y, z = inputs.of(work, batch, tensors, (key, value))
+                    call = partial(kernel_backward, job.kernel, g, x, y, z, o, total, work, job.scale, clean=clean)
+                    parts = retried(call, q.device)
+                    add_(dq[batch], work.heads, (work.q,), work, work.q_shift, parts[0])
+                    add_(dk[batch], work.kv, work.k, work, work.k_shift, parts[1])
+                    add_(dv[batch], work.kv, work.k, work, work.k_shift, parts[2])
+        yield from state.finish(index)
+    state.buffers.close()
+    inputs.close()
+    (dq,) = state.gathered(Part("dq", job.rank))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _prepared(block: Tensors, row: Tensors, lse: bool) -> tuple[Tensors, bool]:
+    """(dO, q, out, lse) of query rows as a kernel takes them, and whether all are known to be finite."""
+    (query, grad), (total, trace) = block, row
+    hidden = total == -torch.inf
+    whole = finite(grad, query, trace, total.masked_fill(hidden, 0.0))
+    grad, out = with_delta(grad, trace, wider=lse)
+    query = with_column(query, 0.0) if lse else query
+    return (grad, query, out, total.masked_fill(hidden, torch.inf).squeeze(-1)), whole

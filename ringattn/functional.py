@@ -46,6 +46,7 @@ def ring_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     wire_dtype: torch.dtype | str | None = None,
+    rotate: str = "auto",
 ) -> Any:
     """Exact attention over a sequence that is sharded over the ranks of a group. Differentiable; collective.
 
@@ -57,7 +58,8 @@ def ring_attention(
     the first message: by 8 bytes of each rank and, where shapes or arguments are new, by a handshake.
     schedule="auto" takes the one that the timing model predicts to be fastest on `machine` (a Machine, "cpu" or "cuda";
     default: by the device of the tensors). The layout is chosen before there are shards, by `make_plan`.
-    `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, see `make_plan`.
+    `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, and `rotate` says what
+    does in the backward, see `make_plan`.
     `key_padding_mask` (bool [B, n], the local shard's, on all ranks or on none) is True where a key is padding,
     which nobody attends; whatever the key holds. It costs 8 more columns of the head dim.
 
@@ -66,7 +68,9 @@ def ring_attention(
     Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, CommFailure after.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine)
+    call = Call(
+        pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate, return_lse
+    )
     floor, wrong = None, None
     try:
         q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
@@ -74,7 +78,7 @@ def ring_attention(
         wrong = caught  # the other ranks must hear of it
     plan, chosen = agree(transport, q, k, v, call, wrong)
     q, factor = _positive(q, call.scale)
-    runner = OneRank(Job(plan, transport.rank, chosen, factor), transport)
+    runner = OneRank(Job(plan, transport.rank, chosen, factor, return_lse), transport)
     return _apply(q, k, v, runner, plan, return_lse, floor)
 
 
@@ -94,6 +98,7 @@ def positions(
     scale: float | None = None,
     deterministic: bool = False,
     wire_dtype: torch.dtype | str | None = None,
+    rotate: str = "auto",
     key_padding_mask: torch.Tensor | None = None,
     wrong: RingAttentionError | None = None,
 ) -> np.ndarray:
@@ -103,7 +108,7 @@ def positions(
     caller has found already and that all ranks shall hear of.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine)
+    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate)
     try:
         check(q, k, v, call, key_padding_mask)
     except RingAttentionError as caught:
@@ -133,6 +138,7 @@ def virtual_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     wire_dtype: torch.dtype | str | None = None,
+    rotate: str = "auto",
 ) -> Any:
     """`ring_attention` with all `ranks` executed in this process: whole tensors in, the whole result out.
 
@@ -142,16 +148,18 @@ def virtual_attention(
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
     known = "contiguous" if layout == "auto" else layout
-    call = Call(pattern, known, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine)
+    call = Call(
+        pattern, known, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate, return_lse
+    )
     q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
     chosen = call.check(q, k, v)
     facts = describe(q, k, v)
     plan = make_plan(
         pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule,
-        machine=get_machine(machine, q.device.type), wire_dtype=wire_dtype, **facts,
+        machine=get_machine(machine, q.device.type), wire_dtype=wire_dtype, rotate=rotate, **facts,
     )  # fmt: skip
     q, factor = _positive(q, call.scale)
-    return _apply(q, k, v, AllRanks(plan, chosen, factor), plan, return_lse, floor)
+    return _apply(q, k, v, AllRanks(plan, chosen, factor, return_lse), plan, return_lse, floor)
 
 
 @uncompiled

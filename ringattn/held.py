@@ -1,4 +1,4 @@
-"""What a rank holds while it runs: rows of K/V blocks, gradients gathered for them, and the messages in flight."""
+"""What a rank holds while it runs: rows of blocks, gradients gathered for them, and the messages in flight."""
 
 from __future__ import annotations
 
@@ -7,40 +7,43 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .buffers import Buffer, Buffers
+from .buffers import Buffer, Buffers, Tensors
 from .cut import Move, moves
 from .kernels.base import wide
 from .plan import Plan
 from .script import REMEMBERED
-from .steps import Batch, Hop, Part, Step
+from .steps import BLOCKS, SUMS, Batch, Hop, Kind, Part, Step
 from .transport.base import Message, Post, Program, Wait
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Held:
-    """Parts of K/V blocks and of gradients, and the buffers they live in, from step to step of one run.
+    """Parts of blocks and of gradients, and the buffers they live in, from step to step of one run.
 
-    `kept` parts outlive the run; `held` are the tensors of `kept` at the start of a backward.
+    `own` are this rank's blocks of the kinds that travel. `kept` parts outlive the run; `held` are the tensors of
+    `kept` at the start of a backward.
     """
 
     def __init__(
-        self, plan: Plan, rank: int, k: torch.Tensor, v: torch.Tensor, steps: Sequence[Step], *,
-        kept: tuple[Part, ...], held: tuple[Pair, ...] = (),
+        self, plan: Plan, rank: int, own: dict[Kind, Tensors], steps: Sequence[Step], *,
+        kept: tuple[Part, ...] = (), held: tuple[Tensors, ...] = (),
     ) -> None:  # fmt: skip
         self.plan, self.rank, self.steps, self.kept = plan, rank, steps, kept
-        self.own = Part("kv", rank)
-        self.blocks: dict[Part, Pair] = {self.own: (k, v), **dict(zip(kept, held, strict=False))}
-        self.mine: Pair | None = None
+        self.own = {Part(kind, rank): tensors for kind, tensors in own.items()}
+        self.blocks: dict[Part, Tensors] = {**self.own, **dict(zip(kept, held, strict=False))}
+        self.mine: Tensors | None = None
         self.where: dict[Part, Buffer] = {}
         self.flying: list[tuple[int, object, list[Buffer], list[Buffer]]] = []
-        self.buffers = Buffers(self.plan, self._capacity(), k.device)
-        self.last = _last_uses(steps)
-        #: The gradients that this rank will send on, by owner: what arrives for their rows is added to them.
-        self.outgoing: dict[int, list[Part]] = {}
+        #: The gradients that this rank gathers, by owner: what arrives for their rows is added to them. Those of keys
+        #: go on as they are gathered, those of queries are gathered for the rows that arrive and go on in parts.
+        self.sums: dict[int, list[Part]] = {}
         for part in (part for step in steps for hop in step.sends for part in hop.parts):
             if part.kind == "grad":
-                self.outgoing.setdefault(part.owner, []).append(part)
+                self.sums.setdefault(part.owner, []).append(part)
+        for part in (part for step in steps for hop in step.recvs for part in hop.parts):
+            if part.kind == "q":
+                self.sums.setdefault(part.owner, []).append(Part("dq", part.owner, part.cut))
+        self.buffers = Buffers(self.plan, self._capacity(), next(iter(own.values()))[0].device)
+        self.last = _last_uses(steps)
 
     def start(self, index: int, label: str) -> Program[None]:
         """Post the messages of a step."""
@@ -66,20 +69,20 @@ class Held:
         for part in [part for part in {**self.blocks, **self.where} if self._done(part, index)]:
             self._forget(part)
 
-    def block(self, part: Part) -> Pair:
-        """(K, V) of a part of a block: as it arrived, or put together from the parts that hold its rows."""
+    def block(self, part: Part) -> Tensors:
+        """The tensors of a part of a block: as it arrived, or put together from the parts that hold its rows."""
         if part not in self.blocks:
             buffer = (self.buffers.fresh if part in self.kept else self.buffers.take)((part,))
             self._fill(part, buffer.view(part))
             self.blocks[part], self.where[part] = buffer.view(part), buffer
         return self.blocks[part]
 
-    def gathered(self, part: Part) -> Pair:
-        """(dK, dV) gathered so far for a part, in fp32 or fp64; zeros at first."""
+    def gathered(self, part: Part) -> Tensors:
+        """The gradients gathered so far for a part, in fp32 or fp64; zeros at first."""
         if part.owner == self.rank:
             if self.mine is None:
-                k, v = self.blocks[self.own]
-                self.mine = torch.zeros_like(k, dtype=wide(k.dtype)), torch.zeros_like(v, dtype=wide(v.dtype))
+                block = self.blocks[Part("kv" if part.kind == "grad" else "q", self.rank)]
+                self.mine = zeros(block[: len(self.plan.part_widths(part.kind))])
             return self.mine
         if part not in self.where:
             self.where[part] = self.buffers.take((part,))
@@ -92,9 +95,9 @@ class Held:
         hops = [hop for step in self.steps for hop in (*step.sends, *step.recvs)]
         sizes = [sum(map(self.plan.part_bytes, hop.parts)) for hop in hops]
         sizes += [self.plan.part_bytes(part, wire=False) for hop in hops for part in hop.parts]
-        kinds = {part.kind for hop in hops for part in hop.parts}
-        for part in (part for step in self.steps for part in step.visits if part != self.own):
-            sizes += [self.plan.part_bytes(Part(kind, part.owner, part.cut), wire=False) for kind in kinds]
+        sizes += [self.plan.part_bytes(part, wire=False) for parts in self.sums.values() for part in parts]
+        visits = (part for step in self.steps for part in step.visits if part not in self.own)
+        sizes += [self.plan.part_bytes(part, wire=False) for part in visits]
         return max(sizes, default=0)
 
     def _post(self, batch: Batch, label: str) -> Program[tuple[object, list[Buffer], list[Buffer]]]:
@@ -117,20 +120,19 @@ class Held:
             return buffer
         buffer = self.buffers.take(hop.parts, wire=True)
         for part in hop.parts:
-            if part.kind == "kv":
-                self._fill(part, buffer.view(part))
-            else:
-                for target, x in zip(buffer.view(part), self.gathered(part), strict=True):
-                    target.copy_(x)
+            self._fill(part, buffer.view(part))
         packed.append(buffer)
         return buffer
 
-    def _fill(self, part: Part, views: Pair) -> None:
-        """Copy the rows of a part from the parts of its block that are here."""
-        sources = [part] if part in self.blocks else [here for here in self.blocks if here.owner == part.owner]
+    def _fill(self, part: Part, views: Tensors) -> None:
+        """Copy the rows of a part from the parts of its block, or of its gradients, that are here."""
+        block = part.kind in BLOCKS
+        known = self.blocks if block else self.sums[part.owner]
+        sources = [part] if part in known else [x for x in known if (x.kind, x.owner) == (part.kind, part.owner)]
         for source, shared in zip(sources, self._moves(part, tuple(sources)), strict=True):
+            tensors = self.blocks[source] if block else self.gathered(source)
             for move in shared:
-                for target, x in zip(views, self.blocks[source], strict=True):
+                for target, x in zip(views, tensors, strict=True):
                     _put(target, x, move, add=False)
 
     def _moves(self, target: Part, sources: tuple[Part, ...]) -> list[tuple[Move, ...]]:
@@ -138,7 +140,7 @@ class Held:
         key = (target, sources)
         known = self.plan.memory
         if key not in known:
-            heads, rows = self.plan.kv_heads, self.plan.layout.rows(target.owner)
+            heads, rows = self.plan.part_heads(target.kind), self.plan.layout.rows(target.owner)
             known[key] = [moves(target.cut, source.cut, heads, rows) for source in sources]
             if len(known) > REMEMBERED:
                 known.popitem(last=False)
@@ -149,18 +151,18 @@ class Held:
         if self.plan.wire is not None:
             buffer = self._widened(part, buffer)
         views = buffer.view(part)
-        if part.kind == "kv":
+        if part.kind in BLOCKS:
             self.blocks[part], self.where[part] = views, buffer
             return
         here = self.where.get(part)
-        if part in self.outgoing.get(part.owner, ()):
+        if part in self.sums.get(part.owner, ()):
             if here is not None:  # gathered by this rank's own visit; the sum goes on in the buffer that arrived
                 for target, x in zip(views, here.view(part), strict=True):
                     target.add_(x)
                 self.buffers.drop(here, part)
             self.where[part] = buffer
             return
-        sums = [Part("grad", part.owner)] if part.owner == self.rank else self.outgoing[part.owner]
+        sums = [Part(part.kind, part.owner)] if part.owner == self.rank else self.sums[part.owner]
         for place in sums:
             for move in self._moves(place, (part,))[0]:
                 for target, x in zip(self.gathered(place), views, strict=True):
@@ -177,12 +179,10 @@ class Held:
 
     def _done(self, part: Part, index: int) -> bool:
         """Whether no later step uses a part. Parts of a block are used together."""
-        if part.kind == "grad":
-            return self.last.get(part, -1) <= index
-        return part != self.own and self.last.get(Part("kv", part.owner), -1) <= index
+        return part not in self.own and self.last.get(_use(part), -1) <= index
 
     def _forget(self, part: Part) -> None:
-        if part.kind == "kv":
+        if part.kind in BLOCKS:
             if part in self.kept:
                 return
             del self.blocks[part]
@@ -208,14 +208,23 @@ def _slice(r: range) -> slice:
     return slice(r.start, r.stop, r.step)
 
 
-def _last_uses(steps: Sequence[Step]) -> dict[Part, int]:
+def _last_uses(steps: Sequence[Step]) -> dict[tuple[bool, int], int]:
     """The last step that uses gradients, or any part of a block; a part in flight is in use."""
-    last: dict[Part, int] = {}
+    last: dict[tuple[bool, int], int] = {}
     for index, step in enumerate(steps):
         for hop in step.sends:
             for part in hop.parts:
-                key = part if part.kind == "grad" else Part("kv", part.owner)
-                last[key] = max(last.get(key, 0), hop.until)
+                last[_use(part)] = max(last.get(_use(part), 0), hop.until)
         for part in step.visits:
-            last[Part("kv", part.owner)] = max(last.get(Part("kv", part.owner), 0), index)
+            last[_use(part)] = max(last.get(_use(part), 0), index)
     return last
+
+
+def _use(part: Part) -> tuple[bool, int]:
+    """What is used together, and freed together: all parts of the block of an owner, or all of their gradients."""
+    return part.kind in SUMS, part.owner
+
+
+def zeros(like: Tensors) -> Tensors:
+    """Sums for tensors of these shapes and strides, in fp32 or fp64."""
+    return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)

@@ -30,7 +30,7 @@ def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
         parse_pattern(config.pattern.spec), tokens=shape.tokens, ranks=ranks, layout=config.layout.spec,
         schedule=config.schedule.spec, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch, wire_dtype=config.wire_dtype,
-        machine=config.machine.made("cuda" if cuda else "cpu"),
+        machine=config.machine.made("cuda" if cuda else "cpu"), rotate=config.rotate,
     )  # fmt: skip
 
 
@@ -92,6 +92,7 @@ class Run:
         return {
             "layout": self.plan.layout, "schedule": self.plan.schedule, "kernel": c.kernel.spec, "scale": c.scale,
             "return_lse": True, "deterministic": c.deterministic, "wire_dtype": c.wire_dtype,
+            "rotate": c.rotate,
         }  # fmt: skip
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, Measured]:

@@ -17,10 +17,13 @@ from .layout import Balanced, Layout, make_layout, restored_layout
 from .pattern import Pattern, parse_pattern
 from .pattern.some_heads import SomeHeads
 from .picture import draw_plan
-from .schedules import planner, resolve, teams
+from .rotation import Rotation, check_rotate
+from .schedules import resolve, teams
 from .schedules.ulysses import around
-from .steps import Part, RankPlan, Step
+from .sizes import ITEM_BYTES, Sizes
+from .steps import Kind, Part, RankPlan, Step
 from .timing import Machine, get_machine
+from .transposed import Transposed
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +31,9 @@ if TYPE_CHECKING:
 #: Changes whenever the same inputs give other steps, so that ranks of different versions do not talk past each other.
 FORMAT = 3
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Sizes):
     """Inputs of a plan; everything else is derived, lazily and per rank. Make one with `make_plan`."""
 
     pattern: Pattern
@@ -45,6 +46,7 @@ class Plan:
     dtype: str = "float32"
     batch: int = 1
     wire: str | None = None
+    rotate: str = "auto"
     #: What `auto` compared and why it took this; None where layout and schedule were named.
     choice: Choice | None = field(default=None, compare=False, repr=False)
 
@@ -77,13 +79,28 @@ class Plan:
     @cached_property
     def _rank_plans(self) -> Callable[[int], RankPlan]:
         if self.team == 1:
-            return lru_cache(maxsize=4096)(planner(self.schedule, self.demand))
+            return lru_cache(maxsize=4096)(self._rotation.steps)
 
         def exchanged(rank: int) -> RankPlan:
             inner, place = self.member(rank)
             return around(inner.for_rank(place), rank, self.team, self.layout)
 
         return lru_cache(maxsize=4096)(exchanged)
+
+    @cached_property
+    def _rotation(self) -> Rotation:
+        rounds = self.wire is not None
+        return Rotation(self.schedule, self.demand, self.rotate, self.part_bytes, rounds=rounds)
+
+    @property
+    def rotates(self) -> str:
+        """What goes around in the backward, "keys" or "queries"; that of the first members where there are teams."""
+        return self._rotation.chosen if self.team == 1 else self._members[0].rotates
+
+    @property
+    def transposed(self) -> Transposed:
+        """The demand for blocks of queries. Without teams."""
+        return self._rotation.transposed
 
     @cached_property
     def team(self) -> int:
@@ -113,27 +130,6 @@ class Plan:
         """What others work out from the plan and keep as long as it lives."""
         return OrderedDict()
 
-    def part_dtype(self, part: Part, *, wire: bool = True) -> str:
-        """The dtype of K/V or of their gradients, in a message or where they are computed with."""
-        if wire and self.wire is not None:
-            return self.wire
-        return self.dtype if part.kind == "kv" or self.dtype == "float64" else "float32"
-
-    def part_bytes(self, part: Part, *, wire: bool = True) -> int:
-        """Bytes of a piece of a message, or of a part of a block or of gradients where it is computed with."""
-        item = ITEM_BYTES[self.dtype]
-        wide, both = max(item, 4), self.head_dim + self.value_dim
-        rows = self.layout.rows(part.owner)
-        if part.kind in ("kv", "grad"):
-            if self.team > 1:  # between the teams
-                return self._members[0].part_bytes(part, wire=wire)
-            rows = self.kv_heads * rows if part.cut is None else part.cut.size
-            return self.batch * rows * both * ITEM_BYTES[self.part_dtype(part, wire=wire)]
-        heads, kv_heads = self.heads // self.team, self.kv_heads // self.team
-        if part.kind in ("qkv", "dqkv"):
-            return self.batch * rows * (heads * self.head_dim + kv_heads * both) * item
-        return self.batch * rows * heads * (self.value_dim * item + wide)
-
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
         hops = (hop for step in self._steps(rank, backward) for hop in step.sends)
@@ -145,10 +141,10 @@ class Plan:
 
     def full_ring_bytes(self, *, backward: bool = False) -> int:
         """Bytes that a ring which skips nothing would send: every block to every other rank."""
-        parts: list[Part] = [Part("kv", rank) for rank in range(self.ranks)]
+        kinds: tuple[Kind, ...] = ("kv",)
         if backward:
-            parts += [Part("grad", rank) for rank in range(self.ranks)]
-        return (self.ranks - 1) * sum(map(self.part_bytes, parts))
+            kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
+        return (self.ranks - 1) * sum(self.part_bytes(Part(kind, rank)) for kind in kinds for rank in range(self.ranks))
 
     def pairs(self, rank: int | None = None) -> int:
         """(query, key, head, branch) pairs that a rank (None: all) computes. Counted."""
@@ -232,6 +228,7 @@ class Plan:
             "dtype": self.dtype,
             "batch": self.batch,
             "wire_dtype": self.wire,
+            "rotate": self.rotate,
         }
 
 
@@ -255,16 +252,19 @@ def make_plan(
     batch: int = 1,
     wire_dtype: str | torch.dtype | None = None,
     machine: Machine | str | None = None,
+    rotate: str = "auto",
 ) -> Plan:
     """The (cached) plan of attention with `pattern` over `tokens` positions on `ranks` ranks.
 
     `heads` query heads share `kv_heads` (default: as many) key/value heads; `head_dim` is that of q and k,
     `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. `wire_dtype` is the dtype in which
     keys, values and their gradients travel between ranks: by default K/V as they are and gradients in fp32 (fp64 for
-    fp64); a narrower one is rounded to, gradients in every hop. Raises InvalidInput.
+    fp64); a narrower one is rounded to, gradients in every hop. `rotate` says what goes around in the backward: "keys"
+    (with values and their gradients), "queries" (with out's gradient, lse and their own gradient), or "auto", what
+    sends fewer bytes; with a wire dtype that is keys, as rounded queries have not the weights of the forward.
 
     layout="auto" and schedule="auto" take what the timing model predicts to be fastest in the forward, on `machine` (a
-    Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
+    Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why. Raises InvalidInput.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
@@ -292,11 +292,12 @@ def make_plan(
             f"wire_dtype={wire}: K/V and gradients of {item} inputs may travel as {' or '.join(fitting)}; "
             "leave it out to send all bits (float16 has not the range that gradients need)"
         )
+    check_rotate(rotate)
     pattern.check(tokens, heads)
     tried = layouts(ranks) if layout == "auto" else (layout,)
     made = tuple(make_layout(one, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for one in tried)
     name = resolve(schedule, ranks, heads, kv_heads)
-    inputs = pattern.bind(heads, tokens), heads, kv_heads, head_dim, value_dim, item, batch, wire
+    inputs = pattern.bind(heads, tokens), heads, kv_heads, head_dim, value_dim, item, batch, wire, rotate
     chosen_machine = get_machine(machine)
     if layout == "auto" or name == "auto":
         choice = _choice if pattern.transient else _remembered

@@ -8,16 +8,22 @@ from typing import Literal
 from .cut import Cut, Cuts
 
 #: "kv" is a block of keys and values in the input dtype; "grad" the dK, dV gathered for a block so far, in fp32
-#: (fp64 for fp64 inputs). Between the ranks of a team, for the heads of one of them: "qkv" are q, k and v of `owner`'s
+#: (fp64 for fp64 inputs). Where queries rotate, "q" is a block of q and dO in the input dtype, "row" the lse and delta
+#: of its rows and "dq" the dQ gathered for them so far, both in fp32 or fp64. Between the ranks of a team, for the heads of one of them: "qkv" are q, k and v of `owner`'s
 #: rows, "out" their output and lse, and "dout" and "dqkv" the gradients of these.
-Kind = Literal["kv", "grad", "qkv", "out", "dout", "dqkv"]
+Kind = Literal["kv", "grad", "q", "row", "dq", "qkv", "out", "dout", "dqkv"]
+#: Kinds whose parts arrive and are passed on as they are, and those whose parts are sums that ranks add to.
+BLOCKS: tuple[Kind, ...] = ("kv", "q", "row")
+SUMS: tuple[Kind, ...] = ("grad", "dq")
+#: Kinds in the wider dtype stand first in a message, which keeps what follows aligned.
+ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "row": 1, "kv": 2, "q": 2}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a message: rows of the K/V block of `owner`, or their gradients on their way to `owner`.
+    """A piece of a message: rows of the block of `owner`, or their gradients on their way to `owner`.
 
-    `cut` says which rows; None is all of them.
+    `cut` says which rows of which key/value heads, or of which query heads where these rotate; None is all of them.
     """
 
     kind: Kind
@@ -40,7 +46,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Step:
-    """Post `sends` and `recvs`, compute the visits (to "kv" parts) while they travel, then wait for what is due."""
+    """Post `sends` and `recvs`, compute the visits (to "kv" or "q" parts) while they travel, then wait for what is due."""
 
     sends: tuple[Hop, ...] = ()
     recvs: tuple[Hop, ...] = ()

@@ -64,7 +64,7 @@ class _Team:
     def __init__(self, job: Job) -> None:
         plan = job.plan
         inner, place = plan.member(job.rank)
-        self.job = Job(inner, place, job.kernel, job.scale)
+        self.job = Job(inner, place, job.kernel, job.scale, job.lse)
         self.size, self.me = plan.team, job.rank % plan.team
         self.first = job.rank - self.me
         self.rows = _places(plan, place)

@@ -13,9 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringattn"
 #: A file imports only from entries above its own. What stands before "softmax" needs no torch.
 ORDER = (
-    "errors", "pattern", "partition", "balanced", "layout", "work", "cut", "demand", "steps", "schedules", "picture",
-    "timing", "choice", "plan", "softmax", "pool", "kernels", "buffers", "transport", "launcher", "script", "rows", "held",
-    "executor", "remat", "teams", "autograd", "agreement", "functional", "nn", "factories",
+    "errors", "pattern", "partition", "balanced", "layout", "work", "cut", "demand", "transposed", "steps", "sizes",
+    "schedules", "rotation", "picture", "timing", "choice", "plan", "softmax", "pool", "kernels", "buffers", "transport",
+    "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "functional", "nn",
+    "factories",
     "memory", "files", "config", "data", "sampling", "bench", "report", "job", "commands", "cli", "__main__",
 )  # fmt: skip
 NO_TORCH = (*ORDER[: ORDER.index("softmax")], "launcher", "files", "config", "report", "cli", "__main__")

@@ -128,7 +128,7 @@ def test_window_reaches_one_neighbour() -> None:
 
 
 def test_dense_ring_and_its_backward() -> None:
-    plan = make_plan(Full(), tokens=512, ranks=8, head_dim=16, dtype="bfloat16")
+    plan = make_plan(Full(), tokens=512, ranks=8, head_dim=16, dtype="bfloat16", rotate="keys")
     block = 64 * 32 * 2
     assert plan.bytes_sent() == 8 * 7 * block
     # From the block that the forward ended with: P-2 hops of K/V, P-1 of fp32 dK/dV, none exposed.

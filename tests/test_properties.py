@@ -17,6 +17,7 @@ from ringattn.teams import backward, forward
 from ringattn.transport.virtual import Virtual
 
 SCHEDULES = st.sampled_from(["ring", "direct", "allgather", "double_ring", "ulysses"])
+ROTATE = st.sampled_from(["auto", "keys", "queries"])
 Problem = tuple[Pattern, int, int, str]
 
 
@@ -28,9 +29,11 @@ def fitting(schedule: str, ranks: int, kv_heads: int) -> str:
     return f"double_ring({inner})" if schedule == "double_ring" else schedule
 
 
-@given(problems(), SCHEDULES, st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.booleans())
-@settings(max_examples=60)
-def test_random_problems_equal_the_oracle(problem: Problem, schedule: str, heads: tuple[int, int], lse: bool) -> None:
+@given(problems(), SCHEDULES, ROTATE, st.sampled_from([(1, 1), (4, 2), (3, 1), (4, 4)]), st.booleans())
+@settings(max_examples=80)
+def test_random_problems_equal_the_oracle(
+    problem: Problem, schedule: str, rotate: str, heads: tuple[int, int], lse: bool
+) -> None:
     """Invariant 4: gradients come home, for a random cotangent of out and of lse."""
     pattern, tokens, ranks, layout = problem
     schedule = fitting(schedule, ranks, heads[1])
@@ -38,9 +41,10 @@ def test_random_problems_equal_the_oracle(problem: Problem, schedule: str, heads
     oracle = dense(case, torch.from_numpy(pattern.mask(tokens, heads[0])))
     q, k, v = case.leaves()
     out, found_lse = ra.virtual_attention(
-        q, k, v, pattern, ranks=ranks, layout=layout, schedule=schedule, return_lse=True
+        q, k, v, pattern, ranks=ranks, layout=layout, schedule=schedule, rotate=rotate, return_lse=True
     )
     if case.grad_lse is None:
+        out = ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, schedule=schedule, rotate=rotate)
         grads = torch.autograd.grad(out, (q, k, v), case.grad)
     else:
         seen = oracle.lse > -torch.inf
@@ -48,15 +52,15 @@ def test_random_problems_equal_the_oracle(problem: Problem, schedule: str, heads
     assert max(errors(Result(out, found_lse, grads), oracle)) <= 1e-12
 
 
-@given(problems(), SCHEDULES)
-@settings(max_examples=40)
-def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str) -> None:
+@given(problems(), SCHEDULES, ROTATE)
+@settings(max_examples=60)
+def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str, rotate: str) -> None:
     """Invariant 3, on virtual ranks; for real ranks see tests/multi."""
     pattern, tokens, ranks, layout = problem
     schedule = fitting(schedule, ranks, 2)
     plan = make_plan(
         pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule, heads=4, kv_heads=2, head_dim=8,
-        value_dim=4, dtype="bfloat16", batch=2,
+        value_dim=4, dtype="bfloat16", batch=2, rotate=rotate,
     )  # fmt: skip
     q, k, v = (torch.randn(2, h, tokens, d).bfloat16() for h, d in ((4, 8), (2, 8), (2, 4)))
     jobs = [Job(plan, rank, get_kernel("reference", q, k, v), 1.0) for rank in range(ranks)]
@@ -83,9 +87,12 @@ def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str) ->
     st.integers(1, 6),
     st.sampled_from(["contiguous", "zigzag", "striped"]),
     st.sampled_from([Causal(), Causal() & Window(5), Causal() & (Sinks(2) | Window(3))]),
+    st.sampled_from(["keys", "queries"]),
 )
-@settings(max_examples=40)
-def test_the_future_never_changes_the_past(cut: tuple[int, int], ranks: int, layout: str, pattern: Pattern) -> None:
+@settings(max_examples=60)
+def test_the_future_never_changes_the_past(
+    cut: tuple[int, int], ranks: int, layout: str, pattern: Pattern, rotate: str
+) -> None:
     """Invariant 5: bit for bit, forward and backward."""
     tokens, edge = cut
     case = make_case(tokens, 2, 1, torch.float32)
@@ -95,7 +102,7 @@ def test_the_future_never_changes_the_past(cut: tuple[int, int], ranks: int, lay
         with torch.no_grad():
             for x in (q, k, v):
                 x[:, :, edge:] += change
-        out = ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout)
+        out = ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, rotate=rotate)
         past = case.grad.clone()
         past[:, :, edge:] = 0  # a loss of the past
         grads = torch.autograd.grad(out, (q, k, v), past)
@@ -105,13 +112,15 @@ def test_the_future_never_changes_the_past(cut: tuple[int, int], ranks: int, lay
         assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_repeated_runs_are_bitwise_equal(deterministic: bool) -> None:
+def test_repeated_runs_are_bitwise_equal(deterministic: bool, rotate: str) -> None:
     case = make_case(200, 4, 2, torch.bfloat16)
     runs = []
     for _ in range(2):
         q, k, v = case.leaves()
-        out = ra.virtual_attention(q, k, v, Causal(), ranks=4, layout="zigzag", deterministic=deterministic)
+        options = {"layout": "zigzag", "deterministic": deterministic, "rotate": rotate}
+        out = ra.virtual_attention(q, k, v, Causal(), ranks=4, **options)
         runs.append((out, *torch.autograd.grad(out, (q, k, v), case.grad)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -134,9 +143,10 @@ def test_a_bad_number_reaches_only_the_rows_that_see_it(which: int, bad: float, 
                 assert out[0, 1][sees].isnan().any(-1).all()
 
 
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
 @pytest.mark.parametrize("kernel", ["reference", "aten_cpu"])
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
-def test_a_bad_number_reaches_only_the_gradients_that_depend_on_it(which: int, kernel: str) -> None:
+def test_a_bad_number_reaches_only_the_gradients_that_depend_on_it(which: int, kernel: str, rotate: str) -> None:
     tokens, place = 700, 333
     for pattern in (Causal(), Window(40, 3), Causal() & Window(40), Documents([300, 400])):
         case = make_case(tokens, 2, 1, torch.float32, batch=1)
@@ -148,7 +158,8 @@ def test_a_bad_number_reaches_only_the_gradients_that_depend_on_it(which: int, k
         rows = mask[:, place] if which in (1, 2) else torch.arange(tokens) == place  # that are NaN, in head 0
         keys = mask[rows].any(0)
         for ranks, layout in ((1, "contiguous"), (3, "zigzag"), (2, "striped")):
-            out = ra.virtual_attention(*inputs, pattern, ranks=ranks, layout=layout, kernel=kernel)
+            options = {"ranks": ranks, "layout": layout, "kernel": kernel, "rotate": rotate}
+            out = ra.virtual_attention(*inputs, pattern, **options)
             dq, dk, dv = torch.autograd.grad(out, inputs, grad)
             assert dq[0, 0][~rows].isfinite().all()
             assert dk[0, 0][~keys].isfinite().all() and dv[0, 0][~keys].isfinite().all(), (pattern, ranks)
@@ -226,10 +237,11 @@ def test_only_two_receive_buffers_per_rank() -> None:
     assert pool(x[0].device).misses - misses == 2 * 8
 
 
-def test_gradients_of_lse_alone_and_of_nothing() -> None:
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+def test_gradients_of_lse_alone_and_of_nothing(rotate: str) -> None:
     case = make_case(40, 2, 2, torch.float64, lse=True)
     q, k, v = case.leaves()
-    out, lse = ra.virtual_attention(q, k, v, Causal(), ranks=3, return_lse=True)
+    out, lse = ra.virtual_attention(q, k, v, Causal(), ranks=3, return_lse=True, rotate=rotate)
     assert case.grad_lse is not None
     found = torch.autograd.grad(lse, (q, k, v), case.grad_lse)
     zero = dense(
@@ -247,10 +259,11 @@ def test_double_backward_is_refused() -> None:
         dq.sum().backward()
 
 
-def test_backward_twice_over_a_kept_graph() -> None:
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+def test_backward_twice_over_a_kept_graph(rotate: str) -> None:
     case = make_case(40, 2, 1, torch.float64)
     q, k, v = case.leaves()
-    out = ra.virtual_attention(q, k, v, Causal(), ranks=4, layout="zigzag")
+    out = ra.virtual_attention(q, k, v, Causal(), ranks=4, layout="zigzag", rotate=rotate)
     first = torch.autograd.grad(out, (q, k, v), case.grad, retain_graph=True)
     second = torch.autograd.grad(out, (q, k, v), case.grad)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -265,9 +278,9 @@ def test_any_strides_are_taken() -> None:
     assert torch.equal(ra.virtual_attention(*shifted, Causal(), ranks=3), plain)
 
 
-@given(problems(), SCHEDULES)
-@settings(max_examples=25)
-def test_what_travels_may_be_rounded(problem: Problem, schedule: str) -> None:
+@given(problems(), SCHEDULES, st.sampled_from(["keys", "queries"]))
+@settings(max_examples=40)
+def test_what_travels_may_be_rounded(problem: Problem, schedule: str, rotate: str) -> None:
     """In bf16 fewer bytes are sent, as planned, and results differ by the rounding of what was sent, no more."""
     pattern, tokens, ranks, layout = problem
     schedule = fitting(schedule, ranks, 2)
@@ -275,7 +288,7 @@ def test_what_travels_may_be_rounded(problem: Problem, schedule: str) -> None:
     results, sent = [], []
     for wire in (None, torch.bfloat16):
         q, k, v = case.leaves()
-        options = {"ranks": ranks, "layout": layout, "schedule": schedule, "wire_dtype": wire}
+        options = {"ranks": ranks, "layout": layout, "schedule": schedule, "wire_dtype": wire, "rotate": rotate}
         out = ra.virtual_attention(q, k, v, pattern, **options)
         results.append((out, *torch.autograd.grad(out, (q, k, v), case.grad)))
         plan = make_plan(pattern, tokens=tokens, heads=4, kv_heads=2, head_dim=8, **options)

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from ..functional import attention, virtual_attention
 from ..nn import MultiheadRingAttention
 from ..pattern import Causal, parse_pattern
-from ..plan import ITEM_BYTES, make_plan
+from ..plan import make_plan
 from ..pool import LIMIT, memory_pool
 from ..remat import keep_attention
 from ..sampling import oracle_rows, sampled_rows
+from ..sizes import ITEM_BYTES
 from .case import Case, Column, Context, Ratio, Run
 
 HEADS, DIM, TOKENS = 8, 64, 8192

@@ -14,7 +14,7 @@ from ..errors import Unsupported
 from ..functional import ring_attention, virtual_attention
 from ..layout import Layout, make_layout
 from ..pattern import Causal, Full
-from ..plan import ITEM_BYTES
+from ..sizes import ITEM_BYTES
 from .case import Case, Column, Context, Ratio, Run, relative_error
 
 CORES = 2

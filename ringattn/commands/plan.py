@@ -29,6 +29,7 @@ def main(config: PlanConfig) -> None:
         batch=config.batch,
         wire_dtype=config.wire_dtype,
         machine=config.machine.made(),
+        rotate=config.rotate,
     )
     if config.output.path:
         write_text(Path(config.output.path), plan.to_json() + "\n")
@@ -58,7 +59,7 @@ def _totals(plan: Plan) -> list[Number]:
     pairs = plan.pairs()
     full = plan.heads * plan.tokens**2
     numbers = [
-        Number("schedule", plan.schedule),
+        Number("schedule", f"{plan.schedule}, {plan.rotates} rotate in the backward"),
         Number("pairs", f"{pairs:,} = {pairs / full:.4f} of dense" if full else "0", "counted"),
         Number("plan hash", plan.hash),
     ]

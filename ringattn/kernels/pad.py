@@ -1,4 +1,7 @@
-"""Head dims that no library takes, the gradient of lse, and padded keys: all by columns that change no other number."""
+"""Head dims that no library takes, the gradient of lse, and padded keys: all by columns that change no other number.
+
+And out, of which a backward needs no more than delta.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ import torch
 from torch.nn.functional import pad
 
 from ..errors import InvalidInput, Unsupported
+from .base import wide
 
 #: Columns added for the gradient of lse, and for padded keys: libraries want multiples of 8.
 EXTRA = 8
 #: The logit of a padded key is minus this. Kernels keep logits in fp32, but the columns must be finite in their dtype.
 HIDDEN = 1e30
 HIDDEN_FP16 = 1e6
+#: A delta that is more than this times the largest entry of its row of dO is the gradient of lse.
+FAR = 1024.0
 
 
 def pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -32,9 +38,36 @@ def with_column(x: torch.Tensor, column: torch.Tensor | float) -> torch.Tensor:
     With v' = [v, 1] and dO' = [dO, dlse] a backward computes dP' = dO v^T + dlse, and delta is unchanged: exactly
     the gradient of a loss that uses both out and lse, from a kernel that knows nothing of dlse.
     """
-    wide = pad(x, (0, EXTRA))
-    wide[..., x.shape[-1]] = column
-    return wide
+    wider = pad(x, (0, EXTRA))
+    wider[..., x.shape[-1]] = column
+    return wider
+
+
+def delta(grad: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None) -> torch.Tensor:
+    """rowsum(dO * out) - dlse, [..., n, 1] in fp32 or fp64: all that a backward needs to know of out and of dlse."""
+    dtype = wide(grad.dtype)
+    # Contiguous, so that rows are summed in the same order whatever the strides.
+    found = (grad.to(dtype) * out.to(dtype)).contiguous().sum(-1, keepdim=True)
+    return found if grad_lse is None else found - grad_lse.to(dtype).unsqueeze(-1)
+
+
+def with_delta(grad: torch.Tensor, delta: torch.Tensor, *, wider: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dO', out') with rowsum(dO' * out') = delta, for kernels that take out: out' is the multiple of dO that has it.
+
+    `wider`: delta holds the gradient of lse, too, which no row of out gives where dO is small or zero. Then both have
+    EXTRA more columns, and dO' is delta in the first of them where it is needed. With v' = [v, 0] it changes no other
+    number. A bad delta makes a bad row of out'.
+    """
+    dtype = wide(grad.dtype)
+    tiny = torch.finfo(dtype).tiny
+    if wider:
+        size = delta.abs()
+        peak = grad.abs().amax(-1, keepdim=True).to(dtype)
+        grad = with_column(grad, size.where(size > FAR * peak, 0.0).squeeze(-1).to(grad.dtype))
+    x = grad.to(dtype)
+    peak = x.abs().amax(-1, keepdim=True).clamp(min=tiny)
+    unit = x / peak  # its squares neither overflow nor vanish
+    return grad, (unit * (delta / peak / unit.square().sum(-1, keepdim=True).clamp(min=0.5))).to(grad.dtype)
 
 
 def check_padding(mask: Any, k: torch.Tensor) -> None:

@@ -77,9 +77,9 @@ class AdaptiveAttention(RingAttention):
     @uncompiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(out, lse) of tensors [B, H, N, D], whatever `order` is."""
+        key_padding_mask: torch.Tensor | None = None, return_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """(out, lse) of tensors [B, H, N, D], whatever `order` is. The parts are merged by lse: it is there anyway."""
         causal = is_causal or self.causal
         place = self._places(q, k, v, key_padding_mask)  # on real ranks also the handshake
         # Mean query of a block; causally, of the `block` positions that end with its first.

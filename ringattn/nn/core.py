@@ -48,6 +48,7 @@ class RingAttention(nn.Module):
         scale: float | None = None,
         deterministic: bool = False,
         wire_dtype: torch.dtype | str | None = None,
+        rotate: str = "auto",
         order: str = "BHND",
     ) -> None:
         super().__init__()
@@ -73,7 +74,9 @@ class RingAttention(nn.Module):
                         "give ranks=, group=, mesh= or transport=, or leave it out"
                     )
         self.pattern, self.order = pattern, order
-        self._sharing: dict[str, Any] = {"layout": layout, "schedule": schedule, "wire_dtype": wire_dtype}
+        self._sharing: dict[str, Any] = {
+            "layout": layout, "schedule": schedule, "wire_dtype": wire_dtype, "rotate": rotate,
+        }  # fmt: skip
         self.options: dict[str, Any] = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
         self._causal: Pattern | None = None
 
@@ -94,21 +97,21 @@ class RingAttention(nn.Module):
         swap = self.order == "BNHD"
         if swap:
             q, k, v = _swapped(q), _swapped(k), _swapped(v)
-        out, lse = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask)
+        out, lse = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, return_lse=return_lse)
         out = out.transpose(1, 2) if swap else out
         return (out, lse) if return_lse else out
 
     @uncompiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(out, lse) of tensors [B, H, N, D], whatever `order` is."""
-        return self._run(q, k, v, self._pattern(is_causal), key_padding_mask=key_padding_mask)
+        key_padding_mask: torch.Tensor | None = None, return_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """(out, lse) of tensors [B, H, N, D], whatever `order` is; (out, None) without `return_lse`."""
+        pattern = self._pattern(is_causal)
+        found = self._run(q, k, v, pattern, key_padding_mask=key_padding_mask, return_lse=return_lse)
+        return found if return_lse else (found, None)
 
-    def _run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, **more: Any) -> Any:
         options: dict[str, Any] = {**self.options, "return_lse": True, **more}
         if self.sharded:
             return ring_attention(q, k, v, pattern, **self._where, **self._sharing, **options)

@@ -180,7 +180,7 @@ class MultiheadAttention(nn.Module):
             places = self.core.positions(q, k, v, is_causal=is_causal)
             cos, sin = rope.tables(places, self.head_dim, self.base, q.dtype)
             q, k = rope.apply(q, cos, sin), rope.apply(k, cos, sin)
-        out, _ = self.core.attend(q, k, v, is_causal=is_causal, key_padding_mask=mask)
+        out, _ = self.core.attend(q, k, v, is_causal=is_causal, key_padding_mask=mask, return_lse=False)
         return out.transpose(1, 2).flatten(2)
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:

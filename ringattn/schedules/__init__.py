@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ..demand import Demand
+from ..demand import Wanted
 from ..errors import InvalidInput, did_you_mean
-from ..steps import RankPlan
 from .allgather import AllGather
 from .direct import Direct
 from .double_ring import DoubleRing
 from .ring import Ring
 
+Schedule = Ring | Direct | DoubleRing | AllGather
 #: By name, and whether a number follows in brackets.
-SCHEDULES: dict[str, tuple[Callable[..., Ring | Direct | DoubleRing | AllGather], bool]] = {
+SCHEDULES: dict[str, tuple[Callable[..., Schedule], bool]] = {
     "ring": (Ring, False),
     "direct": (Direct, False),
     "allgather": (AllGather, False),
@@ -53,11 +53,11 @@ def teams(name: str) -> tuple[int, str]:
     return (int(match[1]), match[2] or "ring") if match else (1, name)
 
 
-def planner(name: str, demand: Demand) -> Callable[[int], RankPlan]:
-    """The function that plans a rank by a resolved schedule without teams."""
+def planner(name: str, wanted: Wanted) -> Schedule:
+    """What plans ranks by a resolved schedule without teams, for blocks of keys or of queries."""
     kind, number = _parse(name)
     make = SCHEDULES[kind][0]
-    return (make(demand) if number is None else make(demand, number)).steps
+    return make(wanted) if number is None else make(wanted, number)
 
 
 def _check_teams(name: str, size: int, ranks: int | None, heads: int, kv_heads: int) -> None:

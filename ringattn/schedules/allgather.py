@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
-from ..demand import Demand
-from ..steps import Hop, Part, RankPlan, Step
+from ..demand import Wanted
+from ..steps import Hop, Kind, Part, Step
 
 
 class AllGather:
     """No route: whole blocks go to everybody at once."""
 
-    def __init__(self, demand: Demand) -> None:
+    def __init__(self, demand: Wanted) -> None:
         self.demand = demand
 
-    def steps(self, rank: int) -> RankPlan:
-        """The steps of `rank`: its own visit under the gather, then all others; gradients go straight home."""
-        layout = self.demand.layout
-        others = [(rank + i) % layout.ranks for i in range(1, layout.ranks)]
-        filled = [other for other in others if layout.rows(other)]
+    def held(self, rank: int) -> tuple[Part, ...]:
+        """Nothing is kept after the forward."""
+        return ()
 
-        def needs(querier: int, owner: int) -> bool:
-            return self.demand.needs(range(querier, querier + 1), range(owner, owner + 1))
+    def forward(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's forward: its own visit under the gather, then all others."""
+        return self._gather(rank, ("kv",))
 
-        mine = Part("kv", rank)
-        visited = [other for other in filled if needs(rank, other)]
+    def backward(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward in which everyone gets all keys again; gradients go straight home."""
+        return self._home(rank, self.forward(rank), "grad")
+
+    def queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward in which everyone gets all queries. The demand is one of blocks of those."""
+        return self._home(rank, self._gather(rank, ("row", "q")), "dq")
+
+    def _gather(self, rank: int, kinds: tuple[Kind, ...]) -> tuple[Step, ...]:
+        layout, visited = self.demand.layout, kinds[-1]
+
+        def parts(owner: int) -> tuple[Part, ...]:
+            return tuple(Part(kind, owner) for kind in kinds)
+
+        filled = [other for other in self._others(rank) if layout.rows(other)]
         gather = Step(
-            sends=tuple(Hop(peer, 0, (mine,), 0) for peer in others) if layout.rows(rank) else (),
-            recvs=tuple(Hop(peer, 0, (Part("kv", peer),), 0) for peer in filled),
-            visits=(mine,) if needs(rank, rank) else (),
+            sends=tuple(Hop(peer, 0, parts(rank), 0) for peer in self._others(rank)) if layout.rows(rank) else (),
+            recvs=tuple(Hop(peer, 0, parts(peer), 0) for peer in filled),
+            visits=(Part(visited, rank),) if self._needs(rank, rank) else (),
         )
-        visit = Step(visits=tuple(Part("kv", other) for other in visited))
-        forward = tuple(step for step in (gather, visit) if step)
-        last = len(forward)
+        visit = Step(visits=tuple(Part(visited, other) for other in filled if self._needs(rank, other)))
+        return tuple(step for step in (gather, visit) if step)
+
+    def _home(self, rank: int, steps: tuple[Step, ...], kind: Kind) -> tuple[Step, ...]:
+        """The steps, and after them one in which what was gathered goes to the owners."""
+        others, last = self._others(rank), len(steps)
         home = Step(
-            sends=tuple(Hop(owner, 1, (Part("grad", owner),), last) for owner in visited),
-            recvs=tuple(Hop(peer, 1, (Part("grad", rank),), last) for peer in others if needs(peer, rank)),
+            sends=tuple(Hop(owner, 1, (Part(kind, owner),), last) for owner in others if self._needs(rank, owner)),
+            recvs=tuple(Hop(peer, 1, (Part(kind, rank),), last) for peer in others if self._needs(peer, rank)),
         )
-        return RankPlan(rank, forward, forward + ((home,) if home else ()))
+        return (*steps, home) if home else steps
+
+    def _others(self, rank: int) -> list[int]:
+        ranks = self.demand.layout.ranks
+        return [(rank + i) % ranks for i in range(1, ranks)]
+
+    def _needs(self, rank: int, owner: int) -> bool:
+        return self.demand.needs(range(rank, rank + 1), range(owner, owner + 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..demand import Demand
+from ..demand import Wanted
 from .relay import runs
 from .route import Edge, Route
 
@@ -18,7 +18,7 @@ class DoubleRing(Route):
 
     lanes = 2
 
-    def __init__(self, demand: Demand, inner: int) -> None:
+    def __init__(self, demand: Wanted, inner: int) -> None:
         super().__init__(demand)
         self.inner, self.nodes = inner, demand.layout.ranks // inner
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..cut import total
-from ..demand import Demand, remembered
+from ..demand import Wanted, remembered
 
-#: The direction is chosen from all blocks of up to 64 ranks, from SAMPLE / ranks of them (2 at least) of more.
-SAMPLE, LEAST = 4096, 2
+#: The direction is chosen from all blocks of up to EXACT ranks, from fewer the more there are above, LEAST at least.
+EXACT, LEAST = 64, 2
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
     return (range(start, start + length),) if length > 0 else ()
 
 
-def beyond(demand: Demand, owner: int, way: Way, distance: int) -> tuple[range, ...]:
+def beyond(demand: Wanted, owner: int, way: Way, distance: int) -> tuple[range, ...]:
     """The ranks on a way of the block of `owner`, from `distance` to its limit."""
     length = way.limit - distance + 1
     start = owner + distance if way.sign > 0 else owner - way.limit
     return runs(start, length, demand.layout.ranks)
 
 
-def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
+def _needed(demand: Wanted, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
     """Whether ranks first, first + sign, .. (`queriers` of them) need blocks owner, owner - sign, .. (`owners`)."""
     ranks = demand.layout.ranks
     if way.sign > 0:
@@ -46,7 +46,7 @@ def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, own
 
 
 @remembered(65536)
-def reach(demand: Demand, owner: int, way: Way) -> int:
+def reach(demand: Wanted, owner: int, way: Way) -> int:
     """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
@@ -68,7 +68,7 @@ def reach(demand: Demand, owner: int, way: Way) -> int:
     return low
 
 
-def passing(demand: Demand, rank: int, way: Way) -> Iterator[int]:
+def passing(demand: Wanted, rank: int, way: Way) -> Iterator[int]:
     """Distances d, descending, at which the block of rank - sign * d arrives at `rank`.
 
     A block arrives where this rank or one farther on its way needs it. The distances are halved until a
@@ -91,8 +91,14 @@ def passing(demand: Demand, rank: int, way: Way) -> Iterator[int]:
     return search(1, way.limit)
 
 
+def sampled(ranks: int) -> list[int]:
+    """Ranks that stand for all: all of up to 64, evenly spaced ones above."""
+    count = min(ranks, max(LEAST, EXACT**2 // ranks))
+    return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
+
+
 @remembered(4096)
-def sizes(demand: Demand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
+def sizes(demand: Wanted, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     """(distance, rows) along a way of the block of `owner`: so many rows, of all heads, go up to this distance.
 
     What is needed beyond a distance only shrinks with it, so that equal sizes are the same rows, and distances between
@@ -101,7 +107,7 @@ def sizes(demand: Demand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     rows = demand.layout.rows(owner)
 
     def size(distance: int) -> int:
-        return total(demand.cuts(beyond(demand, owner, way, distance), owner), demand.kv_heads, rows)
+        return total(demand.cuts(beyond(demand, owner, way, distance), owner), demand.block_heads, rows)
 
     def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Where the size at `low` .. `high` is about to change."""
@@ -122,7 +128,7 @@ def sizes(demand: Demand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     return (*changes(1, last, size(1), end), (last, end))
 
 
-def _rows(demand: Demand, owner: int, way: Way) -> int:
+def rows_along(demand: Wanted, owner: int, way: Way) -> int:
     """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
     done = found = 0
     for distance, rows in sizes(demand, owner, way):
@@ -132,18 +138,17 @@ def _rows(demand: Demand, owner: int, way: Way) -> int:
 
 
 @remembered(1024)
-def ways(demand: Demand) -> tuple[Way, ...]:
+def ways(demand: Wanted) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 
     Counted on all blocks up to 64 ranks, on evenly spaced ones above.
     """
     ranks = demand.layout.ranks
-    count = min(ranks, max(LEAST, SAMPLE // ranks))
-    blocks = [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
+    blocks = sampled(ranks)
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
-    totals = [sum(_rows(demand, block, way) for block in blocks for way in choice) for choice in choices]
-    full = sum(map(demand.layout.rows, blocks)) * demand.kv_heads * ranks
+    totals = [sum(rows_along(demand, block, way) for block in blocks for way in choice) for choice in choices]
+    full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
     # On a tie a dense pattern takes one direction (two receive buffers do), a local one the shorter arcs,
     # whose blocks are found without a look around the whole ring.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import merge
 
-from ..demand import Demand
+from ..demand import Wanted
 from .relay import Way, beyond, passing, reach, sizes, ways
 from .route import Edge, Route
 
@@ -13,7 +13,7 @@ from .route import Edge, Route
 class Ring(Route):
     """Every block goes along each way of the ring; its edge at distance d serves the ranks from d to the way's limit."""
 
-    def __init__(self, demand: Demand) -> None:
+    def __init__(self, demand: Wanted) -> None:
         super().__init__(demand)
         self.ways = [way for way in ways(demand) if way.limit]
         self.lanes = len(self.ways)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..cut import Cuts, minus, total
-from ..demand import Demand
-from ..steps import Hop, Kind, Part, RankPlan, Step, parts
+from ..demand import Wanted
+from ..steps import ORDER, Hop, Part, Step, parts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Route(ABC):
     #: Numbers of `Edge.lane` in use.
     lanes = 1
 
-    def __init__(self, demand: Demand) -> None:
+    def __init__(self, demand: Wanted) -> None:
         self.demand = demand
         self._kept: dict[int, dict[Edge, Cuts]] = {}
         self._edges: dict[int, dict[int, Edge]] = {}
@@ -93,59 +93,98 @@ class Route(ABC):
         if rank not in self._kept:
             found: dict[Edge, Cuts] = {}
             left: dict[int, int] = {}
-            block = self.demand.kv_heads * self.demand.layout.rows(rank)
+            block = self.demand.block_heads * self.demand.layout.rows(rank)
             for edge in self.arrivals(rank):
                 room = left.setdefault(edge.lane, block)
                 if len(left) == self.lanes and max(left.values()) <= 0:
                     break  # a rank to which all blocks go is not looked at as a whole
                 ends = self.ends(edge) if room > 0 else ()
-                size = total(ends, self.demand.kv_heads, self.demand.layout.rows(edge.owner))
+                size = total(ends, self.demand.block_heads, self.demand.layout.rows(edge.owner))
                 if size and (size <= room or room == block):  # one at least, even where its block is a row longer
                     found[edge] = ends
                 left[edge.lane] = room - size
             self._kept[rank] = found
         return self._kept[rank]
 
-    def steps(self, rank: int) -> RankPlan:
-        """The steps of a rank."""
-        arrivals = tuple(self._arriving(rank).values())
-        departures = [*self.first(rank), *(e for edge in arrivals for e in self.onward(edge))]
-        forward, backward = _Clock(+1), _Clock(-1)
-        if self._needs(rank, rank):
-            for clock in (forward, backward):
-                clock.visit(0, (Part("kv", rank),))
-        for edge in arrivals:
-            block = parts("kv", edge.owner, self.cuts(edge))
-            forward.recv(edge.post, edge.time - 1, edge.source, block)
-            if self._needs(rank, edge.owner):
-                forward.visit(edge.time, block)
-                backward.visit(edge.time, block)
-        for edge in departures:
-            forward.send(edge.post, edge.time - 1, edge.target, parts("kv", edge.owner, self.cuts(edge)))
-        self._backward(rank, arrivals, departures, backward)
-        kept = self.kept(rank)
-        held = tuple(part for edge in arrivals if edge in kept for part in parts("kv", edge.owner, kept[edge]))
-        return RankPlan(rank, forward.steps(), backward.steps(), held)
+    def held(self, rank: int) -> tuple[Part, ...]:
+        """What `rank` keeps after the forward for a backward in which keys rotate."""
+        arrivals, kept = self.arriving(rank).values(), self.kept(rank)
+        return tuple(part for edge in arrivals if edge in kept for part in parts("kv", edge.owner, kept[edge]))
 
-    def _backward(self, rank: int, arrivals: tuple[Edge, ...], departures: list[Edge], clock: _Clock) -> None:
+    def forward(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's forward."""
+        clock = Clock(+1)
+        if self._needs(rank, rank):
+            clock.visit(0, (Part("kv", rank),))
+        for edge in self.arriving(rank).values():
+            block = parts("kv", edge.owner, self.cuts(edge))
+            clock.recv(edge.post, edge.time - 1, edge.source, block)
+            if self._needs(rank, edge.owner):
+                clock.visit(edge.time, block)
+        for edge in self.departing(rank):
+            clock.send(edge.post, edge.time - 1, edge.target, parts("kv", edge.owner, self.cuts(edge)))
+        return clock.steps()
+
+    def backward(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward in which keys and values, and their gradients, go back."""
+        clock, arrivals, departures = Clock(-1), tuple(self.arriving(rank).values()), self.departing(rank)
+        if self._needs(rank, rank):
+            clock.visit(0, (Part("kv", rank),))
+        for edge in arrivals:
+            if self._needs(rank, edge.owner):
+                clock.visit(edge.time, parts("kv", edge.owner, self.cuts(edge)))
         kept = self.kept(rank)
         for edge in arrivals:
             if edge.source != edge.owner:
-                siblings = self.onward(self._arriving(edge.source)[edge.owner])
+                siblings = self.onward(self.arriving(edge.source)[edge.owner])
                 clock.send(edge.time, edge.post + 1, edge.source, parts("kv", edge.owner, self.back(edge, siblings)))
             clock.send(edge.time - 1, edge.post, edge.source, parts("grad", edge.owner, self.cuts(edge)))
             if edge not in kept:
                 clock.recv(edge.time + 1, edge.time + 1, edge.owner, parts("kv", edge.owner, self.ends(edge)))
         for edge in departures:
             if edge.owner != rank:
-                siblings = self.onward(self._arriving(rank)[edge.owner])
+                siblings = self.onward(self.arriving(rank)[edge.owner])
                 clock.recv(edge.time, edge.post + 1, edge.target, parts("kv", edge.owner, self.back(edge, siblings)))
             clock.recv(edge.time - 1, edge.post, edge.target, parts("grad", edge.owner, self.cuts(edge)))
         for edge in self.stops(rank):
             if edge not in self.kept(edge.target):
                 clock.send(edge.time + 1, edge.time + 1, edge.target, parts("kv", rank, self.ends(edge)))
+        return clock.steps()
 
-    def _arriving(self, rank: int) -> dict[int, Edge]:
+    def queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward in which queries rotate. The route is one of blocks of queries.
+
+        They go outward as keys do in a forward, with lse and delta. What is gathered for a row lags one clock behind,
+        and goes home from where the row stops. Where a row goes on to two ranks, its sum so far goes with the first;
+        the other begins anew.
+        """
+        clock = Clock(+1)
+        if self._needs(rank, rank):
+            clock.visit(0, (Part("q", rank),))
+        for edge in self.arriving(rank).values():
+            cuts, time = self.cuts(edge), (edge.post, edge.time - 1)
+            clock.recv(*time, edge.source, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
+            if self._needs(rank, edge.owner):
+                clock.visit(edge.time, parts("q", edge.owner, cuts))
+            if edge.source != edge.owner:
+                siblings = self.onward(self.arriving(edge.source)[edge.owner])
+                clock.recv(edge.post + 1, edge.time, edge.source, parts("dq", edge.owner, self.back(edge, siblings)))
+            clock.send(edge.time + 1, edge.time + 1, edge.owner, parts("dq", edge.owner, self.ends(edge)))
+        for edge in self.departing(rank):
+            cuts, time = self.cuts(edge), (edge.post, edge.time - 1)
+            clock.send(*time, edge.target, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
+            if edge.owner != rank:
+                siblings = self.onward(self.arriving(rank)[edge.owner])
+                clock.send(edge.post + 1, edge.time, edge.target, parts("dq", edge.owner, self.back(edge, siblings)))
+        for edge in self.stops(rank):
+            clock.recv(edge.time + 1, edge.time + 1, edge.target, parts("dq", rank, self.ends(edge)))
+        return clock.steps()
+
+    def departing(self, rank: int) -> list[Edge]:
+        """The edges from `rank`."""
+        return [*self.first(rank), *(e for edge in self.arriving(rank).values() for e in self.onward(edge))]
+
+    def arriving(self, rank: int) -> dict[int, Edge]:
         """The edges to `rank` by owner."""
         if rank not in self._edges:
             self._edges[rank] = {edge.owner: edge for edge in [*self.arrivals(rank)][::-1]}
@@ -155,11 +194,11 @@ class Route(ABC):
         return self.demand.needs(range(rank, rank + 1), range(owner, owner + 1))
 
     def _minus(self, owner: int, cuts: Cuts, others: list[Cuts]) -> Cuts:
-        return minus(cuts, others, self.demand.kv_heads, self.demand.layout.rows(owner))
+        return minus(cuts, others, self.demand.block_heads, self.demand.layout.rows(owner))
 
 
 @dataclass
-class _Clock:
+class Clock:
     """What a rank does at each clock, counted up (+1) or down (-1). Messages of one pair and time are one message."""
 
     sign: int
@@ -190,14 +229,10 @@ class _Clock:
         )
 
 
-#: Gradients stand first in a message: they are the wider dtype, and keep what follows aligned.
-_ORDER: dict[Kind, int] = {"grad": 0, "kv": 1}
-
-
 def _by_post(messages: dict[tuple[int, int, int], list[Part]], place: dict[int, int]) -> dict[int, list[Hop]]:
     found: dict[int, list[Hop]] = {}
     for (post, until, peer), pieces in messages.items():
-        ordered = tuple(sorted(pieces, key=lambda part: (_ORDER[part.kind], part.owner)))
+        ordered = tuple(sorted(pieces, key=lambda part: (ORDER[part.kind], part.owner)))
         tag = 2 * post + (post != until)
         found.setdefault(post, []).append(Hop(peer, tag, ordered, place[until]))
     return found

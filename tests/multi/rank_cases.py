@@ -47,12 +47,13 @@ def compare_with_virtual(
     if size % 2 == 0 and heads[1] % 2 == 0:
         schedules[2:3] = ["ulysses(2)" if size == 2 else "ulysses(2, direct)"]
     for pattern in patterns:
-        for layout in ("contiguous", "zigzag", "striped", "striped(8)"):
-            for schedule in schedules:
+        for number, layout in enumerate(("contiguous", "zigzag", "striped", "striped(8)")):
+            for place, schedule in enumerate(schedules):
+                rotate = ("keys", "queries")[(number + place) % 2]
                 case = make_case(TOKENS, *heads, getattr(torch, dtype), lse=True)
                 assert case.grad_lse is not None
                 whole = case.leaves()
-                options = {"layout": layout, "schedule": schedule, "return_lse": True}
+                options = {"layout": layout, "schedule": schedule, "rotate": rotate, "return_lse": True}
                 out, lse = ra.virtual_attention(*whole, pattern, ranks=size, **options)
                 dlse = case.grad_lse.to(lse.dtype)
                 grads = torch.autograd.grad((out, lse), whole, (case.grad, dlse))
@@ -61,7 +62,7 @@ def compare_with_virtual(
                 mine = [made.shard_tensor(x.detach(), rank).clone().requires_grad_() for x in whole]
                 plan = ra.make_plan(
                     pattern, tokens=TOKENS, ranks=size, layout=layout, schedule=schedule, heads=heads[0],
-                    kv_heads=heads[1], head_dim=16, dtype=dtype, batch=2,
+                    kv_heads=heads[1], head_dim=16, dtype=dtype, batch=2, rotate=rotate,
                 )  # fmt: skip
                 transport.counters.reset()
                 found, found_lse = ra.ring_attention(*mine, pattern, transport=transport, **options)
@@ -130,6 +131,8 @@ def errors_on_every_rank(rank: int, transport: Transport | None = None) -> list[
         lambda: attend(x, x, x, Documents([7])),
         lambda: attend(x, x, x, Causal(), kernel="aten_cuda" if odd else "auto"),
         lambda: attend(x, x, x, Causal(), schedule="rong" if odd else "ring"),
+        lambda: attend(x, x, x, Causal(), rotate="keys" if odd else "auto"),
+        lambda: attend(x, x, x, Causal(), return_lse=odd),
         lambda: attend(x, x, x, Causal(), key_padding_mask=torch.zeros(1, 3 if odd else 4, dtype=torch.bool)),
         lambda: attend(x, x, x, Causal(), key_padding_mask=torch.zeros(1, 4) > 0 if odd else None),
     )

@@ -38,6 +38,8 @@ WRONG = (
     ("InvalidInput: Documents: the 1 lengths sum to 7, the sequence has 8 tokens",) * 2,
     ("Unsupported: kernel aten_cuda needs tensors on a cuda device", "Mismatch: rank 1 cannot take part: kernel aten"),
     ("InvalidInput: unknown schedule 'rong'; did you mean 'ring'", "Mismatch: rank 1 cannot take part: unknown sched"),
+    ("Mismatch: the ranks disagree about rotate: auto on rank 0; keys on rank 1",) * 2,
+    ("Mismatch: the ranks disagree about return_lse: False on rank 0; True on rank 1",) * 2,
     ("InvalidInput: key_padding_mask must be [batch, tokens] = (1, 4)", "Mismatch: rank 1 cannot take part: key_padding"),
     ("Mismatch: the ranks disagree about head_dim: 8 on rank 0; 16 on rank 1",) * 2,
 )  # fmt: skip
