@@ -18,21 +18,18 @@ class AllGather:
         others = [(rank + i) % layout.ranks for i in range(1, layout.ranks)]
         filled = [other for other in others if layout.rows(other)]
 
-        def needs(querier: int, owner: int) -> bool:
-            return self.demand.needs(range(querier, querier + 1), range(owner, owner + 1))
-
         mine = Part("kv", rank)
-        visited = [other for other in filled if needs(rank, other)]
+        visited = [other for other in filled if self.demand.visits(rank, other)]
         gather = Step(
             sends=tuple(Hop(peer, 0, (mine,), 0) for peer in others) if layout.rows(rank) else (),
             recvs=tuple(Hop(peer, 0, (Part("kv", peer),), 0) for peer in filled),
-            visits=(mine,) if needs(rank, rank) else (),
+            visits=(mine,) if self.demand.visits(rank, rank) else (),
         )
         visit = Step(visits=tuple(Part("kv", other) for other in visited))
         forward = tuple(step for step in (gather, visit) if step)
         last = len(forward)
         home = Step(
             sends=tuple(Hop(owner, 1, (Part("grad", owner),), last) for owner in visited),
-            recvs=tuple(Hop(peer, 1, (Part("grad", rank),), last) for peer in others if needs(peer, rank)),
+            recvs=tuple(Hop(peer, 1, (Part("grad", rank),), last) for peer in others if self.demand.visits(peer, rank)),
         )
         return RankPlan(rank, forward, forward + ((home,) if home else ()))

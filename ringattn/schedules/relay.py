@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..cut import total
@@ -35,6 +35,18 @@ def beyond(demand: Demand, owner: int, way: Way, distance: int) -> tuple[range, 
     return runs(start, length, demand.layout.ranks)
 
 
+def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
+    """The distances far .. near at which there is something, by halving the parts in which there is."""
+    if near > far or not some(near, far):
+        return
+    if near == far:
+        yield near
+        return
+    middle = (near + far) // 2
+    yield from search(some, middle + 1, far)
+    yield from search(some, near, middle)
+
+
 def _needed(demand: Demand, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
     """Whether ranks first, first + sign, .. (`queriers` of them) need blocks owner, owner - sign, .. (`owners`)."""
     ranks = demand.layout.ranks
@@ -65,20 +77,10 @@ def passing(demand: Demand, rank: int, way: Way) -> Iterator[int]:
     part is seen to hold no need, so that a local pattern is planned without looking at every rank.
     """
 
-    def search(near: int, far: int) -> Iterator[int]:
-        if near > far:
-            return
-        owner = rank - way.sign * near
-        if not _needed(demand, way, rank, way.limit - near + 1, owner, far - near + 1):
-            return
-        if near == far:
-            yield near
-            return
-        middle = (near + far) // 2
-        yield from search(middle + 1, far)
-        yield from search(near, middle)
+    def arrives(near: int, far: int) -> bool:
+        return _needed(demand, way, rank, way.limit - near + 1, rank - way.sign * near, far - near + 1)
 
-    return search(1, way.limit)
+    return search(arrives, 1, way.limit)
 
 
 @remembered(4096)

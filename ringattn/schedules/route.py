@@ -111,13 +111,13 @@ class Route(ABC):
         arrivals = tuple(self._arriving(rank).values())
         departures = [*self.first(rank), *(e for edge in arrivals for e in self.onward(edge))]
         forward, backward = _Clock(+1), _Clock(-1)
-        if self._needs(rank, rank):
+        if self.demand.visits(rank, rank):
             for clock in (forward, backward):
                 clock.visit(0, (Part("kv", rank),))
         for edge in arrivals:
             block = parts("kv", edge.owner, self.cuts(edge))
             forward.recv(edge.post, edge.time - 1, edge.source, block)
-            if self._needs(rank, edge.owner):
+            if self.demand.visits(rank, edge.owner):
                 forward.visit(edge.time, block)
                 backward.visit(edge.time, block)
         for edge in departures:
@@ -150,9 +150,6 @@ class Route(ABC):
         if rank not in self._edges:
             self._edges[rank] = {edge.owner: edge for edge in [*self.arrivals(rank)][::-1]}
         return self._edges[rank]
-
-    def _needs(self, rank: int, owner: int) -> bool:
-        return self.demand.needs(range(rank, rank + 1), range(owner, owner + 1))
 
     def _minus(self, owner: int, cuts: Cuts, others: list[Cuts]) -> Cuts:
         return minus(cuts, others, self.demand.kv_heads, self.demand.layout.rows(owner))
