@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .errors import InvalidInput
 from .partition import MAX_RANGES, Layout
+from .pattern.ranges import joined
 
 if TYPE_CHECKING:
     from .pattern import Pattern
@@ -86,7 +86,7 @@ class Balanced(Layout):
         found: dict[int, list[range]] = {}
         for (start, stop), (_, owner) in zip(pairwise([*self._starts, self.tokens]), self.runs, strict=True):
             found.setdefault(owner, []).append(range(start, stop))
-        return {owner: _merged(parts) for owner, parts in found.items()}
+        return {owner: joined(parts) for owner, parts in found.items()}
 
     def shard(self, rank: int) -> tuple[range, ...]:
         return self._shards.get(rank, ())
@@ -101,7 +101,7 @@ class Balanced(Layout):
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         if len(ranks) == 1:
             return self.shard(ranks[0]), True  # a single rank cannot be halved: exact, whatever its ranges
-        parts = _merged(sorted((r for rank in ranks for r in self.shard(rank)), key=lambda r: r.start))
+        parts = joined(r for rank in ranks for r in self.shard(rank))
         if len(parts) <= MAX_RANGES:
             return parts, True
         gaps = sorted(range(1, len(parts)), key=lambda i: parts[i].start - parts[i - 1].stop)
@@ -115,16 +115,6 @@ _DEFAULT_CHUNK = "try balanced(128), or balanced for about 8 chunks per rank"
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _merged(ascending: Sequence[range]) -> tuple[range, ...]:
-    """Adjacent ranges joined."""
-    found: list[range] = []
-    for part in ascending:
-        if found and found[-1].stop == part.start:
-            part = range(found.pop().start, part.stop)
-        found.append(part)
-    return tuple(found)
 
 
 def balanced(tokens: int, ranks: int, chunk: int | None, pattern: Pattern, heads: int) -> Balanced:

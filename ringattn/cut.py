@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from .pattern.ranges import joined
 from .work import Work
 
 #: A copy of rows is written as slices up to this many, as an index list above.
@@ -251,13 +252,7 @@ def _ascending(ranges: frozenset[range]) -> Rows:
     if len(ranges) < 2:
         return tuple(ranges)
     if all(r.step == 1 for r in ranges):
-        found: list[range] = []
-        for r in sorted(ranges, key=lambda r: r.start):
-            if found and r.start <= found[-1].stop:
-                found[-1] = range(found[-1].start, max(found[-1].stop, r.stop))
-            else:
-                found.append(r)
-        return tuple(found)
+        return joined(ranges)
     first, stop = min(r.start for r in ranges), max(r[-1] for r in ranges) + 1
     mask = np.zeros(stop - first, dtype=bool)
     for r in ranges:

@@ -46,6 +46,9 @@ class Wanted(Protocol):
     def needs(self, ranks: range, owners: range) -> bool:
         """Whether some rank of `ranks` needs a row of some rank of `owners` (runs of consecutive ranks)."""
 
+    def visits(self, rank: int, owner: int) -> bool:
+        """Whether `rank` needs a row of `owner`."""
+
     def cuts(self, ranks: tuple[range, ...], owner: int) -> Cuts:
         """The rows of the block of `owner` that some rank of `ranks` (runs of ranks) needs."""
 
@@ -75,6 +78,15 @@ class Demand:
             return self.needs(queriers[:half], owners) or self.needs(queriers[half:], owners)
         half = len(owners) // 2
         return self.needs(queriers, owners[:half]) or self.needs(queriers, owners[half:])
+
+    def visits(self, rank: int, owner: int) -> bool:
+        """Whether `rank` sees a key of `owner`."""
+        return self.needs(range(rank, rank + 1), range(owner, owner + 1))
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.heads // self.kv_heads
 
     def cuts(self, queriers: tuple[range, ...], owner: int) -> Cuts:
         """The rows of the block of `owner` of which some rank of `queriers` (runs of ranks) sees a key."""
@@ -143,15 +155,14 @@ def _cuts(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
 
 def _marked(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
     """`_cuts` where the block is many ranges: a mask of its rows, of one rank's needs after another."""
-    held = np.sort(demand.layout.positions(owner))
+    held = demand.layout.positions(owner)
     mask = np.zeros((demand.kv_heads, len(held)), dtype=bool)
     for rank in (rank for run in queriers for rank in run):
-        if demand.needs(range(rank, rank + 1), range(owner, owner + 1)):
+        if demand.visits(rank, owner):
             mask |= np.unpackbits(_bits(demand, rank, owner), axis=1, count=len(held)).view(bool)
             if mask.all():
                 return WHOLE
-    if (np.diff(demand.layout.positions(owner)) < 0).any():  # back from the order of positions to that of the shard
-        mask = mask[:, np.argsort(np.argsort(demand.layout.positions(owner)))]
+    mask = mask[:, np.argsort(np.argsort(held))]  # back from the order of positions to that of the shard
     return grouped([decode(np.flatnonzero(row)) for row in mask], len(held))
 
 
@@ -161,13 +172,12 @@ def _bits(demand: Demand, rank: int, owner: int) -> np.ndarray:
     held = np.sort(demand.layout.positions(owner))
     around = range(int(held[0]), int(held[-1]) + 1)
     mask = np.zeros((demand.kv_heads, len(held)), dtype=bool)
-    group = demand.heads // demand.kv_heads
     for q in decode(np.sort(demand.layout.positions(rank))):
         for tile in demand.pattern.tiles(q, around, range(demand.heads)):
             for k in tile.key_rows():
                 first, last = np.searchsorted(held, (k[0], k[-1] + 1))
                 hit = True if k.step == 1 else (held[first:last] - k[0]) % k.step == 0
-                for heads in _kv_heads(tile.heads, group):
+                for heads in _kv_heads(tile.heads, demand.group):
                     mask[heads.start : heads.stop : heads.step, first:last] |= hit
     return np.packbits(mask, axis=1)
 
@@ -182,14 +192,13 @@ def _seen(demand: Demand, queriers: range, owner: int) -> Iterator[tuple[range, 
         yield from _seen(demand, queriers[:half], owner)
         yield from _seen(demand, queriers[half:], owner)
         return
-    group = demand.heads // demand.kv_heads
     first = 0
     for k_rows in demand.layout.shard(owner):
         for q in q_rows:
             for tile in demand.pattern.tiles(q, k_rows, range(demand.heads)):
                 for k in tile.key_rows():
                     local = locate(k, k_rows)
-                    for heads in _kv_heads(tile.heads, group):
+                    for heads in _kv_heads(tile.heads, demand.group):
                         yield heads, range(local.start + first, local.stop + first, local.step)
         first += len(k_rows)
 
@@ -208,12 +217,11 @@ def _kv_heads(heads: range, group: int) -> Iterator[range]:
 @remembered(4096)
 def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
     if cut is not None:
-        return tuple(relocated(demand.works(rank, owner), cut, demand.heads // demand.kv_heads))
+        return tuple(relocated(demand.works(rank, owner), cut, demand.group))
     tiles = _joined(list(_local_tiles(demand, rank, owner)))
     works = []
-    group = demand.heads // demand.kv_heads
     for tile in tiles:
-        for heads, kv in split_heads(tile.heads, group):
+        for heads, kv in split_heads(tile.heads, demand.group):
             base = 0 if tile.dense else tile.q.start - tile.k.start
             step = tile.q.step
             lo = None if tile.lo is None else ceil_div(tile.lo - base, step)

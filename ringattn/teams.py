@@ -142,12 +142,10 @@ class _Team:
                 else:
                     arrived[member] = views
                     recvs.append(Message(self.first + member, tag, data))
-        if sends or recvs:
-            ticket = yield Post(tuple(sends), tuple(recvs), label)
-            place(self.me, outgoing[self.me])
+        ticket = (yield Post(tuple(sends), tuple(recvs), label)) if sends or recvs else None
+        place(self.me, outgoing[self.me])
+        if ticket is not None:
             yield Wait(ticket)
-        else:
-            place(self.me, outgoing[self.me])
         for member, views in arrived.items():
             place(member, views)
         for message in (*sends, *recvs):

@@ -44,6 +44,10 @@ class Transposed:
         """Whether some rank of `ranks` holds a key that a query of some rank of `owners` sees."""
         return self.demand.needs(owners, ranks)
 
+    def visits(self, rank: int, owner: int) -> bool:
+        """Whether `rank` holds a key that a query of `owner` sees."""
+        return self.demand.visits(owner, rank)
+
     def cuts(self, ranks: tuple[range, ...], owner: int) -> Cuts:
         """The query rows of `owner` that see a key of some rank of `ranks` (runs of ranks)."""
         return _cuts(self, ranks, owner)

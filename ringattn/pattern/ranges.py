@@ -70,6 +70,16 @@ def union(ranges: Iterable[range]) -> tuple[range, ...]:
     return tuple(kept)
 
 
+def joined(runs: Iterable[range]) -> tuple[range, ...]:
+    """The union of runs of step 1, as the fewest of them, ascending."""
+    found: list[range] = []
+    for run in sorted(runs, key=lambda r: r.start):
+        if found and run.start <= found[-1].stop:
+            run = range(found[-1].start, max(found.pop().stop, run.stop))
+        found.append(run)
+    return tuple(found)
+
+
 def locate(part: range, whole: range) -> range:
     """Indices within `whole` of the members of `part`, a sub-progression of `whole`."""
     start = (part.start - whole.start) // whole.step

@@ -38,23 +38,20 @@ class AllGather:
         gather = Step(
             sends=tuple(Hop(peer, 0, parts(rank), 0) for peer in self._others(rank)) if layout.rows(rank) else (),
             recvs=tuple(Hop(peer, 0, parts(peer), 0) for peer in filled),
-            visits=(Part(visited, rank),) if self._needs(rank, rank) else (),
+            visits=(Part(visited, rank),) if self.demand.visits(rank, rank) else (),
         )
-        visit = Step(visits=tuple(Part(visited, other) for other in filled if self._needs(rank, other)))
+        visit = Step(visits=tuple(Part(visited, other) for other in filled if self.demand.visits(rank, other)))
         return tuple(step for step in (gather, visit) if step)
 
     def _home(self, rank: int, steps: tuple[Step, ...], kind: Kind) -> tuple[Step, ...]:
         """The steps, and after them one in which what was gathered goes to the owners."""
         others, last = self._others(rank), len(steps)
         home = Step(
-            sends=tuple(Hop(owner, 1, (Part(kind, owner),), last) for owner in others if self._needs(rank, owner)),
-            recvs=tuple(Hop(peer, 1, (Part(kind, rank),), last) for peer in others if self._needs(peer, rank)),
+            sends=tuple(Hop(owner, 1, (Part(kind, owner),), last) for owner in others if self.demand.visits(rank, owner)),
+            recvs=tuple(Hop(peer, 1, (Part(kind, rank),), last) for peer in others if self.demand.visits(peer, rank)),
         )
         return (*steps, home) if home else steps
 
     def _others(self, rank: int) -> list[int]:
         ranks = self.demand.layout.ranks
         return [(rank + i) % ranks for i in range(1, ranks)]
-
-    def _needs(self, rank: int, owner: int) -> bool:
-        return self.demand.needs(range(rank, rank + 1), range(owner, owner + 1))

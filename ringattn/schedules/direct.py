@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from .relay import runs
+from .relay import runs, search
 from .route import Edge, Route
 
 
@@ -18,7 +18,7 @@ class Direct(Route):
         def needed(near: int, far: int) -> bool:
             return any(self.demand.needs(here, owners) for owners in runs(rank - far, far - near + 1, ranks))
 
-        return (_edge((rank - d) % ranks, d, ranks) for d in _search(needed, 1, ranks - 1))
+        return (_edge((rank - d) % ranks, d, ranks) for d in search(needed, 1, ranks - 1))
 
     def first(self, owner: int) -> tuple[Edge, ...]:
         ranks = self.demand.layout.ranks
@@ -27,7 +27,7 @@ class Direct(Route):
         def wanted(near: int, far: int) -> bool:
             return any(self.demand.needs(queriers, here) for queriers in runs(owner + near, far - near + 1, ranks))
 
-        return tuple(_edge(owner, d, ranks) for d in _search(wanted, 1, ranks - 1))[::-1]
+        return tuple(_edge(owner, d, ranks) for d in search(wanted, 1, ranks - 1))[::-1]
 
     def onward(self, edge: Edge) -> tuple[Edge, ...]:
         return ()
@@ -38,15 +38,3 @@ class Direct(Route):
 
 def _edge(owner: int, distance: int, ranks: int) -> Edge:
     return Edge(owner, owner, (owner + distance) % ranks, distance - 1, distance)
-
-
-def _search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
-    """The distances far .. near at which there is something, by halving the parts in which there is."""
-    if near > far or not some(near, far):
-        return
-    if near == far:
-        yield near
-        return
-    middle = (near + far) // 2
-    yield from _search(some, middle + 1, far)
-    yield from _search(some, near, middle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..cut import total
@@ -33,6 +33,18 @@ def beyond(demand: Wanted, owner: int, way: Way, distance: int) -> tuple[range, 
     length = way.limit - distance + 1
     start = owner + distance if way.sign > 0 else owner - way.limit
     return runs(start, length, demand.layout.ranks)
+
+
+def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
+    """The distances far .. near at which there is something, by halving the parts in which there is."""
+    if near > far or not some(near, far):
+        return
+    if near == far:
+        yield near
+        return
+    middle = (near + far) // 2
+    yield from search(some, middle + 1, far)
+    yield from search(some, near, middle)
 
 
 def _needed(demand: Wanted, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
@@ -75,20 +87,10 @@ def passing(demand: Wanted, rank: int, way: Way) -> Iterator[int]:
     part is seen to hold no need, so that a local pattern is planned without looking at every rank.
     """
 
-    def search(near: int, far: int) -> Iterator[int]:
-        if near > far:
-            return
-        owner = rank - way.sign * near
-        if not _needed(demand, way, rank, way.limit - near + 1, owner, far - near + 1):
-            return
-        if near == far:
-            yield near
-            return
-        middle = (near + far) // 2
-        yield from search(middle + 1, far)
-        yield from search(near, middle)
+    def arrives(near: int, far: int) -> bool:
+        return _needed(demand, way, rank, way.limit - near + 1, rank - way.sign * near, far - near + 1)
 
-    return search(1, way.limit)
+    return search(arrives, 1, way.limit)
 
 
 def sampled(ranks: int) -> list[int]:

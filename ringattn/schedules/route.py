@@ -114,12 +114,12 @@ class Route(ABC):
     def forward(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's forward."""
         clock = Clock(+1)
-        if self._needs(rank, rank):
+        if self.demand.visits(rank, rank):
             clock.visit(0, (Part("kv", rank),))
         for edge in self.arriving(rank).values():
             block = parts("kv", edge.owner, self.cuts(edge))
             clock.recv(edge.post, edge.time - 1, edge.source, block)
-            if self._needs(rank, edge.owner):
+            if self.demand.visits(rank, edge.owner):
                 clock.visit(edge.time, block)
         for edge in self.departing(rank):
             clock.send(edge.post, edge.time - 1, edge.target, parts("kv", edge.owner, self.cuts(edge)))
@@ -128,10 +128,10 @@ class Route(ABC):
     def backward(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's backward in which keys and values, and their gradients, go back."""
         clock, arrivals, departures = Clock(-1), tuple(self.arriving(rank).values()), self.departing(rank)
-        if self._needs(rank, rank):
+        if self.demand.visits(rank, rank):
             clock.visit(0, (Part("kv", rank),))
         for edge in arrivals:
-            if self._needs(rank, edge.owner):
+            if self.demand.visits(rank, edge.owner):
                 clock.visit(edge.time, parts("kv", edge.owner, self.cuts(edge)))
         kept = self.kept(rank)
         for edge in arrivals:
@@ -159,12 +159,12 @@ class Route(ABC):
         the other begins anew.
         """
         clock = Clock(+1)
-        if self._needs(rank, rank):
+        if self.demand.visits(rank, rank):
             clock.visit(0, (Part("q", rank),))
         for edge in self.arriving(rank).values():
             cuts, time = self.cuts(edge), (edge.post, edge.time - 1)
             clock.recv(*time, edge.source, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
-            if self._needs(rank, edge.owner):
+            if self.demand.visits(rank, edge.owner):
                 clock.visit(edge.time, parts("q", edge.owner, cuts))
             if edge.source != edge.owner:
                 siblings = self.onward(self.arriving(edge.source)[edge.owner])
@@ -189,9 +189,6 @@ class Route(ABC):
         if rank not in self._edges:
             self._edges[rank] = {edge.owner: edge for edge in [*self.arrivals(rank)][::-1]}
         return self._edges[rank]
-
-    def _needs(self, rank: int, owner: int) -> bool:
-        return self.demand.needs(range(rank, rank + 1), range(owner, owner + 1))
 
     def _minus(self, owner: int, cuts: Cuts, others: list[Cuts]) -> Cuts:
         return minus(cuts, others, self.demand.block_heads, self.demand.layout.rows(owner))

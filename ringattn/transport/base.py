@@ -109,3 +109,8 @@ def drive(program: Program[T], transport: Transport) -> T:
         else:
             transport.wait(request.ticket)
             reply = None
+
+
+def by_tag(messages: tuple[Message, ...]) -> list[Message]:
+    """In tag order, in which both sides of a pair list their messages."""
+    return sorted(messages, key=lambda message: (message.tag, message.peer))

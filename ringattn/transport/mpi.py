@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
-from .base import HEAD, Counters, Message, Post, gather_in_rounds
+from .base import HEAD, Counters, Message, Post, by_tag, gather_in_rounds
 
 INSTALL = "pip install 'ringattn[mpi]'"
 #: Seconds between two looks at messages that are not done: MPI moves most bytes while it is asked about them, so
@@ -82,8 +82,8 @@ class Mpi:
         self._usable()
         # Each in tag order, the same on both sides of a pair: messages whose tags are equal modulo the bound match
         # in the order in which they are posted.
-        order = [("receive from", self._comm.Irecv, m, self._buffer(m, post.label)) for m in _by_tag(post.recvs)]
-        order += [("send to", self._comm.Isend, m, self._buffer(m, post.label)) for m in _by_tag(post.sends)]
+        order = [("receive from", self._comm.Irecv, m, self._buffer(m, post.label)) for m in by_tag(post.recvs)]
+        order += [("send to", self._comm.Isend, m, self._buffer(m, post.label)) for m in by_tag(post.sends)]
         self.counters.add(post)
         requests: list[Any] = []
         names: list[str] = []
@@ -182,7 +182,3 @@ class AbortOnError:
         sys.stderr.flush()
         time.sleep(HEARD)
         world.Abort(2 if told else 1)
-
-
-def _by_tag(messages: tuple[Message, ...]) -> list[Message]:
-    return sorted(messages, key=lambda message: (message.tag, message.peer))

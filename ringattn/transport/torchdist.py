@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommFailure, InvalidInput
-from .base import HEAD, Counters, Message, Post, gather_in_rounds
+from .base import HEAD, Counters, Message, Post, by_tag, gather_in_rounds
 
 #: Bytes of a record that the first round of `gather` carries: all of most.
 SHORT = 4096 - HEAD
@@ -54,8 +54,8 @@ class TorchDist:
     def post(self, post: Post) -> list[tuple[Any, str]]:
         self.counters.add(post)
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
-        order: list[tuple[str, Any, Message]] = [("receive from", dist.irecv, m) for m in _by_tag(post.recvs)]
-        order += [("send to", dist.isend, m) for m in _by_tag(post.sends)]
+        order: list[tuple[str, Any, Message]] = [("receive from", dist.irecv, m) for m in by_tag(post.recvs)]
+        order += [("send to", dist.isend, m) for m in by_tag(post.sends)]
         operations = [dist.P2POp(op, m.data, group=self.group, tag=m.tag, group_peer=m.peer) for _, op, m in order]
         names = [f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes" for verb, _, m in order]
         try:
@@ -102,7 +102,3 @@ class TorchDist:
             "Look for the first error among the other ranks; ranks that call ring_attention with other arguments "
             "than before, or in another order, also end here"
         )
-
-
-def _by_tag(messages: tuple[Message, ...]) -> list[Message]:
-    return sorted(messages, key=lambda message: (message.tag, message.peer))
