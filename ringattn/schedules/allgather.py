@@ -47,7 +47,9 @@ class AllGather:
         """The steps, and after them one in which what was gathered goes to the owners."""
         others, last = self._others(rank), len(steps)
         home = Step(
-            sends=tuple(Hop(owner, 1, (Part(kind, owner),), last) for owner in others if self.demand.visits(rank, owner)),
+            sends=tuple(
+                Hop(owner, 1, (Part(kind, owner),), last) for owner in others if self.demand.visits(rank, owner)
+            ),
             recvs=tuple(Hop(peer, 1, (Part(kind, rank),), last) for peer in others if self.demand.visits(peer, rank)),
         )
         return (*steps, home) if home else steps
