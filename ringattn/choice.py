@@ -23,6 +23,8 @@ MANY = 256
 LOOKUPS, FEWER = 20_000, 5_000
 #: A lookup between rows with steps costs as much as this many others.
 STRIDED = 10
+#: So does an answer that a pattern gives of a whole rectangle, without tiles.
+SUMMED = 10
 #: Predicted times this near to each other are equal.
 EQUAL = 1 + 1e-9
 
@@ -75,8 +77,22 @@ class Metered:
     def count(self, q: range, k: range, heads: range = range(1)) -> int:
         if type(self.pattern).count is Pattern.count:
             return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
-        self._spend(1)  # in closed form
+        self._spend(SUMMED)
         return self.pattern.count(q, k, heads)
+
+    def keys(self, q: range, k: range, heads: range = range(1)) -> Iterator[tuple[range, range]]:
+        yield from self._rows(Pattern.keys, q, k, heads)
+
+    def queries(self, q: range, k: range, heads: range = range(1)) -> Iterator[tuple[range, range]]:
+        yield from self._rows(Pattern.queries, q, k, heads)
+
+    def _rows(self, find: Callable[..., Iterator[tuple[range, range]]], *asked: range) -> Iterator[tuple[range, range]]:
+        own = getattr(self.pattern, find.__name__)
+        if own.__func__ is find:
+            yield from find(self, *asked)  # by tiles
+        else:
+            self._spend(SUMMED)
+            yield from own(*asked)
 
 
 def schedules(ranks: int, machine: Machine) -> tuple[str, ...]:

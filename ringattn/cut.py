@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .pattern.ranges import joined
+from .pattern.ranges import merged
 from .work import Work
 
 #: A copy of rows is written as slices up to this many, as an index list above.
@@ -62,19 +62,32 @@ Rows = tuple[range, ...]
 
 def cover(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> Cuts:
     """The union of pieces (key/value heads, local rows) of a block of `rows` rows."""
+    found = _by_head(seen, kv_heads, rows)
+    if found is None:
+        return WHOLE
+    known = {ranges: _ascending(ranges) for ranges in set(found)}
+    return grouped([known[ranges] for ranges in found], rows)
+
+
+def covered(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> int:
+    """Rows of all heads in that union: `total` of `cover`, without making the ranges that hold them."""
+    found = _by_head(seen, kv_heads, rows)
+    if found is None:
+        return kv_heads * rows
+    known = {ranges: _count(ranges) for ranges in set(found)}
+    return sum(known[ranges] for ranges in found)
+
+
+def _by_head(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> list[frozenset[range]] | None:
+    """The ranges seen of each head, which may overlap; None once all rows of all heads are."""
     found: dict[range, set[range]] = {}
     for heads, part in seen:
         if len(part) == rows and len(heads) == kv_heads:
-            return WHOLE  # nothing can be added: the rest is not looked at
+            return None  # nothing can be added: the rest is not looked at
         found.setdefault(heads, set()).add(part)
-    known: dict[frozenset[range], Rows] = {}
-    per_head: list[Rows] = []
-    for head in range(kv_heads):
-        ranges = frozenset(part for heads, parts in found.items() if head in heads for part in parts)
-        if ranges not in known:
-            known[ranges] = _ascending(ranges)
-        per_head.append(known[ranges])
-    return grouped(per_head, rows)
+    return [
+        frozenset(part for heads, parts in found.items() if head in heads for part in parts) for head in range(kv_heads)
+    ]
 
 
 def minus(cuts: Cuts, others: Sequence[Cuts], kv_heads: int, rows: int) -> Cuts:
@@ -252,12 +265,23 @@ def _ascending(ranges: frozenset[range]) -> Rows:
     if len(ranges) < 2:
         return tuple(ranges)
     if all(r.step == 1 for r in ranges):
-        return joined(ranges)
+        return merged(ranges)
+    first, mask = _marks(ranges)
+    return decode(np.flatnonzero(mask) + first)
+
+
+def _count(ranges: frozenset[range]) -> int:
+    """Numbers in the union of ranges."""
+    return sum(map(len, ranges)) if len(ranges) < 2 else int(np.count_nonzero(_marks(ranges)[1]))
+
+
+def _marks(ranges: frozenset[range]) -> tuple[int, np.ndarray]:
+    """The least number in the union of ranges, and which of those from it on are in it."""
     first, stop = min(r.start for r in ranges), max(r[-1] for r in ranges) + 1
     mask = np.zeros(stop - first, dtype=bool)
     for r in ranges:
         mask[r.start - first : r[-1] + 1 - first : r.step] = True
-    return decode(np.flatnonzero(mask) + first)
+    return first, mask
 
 
 def grouped(per_head: list[Rows], rows: int) -> Cuts:

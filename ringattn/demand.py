@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, Protocol, TypeVar, cast
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from .cut import WHOLE, Cut, Cuts, cover, decode, grouped, relocated
+from .cut import WHOLE, Cut, Cuts, cover, covered, decode, grouped, relocated, total
 from .layout import Layout
 from .pattern import Pattern, Tile
 from .pattern.ranges import ceil_div, locate
 from .pattern.tile import make
+from .wanted import remembered
 from .work import Work, gathered, repeated
 
 #: Works of one visit are joined pairwise only up to this many: the search is quadratic.
@@ -22,35 +23,6 @@ MAX_JOINED = 32
 
 #: Blocks of more ranges are searched with a mask of their rows.
 MAX_SYMBOLIC = 4
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Wanted(Protocol):
-    """Blocks of rows that ranks own and others need: all that a route has to know of them.
-
-    `Demand` is that of blocks of keys and values, `Transposed` that of blocks of queries.
-    """
-
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def block_heads(self) -> int:
-        """Heads of a block."""
-
-    @property
-    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
-        """Answers of the functions that are `remembered`, which live as long as this object."""
-
-    def needs(self, ranks: range, owners: range) -> bool:
-        """Whether some rank of `ranks` needs a row of some rank of `owners` (runs of consecutive ranks)."""
-
-    def visits(self, rank: int, owner: int) -> bool:
-        """Whether `rank` needs a row of `owner`."""
-
-    def cuts(self, ranks: tuple[range, ...], owner: int) -> Cuts:
-        """The rows of the block of `owner` that some rank of `ranks` (runs of ranks) needs."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +53,7 @@ class Demand:
 
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` sees a key of `owner`."""
-        return self.needs(range(rank, rank + 1), range(owner, owner + 1))
+        return _visits(self, rank, owner)
 
     @property
     def group(self) -> int:
@@ -91,6 +63,13 @@ class Demand:
     def cuts(self, queriers: tuple[range, ...], owner: int) -> Cuts:
         """The rows of the block of `owner` of which some rank of `queriers` (runs of ranks) sees a key."""
         return _cuts(self, queriers, owner)
+
+    def size(self, queriers: tuple[range, ...], owner: int) -> int:
+        """How many rows of all heads those are."""
+        rows = self.layout.rows(owner)
+        if len(self.layout.shard(owner)) > MAX_SYMBOLIC:
+            return total(self.cuts(queriers, owner), self.kv_heads, rows)
+        return covered((piece for run in queriers for piece in _seen(self, run, owner)), self.kv_heads, rows)
 
     def _touch(self, q: range, k: range) -> bool:
         return next(self.pattern.tiles(q, k, range(self.heads)), None) is not None
@@ -121,22 +100,9 @@ class Demand:
         return _batched(self, rank, owner, cut)
 
 
-def remembered(size: int) -> Callable[[F], F]:
-    """A function of a demand and more, whose latest `size` answers are kept with the demand."""
-
-    def decorate(find: F) -> F:
-        @wraps(find)
-        def answer(demand: Wanted, *key: Any) -> Any:
-            known = demand.memory.setdefault(find.__qualname__, OrderedDict())
-            if key not in known:
-                known[key] = find(demand, *key)
-                if len(known) > size:
-                    known.popitem(last=False)
-            return known[key]
-
-        return cast(F, answer)
-
-    return decorate
+@remembered(65536)
+def _visits(demand: Demand, rank: int, owner: int) -> bool:
+    return demand.needs(range(rank, rank + 1), range(owner, owner + 1))
 
 
 @remembered(65536)
@@ -173,12 +139,11 @@ def _bits(demand: Demand, rank: int, owner: int) -> np.ndarray:
     around = range(int(held[0]), int(held[-1]) + 1)
     mask = np.zeros((demand.kv_heads, len(held)), dtype=bool)
     for q in decode(np.sort(demand.layout.positions(rank))):
-        for tile in demand.pattern.tiles(q, around, range(demand.heads)):
-            for k in tile.key_rows():
-                first, last = np.searchsorted(held, (k[0], k[-1] + 1))
-                hit = True if k.step == 1 else (held[first:last] - k[0]) % k.step == 0
-                for heads in _kv_heads(tile.heads, demand.group):
-                    mask[heads.start : heads.stop : heads.step, first:last] |= hit
+        for seeing, k in demand.pattern.keys(q, around, range(demand.heads)):
+            first, last = np.searchsorted(held, (k[0], k[-1] + 1))
+            hit = True if k.step == 1 else (held[first:last] - k[0]) % k.step == 0
+            for heads in _kv_heads(seeing, demand.group):
+                mask[heads.start : heads.stop : heads.step, first:last] |= hit
     return np.packbits(mask, axis=1)
 
 
@@ -195,11 +160,10 @@ def _seen(demand: Demand, queriers: range, owner: int) -> Iterator[tuple[range, 
     first = 0
     for k_rows in demand.layout.shard(owner):
         for q in q_rows:
-            for tile in demand.pattern.tiles(q, k_rows, range(demand.heads)):
-                for k in tile.key_rows():
-                    local = locate(k, k_rows)
-                    for heads in _kv_heads(tile.heads, demand.group):
-                        yield heads, range(local.start + first, local.stop + first, local.step)
+            for seeing, k in demand.pattern.keys(q, k_rows, range(demand.heads)):
+                local = locate(k, k_rows)
+                for heads in _kv_heads(seeing, demand.group):
+                    yield heads, range(local.start + first, local.stop + first, local.step)
         first += len(k_rows)
 
 

@@ -36,6 +36,7 @@ class Contiguous(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
+    @lru_cache(maxsize=65536)  # noqa: B019 (layouts are a few numbers)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         edge = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
         return filled(range(*edge)), True
@@ -58,6 +59,7 @@ class Zigzag(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
+    @lru_cache(maxsize=65536)  # noqa: B019 (layouts are a few numbers)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         chunks = 2 * self.ranks
         ends = (ranks.start, ranks.stop), (chunks - ranks.stop, chunks - ranks.start)
@@ -92,6 +94,7 @@ class Striped(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (layouts are a few numbers, but shards may be many ranges)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         width = len(ranks) * self.block
         if len(ranks) == self.ranks:

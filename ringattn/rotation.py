@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 from .cut import Cut
@@ -28,8 +29,9 @@ def check_rotate(rotate: object) -> None:
 class Rotation:
     """The steps of ranks by a schedule without teams. `size` gives the bytes of a part of a message.
 
-    `auto` takes the way that sends fewer bytes, keys where both send as many: counted, above EXACT ranks estimated. With
-    `rounds`, what travels is rounded: then weights computed again from rounded queries would not be those of the
+    `auto` takes the way that sends fewer bytes, keys where both send as many: counted, above EXACT ranks estimated. A
+    double ring is there to spare the links between nodes, so that there their bytes are compared first. With `rounds`,
+    what travels is rounded: then weights computed again from rounded queries would not be those of the
     forward, and `auto` takes keys.
     """
 
@@ -54,7 +56,7 @@ class Rotation:
             return "queries" if queries < keys else "keys"
         by_keys = {rank: self.keys.backward(rank) for rank in range(ranks)}
         by_queries = {rank: self.queries.queries(rank) for rank in range(ranks)}
-        fewer = sum(map(self._sent, by_queries.values())) < sum(map(self._sent, by_keys.values()))
+        fewer = self._sent(by_queries) < self._sent(by_keys)
         self._known = by_queries if fewer else by_keys
         return "queries" if fewer else "keys"
 
@@ -66,23 +68,33 @@ class Rotation:
             backward = (self.keys.backward if keys else self.queries.queries)(rank)
         return RankPlan(rank, self.keys.forward(rank), backward, self.keys.held(rank) if keys else ())
 
-    def _sent(self, steps: tuple[Step, ...]) -> int:
-        return sum(self.size(part) for step in steps for hop in step.sends for part in hop.parts)
+    def _sent(self, plans: dict[int, tuple[Step, ...]]) -> tuple[int, int]:
+        """Bytes between nodes, and all."""
+        sent, inner = [0, 0], self.keys.inner
+        for rank, steps in plans.items():
+            for hop in (hop for step in steps for hop in step.sends):
+                size = sum(map(self.size, hop.parts))
+                sent[1] += size
+                sent[0] += size if hop.peer // inner != rank // inner else 0
+        return sent[0], sent[1]
 
     def _estimated(self) -> tuple[int, int]:
-        """Bytes of either way for the blocks of 64 ranks, from the rows that they send along a ring.
+        """Bytes of either way for the blocks of some ranks, or nodes, from the rows that they send along a ring.
 
         That is found by searches that skip what nobody needs; the steps of one rank alone may hold those of all. Keys
         that end where they can be kept, one block for each direction, do not come back.
         """
         row = Cut((0,), ((range(1),),))
         sizes = {kind: self.size(Part(kind, 0, row)) for kind in (*BLOCKS, *SUMS)}
+        layout = self.demand.layout
+        demand = replace(self.demand, layout=layout.grouped(self.keys.inner)) if self.keys.inner > 1 else self.demand
+        transposed = Transposed(demand) if demand is not self.demand else self.transposed
         keys = queries = 0
-        for owner in sampled(self.demand.layout.ranks):
-            block = self.demand.block_heads * self.demand.layout.rows(owner)
-            for way in ways(self.demand):
-                rows = rows_along(self.demand, owner, way)
+        for owner in sampled(demand.layout.ranks):
+            block = demand.block_heads * demand.layout.rows(owner)
+            for way in ways(demand):
+                rows = rows_along(demand, owner, way)
                 keys += rows * (sizes["kv"] + sizes["grad"]) - min(rows, block) * sizes["kv"]
-            for way in ways(self.transposed):
-                queries += rows_along(self.transposed, owner, way) * (sizes["q"] + sizes["row"] + sizes["dq"])
+            for way in ways(transposed):
+                queries += rows_along(transposed, owner, way) * (sizes["q"] + sizes["row"] + sizes["dq"])
         return keys, queries

@@ -9,10 +9,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from .cut import Cut, Cuts, Rows, cover, located
-from .demand import Demand, remembered
+from .cut import Cut, Cuts, Rows, cover, covered, located
+from .demand import Demand
 from .layout import Layout
 from .pattern.ranges import locate
+from .wanted import remembered
 from .work import Work, gathered, repeated
 
 #: (query head in the cut, key/value head)
@@ -52,6 +53,11 @@ class Transposed:
         """The query rows of `owner` that see a key of some rank of `ranks` (runs of ranks)."""
         return _cuts(self, ranks, owner)
 
+    def size(self, ranks: tuple[range, ...], owner: int) -> int:
+        """How many rows of all heads those are."""
+        seen = (piece for run in ranks for piece in _seen(self, run, owner))
+        return covered(seen, self.block_heads, self.layout.rows(owner))
+
     def batched(self, rank: int, owner: int, cut: Cut | None = None) -> tuple[Work, ...]:
         """What `rank` computes with its keys for query rows of `owner`, as few works; those of a cut index its tensor
         by their query heads and rows."""
@@ -77,10 +83,9 @@ def _seen(wanted: Transposed, ranks: range, owner: int) -> Iterator[tuple[range,
     first = 0
     for q_rows in wanted.layout.shard(owner):
         for k in k_rows:
-            for tile in wanted.demand.pattern.tiles(q_rows, k, range(wanted.demand.heads)):
-                for q in tile.query_rows():
-                    local = locate(q, q_rows)
-                    yield tile.heads, range(local.start + first, local.stop + first, local.step)
+            for heads, q in wanted.demand.pattern.queries(q_rows, k, range(wanted.demand.heads)):
+                local = locate(q, q_rows)
+                yield heads, range(local.start + first, local.stop + first, local.step)
         first += len(q_rows)
 
 

@@ -134,7 +134,9 @@ def test_outer_bytes_are_those_of_the_formula(nodes: int, inner: int) -> None:
     assert found["ring"]["forward"] == (links.ranks - 1) * block
     assert found[f"double_ring({inner})"]["forward"] == (nodes - 1) * inner * block
     if nodes == inner == 2:
-        assert found["ring"]["backward"] == 5 * block and found["double_ring(2)"]["backward"] == 2 * block
+        row = 16 * 2 * schedules.HEADS * 4  # lse and delta
+        assert found["ring"]["backward"] == 3 * (block + row) + 3 * block // 2  # q and dout, and dq
+        assert found["double_ring(2)"]["backward"] == 2 * block
 
 
 def test_every_promise_is_a_target() -> None:

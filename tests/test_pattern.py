@@ -123,3 +123,19 @@ def test_only_patterns_combine() -> None:
         Causal() & 3  # type: ignore[operator]
     with pytest.raises(InvalidInput, match="at least one"):
         mix()
+
+
+@given(sized, ranges(), ranges(), st.integers(1, 3))
+def test_rows_that_see_and_are_seen(case: tuple[int, Pattern], q: range, k: range, heads: int) -> None:
+    tokens, pattern = case
+    q, k = clip(q, 0, tokens - 1), clip(k, 0, tokens - 1)
+    truth = pattern.mask(tokens, heads)
+    pattern = pattern.bind(heads, tokens)
+    for find, rows, axis in ((pattern.queries, q, 1), (pattern.keys, k, 0)):
+        found: list[set[int]] = [set() for _ in range(heads)]
+        for seeing, part in find(q, k, range(heads)):
+            for head in seeing:
+                found[head].update(part)
+        for head in range(heads):
+            touched = (truth[head][np.ix_(list(q), list(k))] != 0).any(axis)
+            assert found[head] == {row for row, touches in zip(rows, touched, strict=True) if touches}

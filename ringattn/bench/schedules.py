@@ -35,8 +35,9 @@ DOUBLE_NOTE = (
     "link of R bytes/s per node and direction and inner ones of 10 R per rank, the forward of a dense ring sends N m - 1 "
     "blocks over each outer link, one per step: (N m - 1) B / R; the double ring (N - 1) m, and m - 1 inner hops after "
     "the last: ((N - 1) m + (m - 1) / 10) B / R. So at most 3 / 2.1 = 1.43 is possible for 2 x 2 ranks forward, which "
-    "therefore has no target, and 7 / 4.3 = 1.63 for 2 x 4. In the backward of 2 x 2 the ring sends 2 blocks and 3 of "
-    "gradients, the double ring 2 of gradients. outer_bytes: bytes that leave a node, counted in the plans"
+    "therefore has no target, and 7 / 4.3 = 1.63 for 2 x 4. In the backward of 2 x 2 queries go around the "
+    "ring, 4.5 blocks in all with lse, delta and dq, while the double ring sends 2 of gradients. outer_bytes: bytes that "
+    "leave a node, counted in the plans"
 )
 
 

@@ -60,6 +60,18 @@ class Pattern(ABC):
         """Exact number of pairs in the rectangle q x k, over `heads` and branches (closed form per tile)."""
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
 
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        """(heads, rows): the rows of `k` that some query of `q` sees, all of them; they may overlap."""
+        for tile in self.tiles(q, k, heads):
+            for rows in tile.key_rows():
+                yield tile.heads, rows
+
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        """(heads, rows): the rows of `q` that see some key of `k`, all of them; they may overlap."""
+        for tile in self.tiles(q, k, heads):
+            for rows in tile.query_rows():
+                yield tile.heads, rows
+
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
         """How often each pair counts: int64 [heads, tokens, tokens]. The oracle, for small `tokens`."""
         self.check(tokens, heads)
@@ -132,6 +144,24 @@ class And(Pattern):
                 if tile is not None:
                     yield tile
 
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        whole = self._whole(q, k, heads)
+        yield from super().keys(q, k, heads) if whole is None else whole.keys(q, k, heads)
+
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        whole = self._whole(q, k, heads)
+        yield from super().queries(q, k, heads) if whole is None else whole.queries(q, k, heads)
+
+    def _whole(self, q: range, k: range, heads: range) -> Pattern | None:
+        """The one of the two that alone decides, as the other holds all pairs of the rectangle."""
+        for pattern, other in ((self.a, self.b), (self.b, self.a)):
+            tile = next(pattern.tiles(q, k, heads), None)
+            if tile is not None and tile.dense and (len(tile.heads), len(tile.q), len(tile.k)) == (
+                len(heads), len(q), len(k),
+            ):  # fmt: skip
+                return other
+        return None
+
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         left = np.asarray(self.a.visible(q, k, head, tokens), dtype=np.int64)
         return left * np.asarray(self.b.visible(q, k, head, tokens), dtype=np.int64)
@@ -175,6 +205,14 @@ class Or(Pattern):
                 rest = [piece for left in rest for piece in difference(left, taken)]
             yield from rest
 
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for part in (self.a, self.b):
+            yield from part.keys(q, k, heads)
+
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for part in (self.a, self.b):
+            yield from part.queries(q, k, heads)
+
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         either = np.asarray(self.a.visible(q, k, head, tokens)) != 0
         return either | (np.asarray(self.b.visible(q, k, head, tokens)) != 0)
@@ -213,6 +251,14 @@ class Mix(Pattern):
             for tile in part.tiles(q, k, heads):
                 yield replace(tile, branch=first + tile.branch)
             first += part.branches
+
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for part in self.parts:
+            yield from part.keys(q, k, heads)
+
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for part in self.parts:
+            yield from part.queries(q, k, heads)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import InvalidInput
 from .base import ONE_HEAD, Pattern
-from .ranges import ceil_div, clip, intersect
+from .ranges import ceil_div, clip, intersect, joined
 from .tile import Tile, make
 
 
@@ -26,22 +26,6 @@ def whole(value: object, name: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise InvalidInput(f"{name}={value!r} must be an integer >= {least}")
     return int(value)
-
-
-def joined(runs: Iterable[range]) -> Iterator[range]:
-    """Ascending runs of blocks, with those that touch or overlap joined."""
-    held = range(0)
-    for run in runs:
-        if not run:
-            continue
-        if held and run.start <= held.stop:
-            held = range(held.start, max(held.stop, run.stop))
-        else:
-            if held:
-                yield held
-            held = run
-    if held:
-        yield held
 
 
 class Blocks(Pattern):
@@ -65,23 +49,62 @@ class Blocks(Pattern):
         yield heads
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        if not q or not k or not heads:
-            return
-        first, last = k[0] // self.block, k[-1] // self.block
-        candidates = self.rows(q[0] // self.block, q[-1] // self.block, first, last)
-        done = -1
-        for row in merge(*(self._occupied(part, q) for part in candidates)):
-            if row == done:
-                continue
-            done = row
-            queries = clip(q, row * self.block, (row + 1) * self.block - 1)
-            if not queries:
-                continue
+        for row, queries in self._candidates(q, k):
             for group in self.same(heads):
-                for run in self.runs(group[0], row, first, last):
-                    tile = make(group, queries, clip(k, run.start * self.block, run.stop * self.block - 1))
+                for run in self._runs(group, row, k):
+                    tile = make(group, queries, self._clip(k, run))
                     if tile is not None:
                         yield tile
+
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for group in self.same(heads):
+            first = k[0] // self.block if k else 0
+            seen = np.zeros(k[-1] // self.block + 1 - first if k else 0, dtype=bool)
+            for row, _ in self._candidates(q, k):
+                for run in self._runs(group, row, k):
+                    seen[run.start - first : run.stop - first] = True
+                if seen.all():
+                    break  # many rows together often see all
+            for start, stop in _edges(seen):
+                rows = self._clip(k, range(first + start, first + stop))
+                if rows:
+                    yield group, rows
+
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for group in self.same(heads):
+            seeing = (
+                row for row, _ in self._candidates(q, k) if any(self._clip(k, r) for r in self._runs(group, row, k))
+            )
+            for run in joined(range(row, row + 1) for row in seeing):
+                yield group, self._clip(q, run)
+
+    def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
+        total = 0
+        for row, queries in self._candidates(q, k):
+            for group in self.same(heads):
+                seen = sum(len(self._clip(k, run)) for run in self._runs(group, row, k))
+                total += len(group) * len(queries) * seen
+        return total
+
+    def _candidates(self, q: range, k: range) -> Iterator[tuple[int, range]]:
+        """(row of blocks, its queries in `q`), ascending: all that see a key block between the ends of `k`, or more."""
+        if not q or not k:
+            return
+        near = self.rows(q[0] // self.block, q[-1] // self.block, k[0] // self.block, k[-1] // self.block)
+        done = -1
+        for row in merge(*(self._occupied(part, q) for part in near)):
+            if row != done:
+                done = row
+                queries = self._clip(q, range(row, row + 1))
+                if queries:
+                    yield row, queries
+
+    def _runs(self, heads: range, row: int, k: range) -> Iterator[range]:
+        return self.runs(heads[0], row, k[0] // self.block, k[-1] // self.block)
+
+    def _clip(self, rows: range, blocks: range) -> range:
+        """The `rows` in a run of blocks."""
+        return clip(rows, blocks.start * self.block, blocks.stop * self.block - 1)
 
     def _occupied(self, rows: range, q: range) -> Iterator[int]:
         """The `rows` that hold a position of `q`, or nearly so: a wide step of `q` jumps over most of them."""

@@ -99,6 +99,8 @@ class Dilated(Pattern):
             return
         width, rate = self.segments[branch], self.rates[branch]
         first, last = max(q[0], k[0]) // width, min(q[-1], k[-1]) // width
+        if first > last:
+            return
         classes = [(group, offset) for group, offset in self._classes(branch, heads) if group and offset < width]
         for segment in range(first, last + 1):
             for group, offset in classes:

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import InvalidInput
 from .base import ONE_HEAD
-from .blocks import Blocks, joined, whole
-from .ranges import ceil_div, clip
+from .blocks import Blocks, whole
+from .ranges import ceil_div, clip, joined
 from .tile import Tile
 
 

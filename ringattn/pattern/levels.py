@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import numpy as np
 
 from ..errors import InvalidInput
-from .blocks import joined, whole
+from .blocks import whole
 from .families import Family
-from .ranges import clip
+from .ranges import clip, joined
 from .tile import Tile
 
 OFFSETS = (1, 2, 4)
@@ -66,37 +66,11 @@ class DilatedBlocks(Family):
 
     def runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
         if self.offsets is None:
-            found: Iterable[range] = self._kept(row)
+            found: Iterable[range] = _kept(row, *self.size())
         else:
             signed = {sign * offset for offset in self.offsets for sign in (-1, 1)} | {0}
             found = (range(row + offset, row + offset + 1) for offset in sorted(signed))
         yield from joined(clip(run, first, last) for run in found)
-
-    def _kept(self, row: int) -> list[range]:
-        """Ascending runs (they may overlap) of the key blocks of a row under `density`, in O(log total) of them."""
-        kept, total = self.size()
-        left, right = row, total - 1 - row
-        powers = [
-            row + sign * (1 << t) for t in range(max(left, right).bit_length())
-            for sign, room in ((-1, left), (1, right)) if 1 << t <= room
-        ]  # fmt: skip
-        near = range(row, row + 1)
-        if len(powers) > kept - 1:
-            del powers[kept - 1 :]
-        else:
-            # Distances that are no powers: all up to `reach`, which is found by bisection, and perhaps one more.
-            spare = kept - 1 - len(powers)
-            reach, beyond = 0, max(left, right) + 1
-            while beyond - reach > 1:
-                middle = (reach + beyond) // 2
-                if _others(min(middle, left)) + _others(min(middle, right)) <= spare:
-                    reach = middle
-                else:
-                    beyond = middle
-            near = range(row - min(reach, left), row + min(reach, right) + 1)
-            if _others(min(reach, left)) + _others(min(reach, right)) < spare:
-                powers.append(row - reach - 1)
-        return sorted([near, *(range(j, j + 1) for j in powers)], key=lambda run: run.start)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         i, j = q // self.block, k // self.block
@@ -119,6 +93,33 @@ class DilatedBlocks(Family):
             if len(chosen) == kept:
                 break
         return chosen
+
+
+@lru_cache(maxsize=8192)
+def _kept(row: int, kept: int, total: int) -> list[range]:
+    """Ascending runs (they may overlap) of the key blocks of a row that keeps `kept` of `total`, in O(log total) of them."""
+    left, right = row, total - 1 - row
+    powers = [
+        row + sign * (1 << t) for t in range(max(left, right).bit_length())
+        for sign, room in ((-1, left), (1, right)) if 1 << t <= room
+    ]  # fmt: skip
+    near = range(row, row + 1)
+    if len(powers) > kept - 1:
+        del powers[kept - 1 :]
+    else:
+        # Distances that are no powers: all up to `reach`, which is found by bisection, and perhaps one more.
+        spare = kept - 1 - len(powers)
+        reach, beyond = 0, max(left, right) + 1
+        while beyond - reach > 1:
+            middle = (reach + beyond) // 2
+            if _others(min(middle, left)) + _others(min(middle, right)) <= spare:
+                reach = middle
+            else:
+                beyond = middle
+        near = range(row - min(reach, left), row + min(reach, right) + 1)
+        if _others(min(reach, left)) + _others(min(reach, right)) < spare:
+            powers.append(row - reach - 1)
+    return sorted([near, *(range(j, j + 1) for j in powers)], key=lambda run: run.start)
 
 
 def _others(most: int) -> int:

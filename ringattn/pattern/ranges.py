@@ -70,14 +70,25 @@ def union(ranges: Iterable[range]) -> tuple[range, ...]:
     return tuple(kept)
 
 
-def joined(runs: Iterable[range]) -> tuple[range, ...]:
-    """The union of runs of step 1, as the fewest of them, ascending."""
-    found: list[range] = []
-    for run in sorted(runs, key=lambda r: r.start):
-        if found and run.start <= found[-1].stop:
-            run = range(found[-1].start, max(found.pop().stop, run.stop))
-        found.append(run)
-    return tuple(found)
+def joined(runs: Iterable[range]) -> Iterator[range]:
+    """Ascending runs of step 1, with those that touch or overlap joined."""
+    held = range(0)
+    for run in runs:
+        if not run:
+            continue
+        if held and run.start <= held.stop:
+            held = range(held.start, max(held.stop, run.stop))
+        else:
+            if held:
+                yield held
+            held = run
+    if held:
+        yield held
+
+
+def merged(runs: Iterable[range]) -> tuple[range, ...]:
+    """The union of runs of step 1 in any order, as the fewest of them, ascending."""
+    return tuple(joined(sorted(runs, key=lambda r: r.start)))
 
 
 def locate(part: range, whole: range) -> range:

@@ -33,6 +33,14 @@ class SomeHeads(Pattern):
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         return self.pattern.count(q, k, _moved(heads, self.first))
 
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for found, rows in self.pattern.keys(q, k, _moved(heads, self.first)):
+            yield _moved(found, -self.first), rows
+
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for found, rows in self.pattern.queries(q, k, _moved(heads, self.first)):
+            yield _moved(found, -self.first), rows
+
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head + self.first, tokens)
 

@@ -73,6 +73,14 @@ def make(
     """The trimmed tile of these rows and band, or None where no pair is left."""
     if not heads or not q or not k or (lo is not None and hi is not None and lo > hi):
         return None
+    # Most tiles that a planner asks for are whole or empty: that is seen from their corners.
+    least, most = q[0] - k[-1], q[-1] - k[0]
+    if (lo is not None and lo > most) or (hi is not None and hi < least):
+        return None
+    if lo is not None and lo <= least:
+        lo = None
+    if hi is not None and hi >= most:
+        hi = None
     if hi is not None:
         q, k = clip(q, q.start, k[-1] + hi), clip(k, q.start - hi, k[-1])
     if not q or not k:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ..demand import Wanted
 from ..errors import InvalidInput, did_you_mean
+from ..wanted import Wanted
 from .allgather import AllGather
 from .direct import Direct
 from .double_ring import DoubleRing

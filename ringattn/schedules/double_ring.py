@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..demand import Wanted
+from ..wanted import Wanted
 from .relay import runs
 from .route import Edge, Route
 

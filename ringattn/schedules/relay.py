@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..cut import total
-from ..demand import Wanted, remembered
+from ..wanted import Wanted, remembered
 
 #: The direction is chosen from all blocks of up to EXACT ranks, from fewer the more there are above, LEAST at least.
-EXACT, LEAST = 64, 2
+EXACT, LEAST = 32, 2
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def passing(demand: Wanted, rank: int, way: Way) -> Iterator[int]:
 
 
 def sampled(ranks: int) -> list[int]:
-    """Ranks that stand for all: all of up to 64, evenly spaced ones above."""
+    """Ranks that stand for all: all of up to EXACT, evenly spaced ones above."""
     count = min(ranks, max(LEAST, EXACT**2 // ranks))
     return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
 
@@ -106,10 +105,9 @@ def sizes(demand: Wanted, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     What is needed beyond a distance only shrinks with it, so that equal sizes are the same rows, and distances between
     them need not be looked at.
     """
-    rows = demand.layout.rows(owner)
 
     def size(distance: int) -> int:
-        return total(demand.cuts(beyond(demand, owner, way, distance), owner), demand.block_heads, rows)
+        return demand.size(beyond(demand, owner, way, distance), owner)
 
     def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Where the size at `low` .. `high` is about to change."""
@@ -143,7 +141,7 @@ def rows_along(demand: Wanted, owner: int, way: Way) -> int:
 def ways(demand: Wanted) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 
-    Counted on all blocks up to 64 ranks, on evenly spaced ones above.
+    Counted on all blocks up to EXACT ranks, on evenly spaced ones above.
     """
     ranks = demand.layout.ranks
     blocks = sampled(ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import merge
 
-from ..demand import Wanted
+from ..wanted import Wanted
 from .relay import Way, beyond, passing, reach, sizes, ways
 from .route import Edge, Route
 

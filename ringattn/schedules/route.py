@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..cut import Cuts, minus, total
-from ..demand import Wanted
 from ..steps import ORDER, Hop, Part, Step, parts
+from ..wanted import Wanted
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Route(ABC):
 
     #: Numbers of `Edge.lane` in use.
     lanes = 1
+    #: Ranks of a node, where the schedule knows of nodes.
+    inner = 1
 
     def __init__(self, demand: Wanted) -> None:
         self.demand = demand

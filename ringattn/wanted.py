@@ -1,0 +1,61 @@
+"""What a route has to know of blocks of rows: who needs which. And answers that are kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
+
+from .cut import Cuts
+from .layout import Layout
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Wanted(Protocol):
+    """Blocks of rows that ranks own and others need: all that a route has to know of them.
+
+    `Demand` is that of blocks of keys and values, `Transposed` that of blocks of queries.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def block_heads(self) -> int:
+        """Heads of a block."""
+
+    @property
+    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
+        """Answers of the functions that are `remembered`, which live as long as this object."""
+
+    def needs(self, ranks: range, owners: range) -> bool:
+        """Whether some rank of `ranks` needs a row of some rank of `owners` (runs of consecutive ranks)."""
+
+    def visits(self, rank: int, owner: int) -> bool:
+        """Whether `rank` needs a row of `owner`."""
+
+    def cuts(self, ranks: tuple[range, ...], owner: int) -> Cuts:
+        """The rows of the block of `owner` that some rank of `ranks` (runs of ranks) needs."""
+
+    def size(self, ranks: tuple[range, ...], owner: int) -> int:
+        """How many rows of all heads those are."""
+
+
+def remembered(size: int) -> Callable[[F], F]:
+    """A function of a demand and more, whose latest `size` answers are kept with the demand."""
+
+    def decorate(find: F) -> F:
+        @wraps(find)
+        def answer(demand: Wanted, *key: Any) -> Any:
+            known = demand.memory.setdefault(find.__qualname__, OrderedDict())
+            if key not in known:
+                known[key] = find(demand, *key)
+                if len(known) > size:
+                    known.popitem(last=False)
+            return known[key]
+
+        return cast(F, answer)
+
+    return decorate
