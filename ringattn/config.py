@@ -81,6 +81,7 @@ class MachineGroup(Group):
     inner: int | None = None
     inner_alpha: float | None = None
     inner_beta: float | None = None
+    shared: bool | None = None
 
     def made(self, device: str = "cpu") -> Machine:
         """The machine; the preset `auto` is that of the device type."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from .errors import InvalidInput, did_you_mean
 
 if TYPE_CHECKING:
     from .plan import Plan
+    from .steps import Step
 
 #: The backward has five matrix products where the forward has two.
 BACKWARD = 2.5
@@ -44,6 +46,8 @@ class Machine:
     #: `alpha` and `beta` of messages between ranks of one node; None: as between nodes.
     inner_alpha: float | None = None
     inner_beta: float | None = None
+    #: Whether the ranks of a node share its way to others, so that `beta` is that of the node.
+    shared: bool = False
 
     def __post_init__(self) -> None:
         for name, (wanted, example) in _FIELDS.items():
@@ -55,6 +59,13 @@ class Machine:
                 raise InvalidInput(f"machine: {name}={value!r} must be {wanted}; try {name}={example:g}")
         if isinstance(self.inner, bool) or not isinstance(self.inner, int) or self.inner < 1:
             raise InvalidInput(f"machine: inner={self.inner!r} must be a number of ranks per node >= 1; 1 is no nodes")
+        if not isinstance(self.shared, bool):
+            raise InvalidInput(f"machine: shared={self.shared!r} must be True or False; True: one way out for a node")
+
+    def node(self, rank: int, ranks: int) -> range:
+        """The ranks of the node of a rank."""
+        first = rank - rank % self.inner
+        return range(first, min(first + self.inner, ranks))
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
         """Whether two ranks are on one node, and the alpha and beta of the link between them."""
@@ -106,7 +117,7 @@ def predict(plan: Plan, machine: Machine, *, backward: bool = False) -> Predicti
     """The time of a forward, or of a backward: the sum over a rank's steps of max(visits, messages). Pure.
 
     Ranks are taken to run in step. Messages of a step follow each other, those sent beside those received and those
-    within a node beside those between nodes; one that may last several steps counts in equal parts against each.
+    within a node beside those between nodes, where a shared way out takes those of all its ranks; one that may last several steps counts in equal parts against each.
     """
     found = [_one(plan, machine, rank, backward) for rank in sampled(plan.ranks, machine.inner)]
     worst = max(found, key=lambda one: one.seconds)
@@ -123,26 +134,36 @@ def sampled(ranks: int, inner: int = 1) -> list[int]:
 
 
 def _one(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
-    rank_plan = plan.for_rank(rank)
-    steps = rank_plan.backward if backward else rank_plan.forward
+    steps = _steps(plan, rank, backward)
     per_pair = plan.batch * 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0) / machine.flops
     # By step: seconds of its messages, apart by direction and by link.
     moved: defaultdict[int, defaultdict[tuple[str, bool], float]] = defaultdict(lambda: defaultdict(float))
-    sent = messages = 0
-    for index, step in enumerate(steps):
-        for way, hops in (("send", step.sends), ("recv", step.recvs)):
-            for hop in hops:
-                size = sum(map(plan.part_bytes, hop.parts))
-                near, alpha, beta = machine.link(rank, hop.peer)
-                spanned = range(index, hop.until + 1)
-                for i in spanned:
-                    moved[i][way, near] += (alpha + size / beta) / len(spanned)
-                if way == "send":
-                    sent, messages = sent + size, messages + 1
+    for other in machine.node(rank, plan.ranks) if machine.shared else (rank,):
+        for index, way, near, seconds in _messages(plan, machine, other, backward):
+            if other == rank or not near:
+                moved[index][way, near] += seconds
+    hops = [hop for step in steps for hop in step.sends]
+    sent = sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
     seconds = compute = 0.0
     for index, step in enumerate(steps):
         # The visit of an owner may be to several parts of its block.
         busy = per_pair * sum(plan.demand.pairs(rank, owner) for owner in {part.owner for part in step.visits})
         compute += busy
         seconds += max(busy, *moved[index].values(), 0.0)
-    return Prediction(seconds, compute, seconds - compute, sent, messages)
+    return Prediction(seconds, compute, seconds - compute, sent, len(hops))
+
+
+def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
+    rank_plan = plan.for_rank(rank)
+    return rank_plan.backward if backward else rank_plan.forward
+
+
+def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterator[tuple[int, str, bool, float]]:
+    """(step, direction, within a node, seconds): the parts of a rank's messages that fall into its steps."""
+    for index, step in enumerate(_steps(plan, rank, backward)):
+        for way, hops in (("send", step.sends), ("recv", step.recvs)):
+            for hop in hops:
+                near, alpha, beta = machine.link(rank, hop.peer)
+                spanned = range(index, hop.until + 1)
+                for i in spanned:
+                    yield i, way, near, (alpha + sum(map(plan.part_bytes, hop.parts)) / beta) / len(spanned)

@@ -51,6 +51,14 @@ def test_four_ranks_by_hand() -> None:
     assert predict(tiny("ring", 4), nodes).seconds == 3 * 100 + 32
 
 
+def test_a_shared_way_out_by_hand() -> None:
+    """Nodes of two: of a ring only one rank of a node sends out in a step, of an all-gather both, to two ranks each."""
+    machine = Machine(flops=1.0, alpha=98.0, beta=16.0, inner=2, inner_alpha=0.0, inner_beta=1e9)  # 100 s a message
+    shared = replace(machine, shared=True)
+    assert [predict(tiny("ring", 4), m).seconds for m in (machine, shared)] == pytest.approx([332, 332])
+    assert [predict(tiny("allgather", 4), m).seconds for m in (machine, shared)] == pytest.approx([296, 496])
+
+
 @given(problems(), st.sampled_from(["ring", "direct", "allgather"]), st.booleans())
 def test_better_machines_are_not_slower(case: tuple[Pattern, int, int, str], schedule: str, backward: bool) -> None:
     pattern, tokens, ranks, layout = case
@@ -156,6 +164,7 @@ def test_wrong_machines() -> None:
         ({"beta": float("nan")}, "beta=nan"),
         ({"inner": 0}, "inner=0 must be a number of ranks"),
         ({"inner_beta": 0.0}, "inner_beta=0.0"),
+        ({"shared": 1}, "shared=1 must be True or False"),
     ):
         with pytest.raises(InvalidInput, match=words):
             Machine(**{"flops": 1.0, "alpha": 0.0, "beta": 1.0, **options})  # type: ignore[arg-type]
