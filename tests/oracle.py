@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from ringattn.work import Work
 
 Tensor = torch.Tensor
 
@@ -119,3 +122,20 @@ def errors(found: Result, truth: Result) -> list[float]:
     """Errors of out, dq, dk, dv."""
     pairs = zip((found.out, *found.grads), (truth.out, *truth.grads), strict=True)
     return [error(a, b) for a, b in pairs]
+
+
+def mark_pairs(found: np.ndarray, whole: Work, kv_heads: int) -> None:
+    """Add the pairs of a work to `found` [H, queries, keys]."""
+    for turn in range(whole.repeat):
+        rows = [i + turn * whole.q_shift for i in whole.q]
+        keys = [j + turn * whole.k_shift for run in whole.k for j in run]
+        i, j = np.arange(len(rows))[:, None], np.arange(len(keys))[None, :]
+        seen = np.ones((len(rows), len(keys)), dtype=bool)
+        seen &= whole.lo is None or i - j >= whole.lo
+        seen &= whole.hi is None or i - j <= whole.hi
+        assert seen.any(1).all(), "every row of a work sees a key"
+        assert whole.dense == seen.all() or not whole.dense
+        for head in whole.heads:
+            assert head * kv_heads // len(found) in whole.kv
+            np.add.at(found[head], np.ix_(rows, keys), seen.astype(int))
+        assert set(rows) <= set(whole.rows)

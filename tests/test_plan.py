@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import mark_pairs
 from strategies import problems
 
 import ringattn as ra
@@ -40,7 +41,7 @@ def test_works_hold_every_pair_once(case: tuple[Pattern, int, int, str], counts:
             for works in (demand.works(rank, owner), demand.batched(rank, owner), _calls(demand.batched(rank, owner))):
                 found = np.zeros_like(wanted)
                 for work in works:
-                    _mark(found, work, kv_heads)
+                    mark_pairs(found, work, kv_heads)
                 assert (found == wanted).all()
             assert demand.pairs(rank, owner) == wanted.sum()
             assert demand.needs(range(rank, rank + 1), range(owner, owner + 1)) == bool(wanted.any())
@@ -48,23 +49,6 @@ def test_works_hold_every_pair_once(case: tuple[Pattern, int, int, str], counts:
 
 def _calls(works: Iterable[Work]) -> list[Work]:
     return [call for work in works for call in AtenCpu().split(work)]
-
-
-def _mark(found: np.ndarray, whole: Work, kv_heads: int) -> None:
-    """Add the pairs of a work to `found` [H, queries, keys]."""
-    for turn in range(whole.repeat):
-        rows = [i + turn * whole.q_shift for i in whole.q]
-        keys = [j + turn * whole.k_shift for run in whole.k for j in run]
-        i, j = np.arange(len(rows))[:, None], np.arange(len(keys))[None, :]
-        seen = np.ones((len(rows), len(keys)), dtype=bool)
-        seen &= whole.lo is None or i - j >= whole.lo
-        seen &= whole.hi is None or i - j <= whole.hi
-        assert seen.any(1).all(), "every row of a work sees a key"
-        assert whole.dense == seen.all() or not whole.dense
-        for head in whole.heads:
-            assert head * kv_heads // len(found) in whole.kv
-            np.add.at(found[head], np.ix_(rows, keys), seen.astype(int))
-        assert set(rows) <= set(whole.rows)
 
 
 def visits(steps: tuple[Step, ...]) -> list[int]:

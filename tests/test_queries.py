@@ -10,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Result, dense, errors, make_case
+from oracle import Result, dense, errors, make_case, mark_pairs
 from strategies import problems
 from test_moves import head_counts, schedules
-from test_plan import _mark
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Plan, Window, make_plan
@@ -146,7 +145,7 @@ def test_works_on_a_cut_of_queries_hold_the_pairs_of_its_rows(
             group = len(work.heads) // len(work.kv)
             for place, head in enumerate(work.heads):
                 assert cut.heads[head] * kv_heads // heads == work.kv[place // group], "heads meet their keys"
-            _mark(inside, work, _All())  # type: ignore[arg-type]
+            mark_pairs(inside, work, _All())  # type: ignore[arg-type]
         for head in cut.heads:
             found[head][places(cut.of(head))] += inside[cut.index[head]]
     assert (found == wanted).all()
@@ -172,7 +171,7 @@ def test_a_work_is_split_where_a_cut_holds_its_rows_apart(
         for part in _relocated(work, cut, {}):
             assert (part.heads, part.kv) == (range(1, 3), range(1, 3))
             inside = np.zeros((1, cut.count, stop), dtype=int)
-            _mark(inside, replace(part, heads=range(1)), _All())  # type: ignore[arg-type]
+            mark_pairs(inside, replace(part, heads=range(1)), _All())  # type: ignore[arg-type]
             found += inside[0][[index[row] for row in rows]]
             assert inside.sum() == inside[0][[index[row] for row in rows]].sum()
         assert (found == np.array(seen)).all()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import byte_table
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,6 +81,10 @@ def compare_with_virtual(
                     assert torch.equal(a, made.shard_tensor(b, rank)), (pattern, layout, schedule)
                 cells += 1
     return cells
+
+
+def byte_counts(rank: int) -> list[int]:
+    return byte_table.count(TorchDist(timeout=60))
 
 
 def balanced_shards(rank: int) -> float:

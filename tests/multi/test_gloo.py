@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import byte_table
 import pytest
 import rank_cases
 
@@ -20,6 +21,10 @@ pytestmark = pytest.mark.multi
 @pytest.mark.parametrize(("dtype", "heads"), [("float32", (4, 2)), ("bfloat16", (2, 2)), ("float64", (3, 1))])
 def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
     assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [128] * ranks
+
+
+def test_byte_table(run_ranks: Run) -> None:
+    byte_table.check(run_ranks(rank_cases.byte_counts, byte_table.RANKS, timeout=120))
 
 
 def test_balanced_shards_on_real_ranks(run_ranks: Run) -> None:
