@@ -10,10 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD
 from .blocks import Blocks, whole
 from .ranges import ceil_div, clip, joined
-from .tile import Tile
 
 
 class Family(Blocks):
@@ -51,10 +49,10 @@ class Family(Blocks):
     def check(self, tokens: int, heads: int) -> None:
         self.bind(heads, tokens)
 
-    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+    def _candidates(self, q: range, k: range) -> Iterator[tuple[int, range]]:
         if self.density is not None:
-            self.size()
-        yield from super().tiles(q, k, heads)
+            self.size()  # an error where the length is not known
+        return super()._candidates(q, k)
 
     def size(self) -> tuple[int, int]:
         """(kept, total) key blocks of a row under `density`."""
