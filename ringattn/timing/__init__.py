@@ -1,0 +1,16 @@
+"""Timing of plans on machines, by models; every number from here is modelled or counted. No torch."""
+
+from __future__ import annotations
+
+from .machine import MACHINES, Machine, get_machine
+from .predict import BACKWARD, Prediction, predict, sampled
+
+__all__ = [
+    "BACKWARD",
+    "MACHINES",
+    "Machine",
+    "Prediction",
+    "get_machine",
+    "predict",
+    "sampled",
+]

@@ -1,0 +1,160 @@
+"""What the timing model knows of a machine, and where each number comes from. No torch, no measuring."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..errors import InvalidInput, did_you_mean
+
+#: Where a number may come from: a publication or a data sheet, a guess, or a run.
+SOURCES = ("cited", "assumed", "measured")
+#: Numbers of a machine: what a value must be, and one that is. Those with a default may also be None.
+_FIELDS = {
+    "flops": ("useful floating-point operations per second, > 0", 5e10),
+    "alpha": ("seconds >= 0", 1e-4),
+    "beta": ("bytes per second, > 0", 1.5e9),
+    "inner_alpha": ("seconds >= 0, or None for alpha", 1e-5),
+    "inner_beta": ("bytes per second, > 0, or None for beta", 1e10),
+    "merge": ("bytes per second, > 0, or None: merging is not modelled", 1e10),
+    "gamma": ("the part >= 0 by which messages slow down a visit, or None: not modelled", 0.05),
+    "jitter": ("standard deviation over mean of a visit's time, >= 0, or None: not modelled", 0.05),
+    "memory": ("bytes of one rank's memory, > 0, or None: not modelled", 80e9),
+    "watts": ("watts of one rank, > 0, or None: not modelled", 700.0),
+    "price": ("price of one rank for an hour, >= 0, or None: not modelled", 2.5),
+    "mtbf": ("mean seconds between failures of one rank, > 0, or None: not modelled", 2e8),
+    "checkpoint": ("bytes per second at which one rank writes a checkpoint, > 0, or None: not modelled", 1e9),
+    "restart": ("seconds from a failure to the last checkpoint's state, >= 0, or None: not modelled", 60.0),
+}
+#: Numbers that may be 0.
+_ZERO = ("alpha", "inner_alpha", "gamma", "jitter", "price", "restart")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the timing model knows of a machine. Ranks are numbered node by node.
+
+    None stands for an effect that is not modelled, and the output says so.
+    """
+
+    #: Useful floating-point operations per second of one rank's attention kernel; pairs that a mask hides do not count.
+    flops: float
+    #: Seconds that a message takes beside its bytes.
+    alpha: float
+    #: Bytes per second that one rank can send, and receive at the same time, while all others do so too.
+    beta: float
+    #: Ranks per node; 1: all links are alike.
+    inner: int = 1
+    #: `alpha` and `beta` of messages between ranks of one node; None: as between nodes.
+    inner_alpha: float | None = None
+    inner_beta: float | None = None
+    #: Whether the ranks of a node share its way to others, so that `beta` is that of the node.
+    shared: bool = False
+    #: Bytes per second at which a rank merges the partial result of a visit into what it has: reads and writes together.
+    merge: float | None = None
+    #: Receive slots beyond the block in use; None: 1, as the executor posts them.
+    buffers: int | None = None
+    #: A visit takes 1 + gamma times as long while the rank sends or receives.
+    gamma: float | None = None
+    #: Standard deviation over mean of the time of one visit, independent from visit to visit.
+    jitter: float | None = None
+    #: Bytes of one rank's memory.
+    memory: float | None = None
+    #: Watts that one rank draws, busy or not.
+    watts: float | None = None
+    #: Price of one rank for an hour, in any currency.
+    price: float | None = None
+    #: Mean seconds between failures of one rank.
+    mtbf: float | None = None
+    #: Bytes per second at which one rank writes its checkpoint, while all others do so too.
+    checkpoint: float | None = None
+    #: Seconds from a failure until all ranks have the state of the last checkpoint.
+    restart: float | None = None
+    #: (field, source) of numbers that are cited or measured; all others are assumed.
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, (wanted, example) in _FIELDS.items():
+            value = getattr(self, name)
+            if value is None and name not in ("flops", "alpha", "beta"):
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and name not in _ZERO):
+                raise InvalidInput(f"machine: {name}={value!r} must be {wanted}; try {name}={example:g}")
+        if isinstance(self.inner, bool) or not isinstance(self.inner, int) or self.inner < 1:
+            raise InvalidInput(f"machine: inner={self.inner!r} must be a number of ranks per node >= 1; 1 is no nodes")
+        if not isinstance(self.shared, bool):
+            raise InvalidInput(f"machine: shared={self.shared!r} must be True or False; True: one way out for a node")
+        slots = self.buffers
+        if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
+            raise InvalidInput(
+                f"machine: buffers={slots!r} must be a number of receive slots >= 1, or None for 1, as the executor has"
+            )
+        for name, label in self.sources:
+            if name not in names() or label not in SOURCES:
+                hint = did_you_mean(name, names()) or did_you_mean(label, SOURCES)
+                raise InvalidInput(
+                    f"machine: sources has ({name!r}, {label!r}); {hint}expected a field and one of {', '.join(SOURCES)}"
+                )
+
+    def source(self, name: str) -> str:
+        """Where the value of a field comes from: cited, assumed or measured."""
+        return dict(self.sources).get(name, "assumed")
+
+    def changed(self, **values: Any) -> Machine:
+        """The machine with other values, which are assumed unless `sources` is among them."""
+        kept = tuple(pair for pair in self.sources if pair[0] not in values)
+        return replace(self, **{"sources": kept, **values})
+
+    def node(self, rank: int, ranks: int) -> range:
+        """The ranks of the node of a rank."""
+        first = rank - rank % self.inner
+        return range(first, min(first + self.inner, ranks))
+
+    def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
+        """Whether two ranks are on one node, and the alpha and beta of the link between them."""
+        near = rank // self.inner == peer // self.inner
+        return near, *self.rates(near)
+
+    def rates(self, near: bool) -> tuple[float, float]:
+        """The alpha and beta of links within a node (near) or between nodes."""
+        if not near:
+            return self.alpha, self.beta
+        alpha = self.alpha if self.inner_alpha is None else self.inner_alpha
+        return alpha, self.beta if self.inner_beta is None else self.inner_beta
+
+
+def names() -> tuple[str, ...]:
+    """The fields of a machine that hold a value."""
+    return tuple(field.name for field in fields(Machine) if field.name != "sources")
+
+
+#: By device type.
+MACHINES = {
+    # Gloo between processes of one host, one thread each. Measured on 2 cores of a virtual x86 server, fp32: a message
+    # of 256 bytes took 90 us, one of 16 MiB both ways 11 ms, and a flash call of 2,048 tokens ran at 5e10 flop/s.
+    "cpu": Machine(
+        flops=5e10,
+        alpha=1e-4,
+        beta=1.5e9,
+        sources=(("flops", "measured"), ("alpha", "measured"), ("beta", "measured")),
+    ),
+    # Assumed, not measured: half of the 989e12 dense bf16 flop/s in the data sheet of an H100 SXM; 10 us for a NCCL
+    # message; one 400 Gb/s network card per GPU between nodes of 8, 80 % of the 450 GB/s of NVLink 4 each way inside.
+    "cuda": Machine(flops=5e14, alpha=1e-5, beta=5e10, inner=8, inner_alpha=1e-5, inner_beta=3.6e11),
+}
+
+
+def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
+    """A machine, that of a name, or the default of a device type."""
+    if machine is None:
+        return MACHINES.get(device, MACHINES["cpu"])
+    if isinstance(machine, Machine):
+        return machine
+    if machine not in MACHINES:
+        raise InvalidInput(
+            f"unknown machine {machine!r}; {did_you_mean(machine, MACHINES)}expected {' or '.join(MACHINES)}, or a "
+            "Machine such as ringattn.Machine(flops=5e10, alpha=1e-4, beta=1.5e9)"
+        )
+    return MACHINES[machine]
