@@ -1,0 +1,262 @@
+"""From a plan on a machine to a ring problem, where the plan is a ring whose numbers are known of all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..schedules.relay import Way
+from ..schedules.ring import Ring as RingSchedule
+from ..sizes import ITEM_BYTES
+from ..steps import Kind, Part
+from .banded import Banded, banded
+from .rates import Faults, Rates
+from .ring import NEVER, Lane, Phase, Ring, Value, shifted
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+#: Bytes that one message of a clock carries: those of each rank, or of all.
+Bytes = np.ndarray | float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A ring problem, what of the plan was compared to see it, and whether only its makespan is that of the plan."""
+
+    ring: Ring
+    compared: str
+    bound: bool = False
+
+
+def problem(rates: Rates, faults: Faults, most: int) -> Problem | str:
+    """The ring problem of a plan, or why it is none that is known of all ranks at once.
+
+    `most` is the largest number of ranks x clocks whose numbers are computed one by one.
+    """
+    plan = rates.plan
+    if plan.schedule != "ring":
+        return f"the schedule {plan.schedule} is no ring"
+    band = banded(plan)
+    if band is None:
+        return "the mask is not one band over equal chunks of contiguous or zigzag ranks"
+    ways = tuple(RingSchedule(plan.demand).ways)
+    if rates.machine.shared and rates.machine.inner > 1 and len(ways) > 1:
+        return "both directions share the way out of a node"
+    if rates.machine.shared and 1 < rates.machine.inner < plan.ranks and rates.backward and not band.dense:
+        return "messages of the backward share the way out of a node"
+    if band.dense and len(ways) <= 1:
+        return _dense(rates, faults, band, ways)
+    if rates.backward:
+        return "the backward of a mask that is not dense sends blocks beyond neighbours"
+    counted = _Counted(rates, faults, band, ways)
+    if not faults and not rates.gamma and rates.buffers == 1:
+        hidden = counted.hidden()
+        if hidden is not None:
+            return hidden
+    clocks = max((way.limit for way in ways), default=0) + 1
+    local = counted.reach() + 1
+    if plan.ranks * min(clocks, local) > most:
+        return f"{plan.ranks:,} ranks x {min(clocks, local):,} clocks whose numbers differ are more than {most:,}"
+    return Problem(counted.ring(), f"{band_words(band)}; {local:,} clocks x {plan.ranks:,} ranks were counted")
+
+
+def band_words(band: Banded) -> str:
+    """What was compared of a band, for people."""
+    low, high = (("-inf", "inf")[i] if x is None else f"{x:,}" for i, x in enumerate((band.lo, band.hi)))
+    mask = "all pairs" if band.dense else f"{low} <= q - k <= {high}"
+    return (
+        f"the mask's tiles: one, {mask}, over all {band.heads} heads; {band.rows:,} tokens on each of {band.ranks:,} "
+        "ranks (integers of the whole plan, no sample)"
+    )
+
+
+def _lane(rates: Rates, faults: Faults, sign: int, size: Bytes, batch: list[tuple[int, Bytes]]) -> Lane:
+    """The messages of a lane. Those of one rank and kind of link in a clock follow each other, so that each ends with
+    the last of `batch`, all lanes of the clock, at its sender or its receiver."""
+    near = {s: rates.near(s) for s, _ in batch}
+    moved, gaps = {}, {}
+    for s, other in batch:
+        seconds, gap = rates.message(other, near[s])
+        empty = np.equal(other, 0)
+        factor = 1.0 if faults.slow_links is None else faults.slow_links
+        moved[s], gaps[s] = np.where(empty, 0.0, seconds * factor), np.where(empty, 0.0, gap * factor)
+    out = moved[sign].copy()
+    into = out.copy()  # by sender: what its receiver gets in all
+    for s, _ in batch:
+        if s != sign:
+            out += np.where(near[s] == near[sign], moved[s], 0.0)
+            came = shifted(moved[s], s), shifted(near[s], s)  # by receiver
+            to_me = tuple(shifted(np.asarray(x), -sign) for x in came)
+            into += np.where(to_me[1] == near[sign], to_me[0], 0.0)
+    seconds = np.where(np.equal(size, 0), NEVER, np.maximum(out, into))
+    return Lane(sign, _few(seconds), _few(gaps[sign]), size)
+
+
+def _few(value: np.ndarray) -> Value:
+    """One number where all are equal."""
+    return float(value[0]) if bool((value == value[0]).all()) else value
+
+
+def _times(seconds: Value, faults: Faults) -> Value:
+    return seconds if faults.slow is None else seconds * faults.slow
+
+
+def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) -> Problem:
+    """Everybody sees everything: all visits and all blocks are alike."""
+    plan, ranks = rates.plan, rates.plan.ranks
+    pairs = band.rows**2 * band.heads
+    compute = _times(pairs * rates.pair, faults)
+    merge = _times(rates.merge(band.rows), faults)
+    sign, sizes = (ways[0].sign if ways else 1), [0.0] * (ranks - 1) + [0.0]
+    if not rates.backward:
+        sizes = [float(_bytes(plan, "kv"))] * (ranks - 1) + [0.0]
+    elif ranks > 1 and plan.rotates == "keys":
+        sign = -sign
+        # Clocks ranks - 1 .. 0: the block goes back until its owner's neighbour has it, dK and dV until the owner.
+        block, sums = _bytes(plan, "kv"), _bytes(plan, "grad")
+        sizes = [float(block * (t >= 2) + sums * (t <= ranks - 2)) for t in reversed(range(ranks))]
+    elif ranks > 1:
+        sign = RingSchedule(plan.transposed).ways[0].sign
+        block, sums = _bytes(plan, "q") + _bytes(plan, "row"), _bytes(plan, "dq")
+        sizes = [float(block * (t <= ranks - 2) + sums * (t >= 2)) for t in range(ranks + 1)]
+    phases = []
+    clock = 0
+    for size, run in groupby(sizes):
+        length = len(list(run))
+        lanes = (_lane(rates, faults, sign, size, [(sign, size)]),) if size else ()
+        visiting = max(0, min(length, ranks - clock))
+        if visiting:
+            phases.append(Phase(visiting, compute, merge, lanes))
+        if length > visiting:
+            phases.append(Phase(length - visiting, 0.0, 0.0, lanes))
+        clock += length
+    ring = Ring(ranks, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
+    return Problem(ring, f"{band_words(band)}, so that all visits and all blocks are equal")
+
+
+def _bytes(plan: Plan, kind: Kind) -> int:
+    return plan.part_bytes(Part(kind, 0))
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The forward of a band that hides something: pairs and rows are counted for all ranks, clock by clock."""
+
+    rates: Rates
+    faults: Faults
+    band: Banded
+    ways: tuple[Way, ...]
+
+    @property
+    def ranks(self) -> np.ndarray:
+        return np.arange(self.band.ranks)
+
+    def ring(self) -> Ring:
+        """The ring problem, whose phases are counted anew each time that they are asked for."""
+        return Ring(
+            self.band.ranks, self.phases, self.rates.buffers, self.rates.gamma, stalls=self.faults.stalls
+        )  # fmt: skip
+
+    def phases(self) -> Iterator[Phase]:
+        """One phase per clock, until there are no messages."""
+        merge = _times(self.rates.merge(self.band.rows), self.faults)
+        clock, moving = 0, True
+        while moving:
+            visits = np.zeros(self.band.ranks)
+            pairs = np.zeros(self.band.ranks, dtype=np.int64)
+            for way in self.ways[:1] if clock == 0 else [way for way in self.ways if clock <= way.limit]:
+                seen = self.band.pairs(self.ranks, (self.ranks - way.sign * clock) % self.band.ranks)
+                pairs += seen
+                visits += seen > 0
+            if not self.ways:
+                pairs, visits = self.band.pairs(self.ranks, self.ranks), np.ones(1)
+            batch = [(way.sign, self._sent(way, clock)) for way in self.ways]
+            moving = any(size.any() for _, size in batch)
+            lanes = tuple(_lane(self.rates, self.faults, s, size, batch) for s, size in batch if size.any())
+            yield Phase(1, _times(pairs * self.rates.pair, self.faults), merge * visits, lanes)
+            clock += 1
+
+    def _sent(self, way: Way, clock: int) -> np.ndarray:
+        """Bytes that each rank sends along a way at a clock, float64 [ranks]."""
+        if clock >= way.limit:
+            return np.zeros(self.band.ranks)
+        owners = (self.ranks - way.sign * clock) % self.band.ranks
+        rows = self.band.rows_beyond(owners, way.sign, clock + 1, way.limit)
+        return rows * self._row_bytes()
+
+    def _row_bytes(self) -> float:
+        plan = self.rates.plan
+        item = ITEM_BYTES[plan.part_dtype(Part("kv", 0))]
+        return float(plan.batch * plan.kv_heads * (plan.head_dim + plan.value_dim) * item)
+
+    def reach(self) -> int:
+        """Hops that the block that goes farthest makes: rows beyond a distance only shrink with it."""
+        most = 0
+        for way in self.ways:
+            low, high = 0, way.limit
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self.band.rows_beyond(self.ranks, way.sign, middle, way.limit).any():
+                    low = middle
+                else:
+                    high = middle - 1
+            most = max(most, low)
+        return most
+
+    def hidden(self) -> Problem | None:
+        """The uniform ring with the same makespan, where one rank is at least as busy as any other, and as any message
+        takes, at every clock: then no rank begins a clock later than that one, which waits for nobody.
+        """
+        if len(self.ways) > 1:
+            return None
+        band, last = self.band, self.band.ranks - 1
+        limit = self.ways[0].limit if self.ways else 0
+        sign = self.ways[0].sign if self.ways else 1
+        clocks = np.arange(limit + 1)
+        most, compared = self._busiest(clocks, sign)
+        message = self._longest(sign) if limit else 0.0
+        for rank in (last, 0):
+            pairs = band.pairs(np.full_like(clocks, rank), (rank - sign * clocks) % band.ranks)
+            busy = pairs * self.rates.pair + self.rates.merge(band.rows) * (pairs > 0)
+            if (pairs >= most).all() and (busy[:-1] >= message).all():
+                alike = [(value, len(list(run))) for value, run in groupby(pairs.tolist())]
+                phases = tuple(
+                    Phase(count, value * self.rates.pair, self.rates.merge(band.rows) * (value > 0))
+                    for value, count in alike
+                )
+                words = (
+                    f"{band_words(band)}; {compared} pair counts: rank {rank} has the most at every clock, and a whole "
+                    "block takes no longer than any of its visits"
+                )
+                return Problem(Ring(band.ranks, phases), words, bound=True)
+        return None
+
+    def _longest(self, sign: int) -> float:
+        """Seconds of the message of a whole block on the slowest link."""
+        size = np.full(self.band.ranks, self.band.rows * self._row_bytes())
+        return float(np.max(_lane(self.rates, self.faults, sign, size, [(sign, size)]).seconds))
+
+    def _busiest(self, clocks: np.ndarray, sign: int) -> tuple[np.ndarray, str]:
+        """The most pairs that any rank computes at each clock, and how many counts were compared.
+
+        A visit's chunks are apart by rank - owner, which has two values at a clock, before and after the turn of the
+        ring, and, where a rank has two chunks, by 2 ranks - 1 - rank - owner, over which the most is taken.
+        """
+        band, ranks = self.band, self.band.ranks
+        apart = sign * clocks
+        turned = apart - sign * ranks
+        found, count = [], 2 * len(clocks)
+        for distance in (apart, np.where(clocks > 0, turned, apart)):
+            pairs = band._area(distance)
+            found.append(pairs if band.chunks == 1 else pairs + band._area(-distance))
+        most = np.maximum(*found)
+        if band.chunks == 2:
+            across = np.arange(2 * ranks - 1) - (2 * ranks - 1)
+            most = most + np.max(band._area(across) + band._area(-across))
+            count += len(across)
+        return most * band.heads, f"{count:,}"

@@ -1,0 +1,113 @@
+"""Seconds of what a plan's steps are made of, on a machine: the same for every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import InvalidInput
+from ..sizes import ITEM_BYTES
+from .machine import Machine
+from .predict import pair_seconds
+from .ring import Stall
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+#: How much longer than usual ranks take: one factor per rank, or those of a few by rank.
+Factors = Mapping[int, float] | Sequence[float] | np.ndarray
+#: A merge reads the partial (out, lse) of a visit, and reads and writes what was merged before.
+MERGE_PASSES = 3
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is not as the machine says: slow (or fast) ranks, slow links, single stalls."""
+
+    #: Factor on the visits and merges of each rank, float64 [ranks]; None: 1.
+    slow: np.ndarray | None = None
+    #: Factor on the messages that each rank sends, float64 [ranks]; None: 1.
+    slow_links: np.ndarray | None = None
+    stalls: tuple[Stall, ...] = field(default=())
+
+    def __bool__(self) -> bool:
+        return self.slow is not None or self.slow_links is not None or bool(self.stalls)
+
+    def factor(self, rank: int) -> float:
+        """The factor on the visits of a rank."""
+        return 1.0 if self.slow is None else float(self.slow[rank])
+
+    def link_factor(self, rank: int) -> float:
+        """The factor on the messages that a rank sends."""
+        return 1.0 if self.slow_links is None else float(self.slow_links[rank])
+
+
+def factors(name: str, given: Factors | None, ranks: int) -> np.ndarray | None:
+    """Factors as float64 [ranks], checked; None where all are 1. Raises InvalidInput."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        found = np.ones(ranks)
+        for rank, factor in given.items():
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+                raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}")
+            found[rank] = factor
+    else:
+        found = np.asarray(given, dtype=np.float64)
+        if found.shape != (ranks,):
+            raise InvalidInput(
+                f"{name}: expected a factor for each of {ranks:,} ranks or a dict such as {{0: 1.5}}, "
+                f"got shape {found.shape}"
+            )
+    if not (np.isfinite(found) & (found > 0)).all():
+        raise InvalidInput(f"{name}: factors must be finite and > 0; 1.5 is half as long again")
+    return None if (found == 1.0).all() else found
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A plan on a machine: seconds of pairs, merges and messages of one pass."""
+
+    plan: Plan
+    machine: Machine
+    backward: bool
+
+    @property
+    def pair(self) -> float:
+        """Seconds per pair."""
+        return pair_seconds(self.plan, self.machine, self.backward)
+
+    @property
+    def gamma(self) -> float:
+        return self.machine.gamma or 0.0
+
+    @property
+    def buffers(self) -> int:
+        return self.machine.buffers or 1
+
+    def merge(self, rows: int) -> float:
+        """Seconds of merging one visit into `rows` rows of out and lse, or of adding its dQ, in the wider dtype."""
+        if self.machine.merge is None:
+            return 0.0
+        plan = self.plan
+        width = plan.head_dim if self.backward else plan.value_dim + 1
+        size = plan.batch * rows * (plan.heads // plan.team) * width * max(ITEM_BYTES[plan.dtype], 4)
+        return MERGE_PASSES * size / self.machine.merge
+
+    def near(self, sign: int) -> np.ndarray:
+        """Whether rank r and the one it sends to, r + sign, are of one node: bool [ranks]."""
+        ranks = np.arange(self.plan.ranks)
+        inner = self.machine.inner
+        return np.asarray(ranks // inner == (ranks + sign) % self.plan.ranks // inner)
+
+    def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds, seconds of them that occupy the link) of messages of some bytes."""
+        alpha, beta = (
+            np.where(near, inside, outside)
+            for inside, outside in zip(self.machine.rates(True), self.machine.rates(False), strict=True)
+        )
+        gap = size / beta
+        return alpha + gap, gap
