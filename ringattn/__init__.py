@@ -31,7 +31,7 @@ from .pattern import (
     top_k,
 )
 from .plan import Plan, make_plan
-from .timing import Machine, Prediction, predict
+from .timing import Machine, Prediction, Stall, Timeline, predict, simulate
 
 if TYPE_CHECKING:
     from . import nn as nn
@@ -96,7 +96,9 @@ __all__ = [
     "Prediction",
     "RingAttentionError",
     "Sinks",
+    "Stall",
     "Strided",
+    "Timeline",
     "Unsupported",
     "Window",
     "attention",
@@ -119,6 +121,7 @@ __all__ = [
     "parse_pattern",
     "predict",
     "ring_attention",
+    "simulate",
     "strided_blocks",
     "top_k",
     "virtual_attention",

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from .machine import MACHINES, Machine, get_machine
 from .predict import BACKWARD, Prediction, predict, sampled
+from .ring import Stall
+from .simulation import simulate
+from .timeline import Timeline
 
 __all__ = [
     "BACKWARD",
     "MACHINES",
     "Machine",
     "Prediction",
+    "Stall",
+    "Timeline",
     "get_machine",
     "predict",
     "sampled",
+    "simulate",
 ]

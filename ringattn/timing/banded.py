@@ -55,10 +55,13 @@ class Banded:
         """Rows of each owner's block that ranks at distances first .. last along a direction see, int64 [owners]."""
         total = np.zeros(owners.shape, dtype=np.int64)
         low, high = (owners + first, owners + last) if sign > 0 else (owners - last, owners - first)
-        runs = []  # of ranks, without the turn from the last to the first; empty ones end before they begin
+        runs: list[
+            tuple[np.ndarray, np.ndarray]
+        ] = []  # of ranks, without the turn from the last to the first; empty ones end before they begin
         for turn in (-self.ranks, 0, self.ranks):
             run = np.maximum(low, turn) - turn, np.minimum(high, turn + self.ranks - 1) - turn
-            runs += [run] if self.chunks == 1 else [run, tuple(2 * self.ranks - 1 - x for x in run[::-1])]
+            mirrored = 2 * self.ranks - 1 - run[1], 2 * self.ranks - 1 - run[0]
+            runs += [run] if self.chunks == 1 else [run, mirrored]
         for k in self._chunks(owners):
             total += _union([self._seen(k, *run) for run in runs], self.size)
         return total

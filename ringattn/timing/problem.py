@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ from .ring import NEVER, Lane, Phase, Ring, Value, shifted
 if TYPE_CHECKING:
     from ..plan import Plan
 
+#: Counts of this many ranks x clocks live as long as their plan.
+REMEMBERED = 1 << 21
 #: Bytes that one message of a clock carries: those of each rank, or of all.
 Bytes = np.ndarray | float
 
@@ -29,6 +31,7 @@ class Problem:
     """A ring problem, what of the plan was compared to see it, and whether only its makespan is that of the plan."""
 
     ring: Ring
+    clocks: int
     compared: str
     bound: bool = False
 
@@ -58,11 +61,14 @@ def problem(rates: Rates, faults: Faults, most: int) -> Problem | str:
         hidden = counted.hidden()
         if hidden is not None:
             return hidden
-    clocks = max((way.limit for way in ways), default=0) + 1
-    local = counted.reach() + 1
-    if plan.ranks * min(clocks, local) > most:
-        return f"{plan.ranks:,} ranks x {min(clocks, local):,} clocks whose numbers differ are more than {most:,}"
-    return Problem(counted.ring(), f"{band_words(band)}; {local:,} clocks x {plan.ranks:,} ranks were counted")
+    if "reach" not in plan.memory:
+        plan.memory["reach"] = counted.reach()
+    clocks = plan.memory["reach"] + 1
+    if plan.ranks * clocks > most:
+        return f"{plan.ranks:,} ranks x {clocks:,} clocks whose numbers differ are more than {most:,}"
+    return Problem(
+        counted.ring(clocks), clocks, f"{band_words(band)}; {clocks:,} clocks x {plan.ranks:,} ranks were counted"
+    )
 
 
 def band_words(band: Banded) -> str:
@@ -75,7 +81,7 @@ def band_words(band: Banded) -> str:
     )
 
 
-def _lane(rates: Rates, faults: Faults, sign: int, size: Bytes, batch: list[tuple[int, Bytes]]) -> Lane:
+def _lane(rates: Rates, faults: Faults, sign: int, size: Bytes, batch: Sequence[tuple[int, Bytes]]) -> Lane:
     """The messages of a lane. Those of one rank and kind of link in a clock follow each other, so that each ends with
     the last of `batch`, all lanes of the clock, at its sender or its receiver."""
     near = {s: rates.near(s) for s, _ in batch}
@@ -136,11 +142,22 @@ def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) ->
             phases.append(Phase(length - visiting, 0.0, 0.0, lanes))
         clock += length
     ring = Ring(ranks, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
-    return Problem(ring, f"{band_words(band)}, so that all visits and all blocks are equal")
+    return Problem(
+        ring, sum(phase.clocks for phase in phases), f"{band_words(band)}, so that all visits and all blocks are equal"
+    )
 
 
 def _bytes(plan: Plan, kind: Kind) -> int:
     return plan.part_bytes(Part(kind, 0))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """One clock of all ranks: pairs and visits, int64 [ranks], and by direction the bytes sent, float64 [ranks]."""
+
+    pairs: np.ndarray
+    visits: np.ndarray
+    sizes: list[tuple[int, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -156,30 +173,45 @@ class _Counted:
     def ranks(self) -> np.ndarray:
         return np.arange(self.band.ranks)
 
-    def ring(self) -> Ring:
-        """The ring problem, whose phases are counted anew each time that they are asked for."""
+    def ring(self, clocks: int) -> Ring:
+        """The ring problem of so many clocks, counted once where that is little, else whenever it is asked for."""
+        if self.band.ranks * clocks <= REMEMBERED:
+            memory = self.rates.plan.memory
+            if "clocks" not in memory:
+                memory["clocks"] = list(self.counts())
+            counted: Callable[[], Iterable[Counts]] = lambda: memory["clocks"]  # noqa: E731
+        else:
+            counted = self.counts
         return Ring(
-            self.band.ranks, self.phases, self.rates.buffers, self.rates.gamma, stalls=self.faults.stalls
-        )  # fmt: skip
+            self.band.ranks,
+            lambda: map(self.phase, counted()),
+            self.rates.buffers,
+            self.rates.gamma,
+            stalls=self.faults.stalls,
+        )
 
-    def phases(self) -> Iterator[Phase]:
-        """One phase per clock, until there are no messages."""
-        merge = _times(self.rates.merge(self.band.rows), self.faults)
+    def counts(self) -> Iterator[Counts]:
+        """The pairs of each rank at each clock, until there are no messages, and the bytes that it sends each way."""
         clock, moving = 0, True
         while moving:
-            visits = np.zeros(self.band.ranks)
-            pairs = np.zeros(self.band.ranks, dtype=np.int64)
-            for way in self.ways[:1] if clock == 0 else [way for way in self.ways if clock <= way.limit]:
-                seen = self.band.pairs(self.ranks, (self.ranks - way.sign * clock) % self.band.ranks)
+            pairs, visits = np.zeros((2, self.band.ranks), dtype=np.int64)
+            # At clock 0 a rank visits its own block, whatever the ways.
+            for sign in {way.sign for way in self.ways if clock <= way.limit} if clock else {1}:
+                seen = self.band.pairs(self.ranks, (self.ranks - sign * clock) % self.band.ranks)
                 pairs += seen
                 visits += seen > 0
-            if not self.ways:
-                pairs, visits = self.band.pairs(self.ranks, self.ranks), np.ones(1)
-            batch = [(way.sign, self._sent(way, clock)) for way in self.ways]
-            moving = any(size.any() for _, size in batch)
-            lanes = tuple(_lane(self.rates, self.faults, s, size, batch) for s, size in batch if size.any())
-            yield Phase(1, _times(pairs * self.rates.pair, self.faults), merge * visits, lanes)
+            sizes = [(way.sign, self._sent(way, clock)) for way in self.ways]
+            moving = any(size.any() for _, size in sizes)
+            yield Counts(pairs, visits, sizes)
             clock += 1
+
+    def phase(self, counts: Counts) -> Phase:
+        """One clock on the machine."""
+        merge = _times(self.rates.merge(self.band.rows), self.faults)
+        lanes = tuple(
+            _lane(self.rates, self.faults, sign, size, counts.sizes) for sign, size in counts.sizes if size.any()
+        )
+        return Phase(1, _times(counts.pairs * self.rates.pair, self.faults), merge * counts.visits, lanes)
 
     def _sent(self, way: Way, clock: int) -> np.ndarray:
         """Bytes that each rank sends along a way at a clock, float64 [ranks]."""
@@ -233,7 +265,7 @@ class _Counted:
                     f"{band_words(band)}; {compared} pair counts: rank {rank} has the most at every clock, and a whole "
                     "block takes no longer than any of its visits"
                 )
-                return Problem(Ring(band.ranks, phases), words, bound=True)
+                return Problem(Ring(band.ranks, phases), len(clocks), words, bound=True)
         return None
 
     def _longest(self, sign: int) -> float:

@@ -1,0 +1,146 @@
+"""What a run needs beside time: memory of a rank by category, checkpoints and failures, energy and cost. Modelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, expm1, sqrt
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidInput
+from ..sizes import ITEM_BYTES
+from ..steps import Kind, Part
+from .machine import Machine
+from .predict import sampled
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+HOUR = 3600.0
+JOULES_PER_KWH = 3.6e6
+
+
+def memory(plan: Plan, *, backward: bool = False) -> dict[str, int]:
+    """Bytes of one rank at the peak of a pass by category, of the rank with the most tokens.
+
+    Forward: inputs, output, lse, receive buffers and one visit's output, which measured peaks follow (README). Blocks
+    are taken whole, so that plans that send parts of them need less. Backward: what was saved, the gradients that come
+    in, gather and go out, the block that the forward kept, messages in two buffers each way, one visit's gradients.
+    """
+    item = ITEM_BYTES[plan.dtype]
+    wide = max(item, 4)
+    rows = max(map(plan.layout.rows, range(plan.ranks))) if plan.ranks <= 4096 else -(-plan.tokens // plan.ranks)
+    tokens = plan.batch * rows
+    inputs = plan.heads * plan.head_dim + plan.kv_heads * (plan.head_dim + plan.value_dim)
+    result = plan.heads * plan.value_dim
+    found = {
+        "q, k, v": tokens * inputs * item,
+        "output": tokens * result * item,
+        "lse": tokens * plan.heads * wide,
+    }
+    if plan.team > 1:
+        found["q, k, v, output and lse of the team's heads"] = tokens * ((inputs + result) * item + plan.heads * wide)
+    if not backward:
+        found["receive buffers"] = _receiving(plan, ("kv",), backward)
+        found["one visit's output"] = tokens * (result * item + plan.heads * wide)
+        return found
+    keys = plan.rotates == "keys"
+    kinds: tuple[Kind, ...] = ("kv", "grad") if keys else ("q", "row", "dq")
+    found["gradient of the output"] = tokens * result * item
+    found["sums of dq, dk, dv"] = tokens * inputs * wide
+    if item != wide:
+        found["dq, dk, dv"] = tokens * inputs * item
+    if keys and plan.ranks > 1:
+        found["kept block"] = _block(plan, ("kv",))
+    found["message buffers"] = _receiving(plan, kinds, backward)
+    found["one visit's gradients"] = tokens * inputs * wide
+    return found
+
+
+def _block(plan: Plan, kinds: tuple[Kind, ...]) -> int:
+    """Bytes of the message with a whole block of the first rank, which has as many tokens as any but for one."""
+    return sum(plan.part_bytes(Part(kind, 0)) for kind in kinds)
+
+
+def _receiving(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
+    """Bytes of buffers: two blocks in a ring and in `direct`; elsewhere what sampled ranks receive at once, and one."""
+    if plan.ranks == 1 or not plan.batch:
+        return 0
+    if plan.schedule in ("ring", "direct"):
+        return 2 * _block(plan, kinds)
+    most = 0
+    for rank in sampled(plan.ranks):
+        steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
+        for index in range(len(steps)):
+            flying = (hop for i, step in enumerate(steps[: index + 1]) for hop in step.recvs if hop.until >= index >= i)
+            most = max(most, sum(plan.part_bytes(part) for hop in flying for part in hop.parts))
+    return most + _block(plan, kinds)
+
+
+def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
+    """Bytes that one rank must write to continue a pass later: its sums so far. Forward: out and lse; backward: dq, dk, dv.
+
+    The inputs are taken to be elsewhere already; the number of the clock is not counted.
+    """
+    tokens = plan.batch * -(-plan.tokens // plan.ranks)
+    wide = max(ITEM_BYTES[plan.dtype], 4)
+    width = plan.heads * (plan.value_dim + 1)
+    if backward:
+        width = plan.heads * plan.head_dim + plan.kv_heads * (plan.head_dim + plan.value_dim)
+    return tokens * width * wide
+
+
+def young_daly(write: float, mean: float) -> float:
+    """Seconds of work between checkpoints that lose least, to first order: sqrt(2 C M) for checkpoints of C seconds and
+    M seconds between failures (Young 1974, Daly 2006)."""
+    return sqrt(2 * write * mean)
+
+
+def expected(work: float, interval: float, write: float, restart: float, mean: float) -> float:
+    """Expected seconds until `work` seconds are done, with a checkpoint of `write` seconds after each `interval` of them.
+
+    Failures come at random, `mean` seconds apart, also while checkpoints are written and while the `restart` seconds
+    after a failure pass: M exp(R / M) (exp((tau + C) / M) - 1) work / tau (Daly 2006, equation 13).
+    """
+    return mean * exp(restart / mean) * expm1((interval + write) / mean) * work / interval
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Failures of a run: seconds between them over all ranks, the checkpoints, and the expected time to the result."""
+
+    mean: float
+    write: float
+    interval: float
+    expected: float
+
+
+def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = False) -> Failures | None:
+    """Of `work` seconds on all ranks; None where the machine has no mtbf. Raises InvalidInput where it has no rate of
+    checkpoints, or where it fails before it can write one."""
+    if machine.mtbf is None:
+        return None
+    if machine.checkpoint is None or machine.restart is None:
+        raise InvalidInput(
+            "machine: mtbf needs checkpoint (bytes per second that one rank writes) and restart (seconds), from which the "
+            "interval follows; try checkpoint=1e9, restart=60"
+        )
+    mean = machine.mtbf / plan.ranks
+    write = checkpoint_bytes(plan, backward=backward) / machine.checkpoint
+    interval = min(young_daly(write, mean), work) if work else 0.0
+    if max(interval + write, machine.restart) > 50 * mean:
+        raise InvalidInput(
+            f"machine: {plan.ranks:,} ranks fail every {mean:.3g} s, long before a checkpoint of {write:.3g} s or a restart "
+            f"of {machine.restart:.3g} s is through: the result is never reached; try a larger mtbf or fewer ranks"
+        )
+    total = expected(work, interval, write, machine.restart, mean) if work else 0.0
+    return Failures(mean, write, interval, total)
+
+
+def energy(machine: Machine, ranks: int, seconds: float) -> float | None:
+    """Joules that all ranks draw, busy or not; None where the machine has no watts."""
+    return None if machine.watts is None else machine.watts * ranks * seconds
+
+
+def cost(machine: Machine, ranks: int, seconds: float) -> float | None:
+    """The price of all ranks, in the currency of the machine; None where it has none."""
+    return None if machine.price is None else machine.price * ranks * seconds / HOUR

@@ -1,0 +1,222 @@
+"""Tier F: the steps of all ranks of a plan, event by event. Any schedule, and nodes whose ranks share a way out.
+
+A message begins when both ends have posted it. Those that a rank posts in one step over one kind of link follow each
+other, so that all of them end together; a node's shared way out, and in, takes messages in the order in which they are
+ready. A rank begins its next step when its visits are done and the messages that are due have ended at both sides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import InvalidInput, Unsupported
+from .loads import Loads, Traffic
+from .noise import factor
+from .rates import Faults, Rates
+from .ring import Solved
+
+if TYPE_CHECKING:
+    from ..steps import Hop, Step
+
+#: More ranks, or more steps and messages over all of them, are refused: each is an object of Python.
+RANKS, EVENTS = 4096, 1_000_000
+#: Ranks whose steps are counted before those of all are made.
+LOOKED_AT = 8
+
+
+@dataclass
+class _Message:
+    """One message: who posted it when, how long each side's link needs for it, and which step of a side waits for it."""
+
+    source: int
+    target: int
+    near: bool
+    seconds: float = 0.0
+    posted: dict[int, float] = field(default_factory=dict)
+    until: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Rank:
+    """A rank on its way through its steps."""
+
+    busy: list[float]
+    posts: list[list[_Message]]
+    begun: float = 0.0
+    step: int = 0
+    #: By step: how many messages it waits for have not ended, and when the last of the others did.
+    open: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    ended: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    done: float | None = None
+
+
+def events(
+    rates: Rates, faults: Faults, why: str = "every step of every rank", noise: np.random.Generator | None = None
+) -> tuple[Solved, Loads, Traffic]:
+    """Simulate a plan step by step; with `noise`, visits vary by the machine's jitter. Raises Unsupported where it has
+    too many steps, InvalidInput where a stall is at a step that its rank has not.
+    """
+    _check(rates)
+    machine = rates.machine
+    ranks, loads, traffic = _prepare(rates, faults, noise)
+    heap: list[tuple[float, int, int]] = []
+    serial = 0
+    out: defaultdict[int, float] = defaultdict(float)
+    into: defaultdict[int, float] = defaultdict(float)
+
+    def begin(index: int, at: float) -> None:
+        nonlocal serial
+        serial += 1
+        heappush(heap, (at, serial, index))
+
+    def advance(index: int) -> None:
+        """Begin the next step of a rank whose step is done, if all that it waits for has ended."""
+        rank = ranks[index]
+        if rank.done is None or rank.open[rank.step]:
+            return
+        at = max(rank.done, rank.ended[rank.step])
+        rank.step, rank.done = rank.step + 1, None
+        begin(index, at)
+
+    for index in range(len(ranks)):
+        begin(index, 0.0)
+    while heap:
+        now, _, index = heappop(heap)
+        rank = ranks[index]
+        rank.begun = now
+        if rank.step == len(rank.busy):
+            continue
+        rank.done = now + rank.busy[rank.step]
+        changed = {index: None}
+        for message in rank.posts[rank.step]:
+            message.posted[index] = now
+            if len(message.posted) < 2:
+                continue
+            start = now
+            if machine.shared and not message.near:
+                ports = (out, message.source // machine.inner), (into, message.target // machine.inner)
+                start = max(now, *(free[node] for free, node in ports))
+                for free, node in ports:
+                    free[node] = start + message.seconds
+            for side, until in message.until.items():
+                ranks[side].open[until] -= 1
+                ranks[side].ended[until] = max(ranks[side].ended[until], start + message.seconds)
+                changed[side] = None
+        for side in changed:
+            advance(side)
+    stuck = [i for i, rank in enumerate(ranks) if rank.step < len(rank.busy)]
+    assert not stuck, f"ranks {stuck[:5]} wait for messages that nobody sends"
+    finish = np.array([rank.begun for rank in ranks])
+    return Solved("F", float(finish.max(initial=0.0)), finish, why), loads, traffic
+
+
+def _check(rates: Rates) -> None:
+    plan = rates.plan
+    if rates.buffers > 1:
+        raise Unsupported(
+            f"buffers={rates.buffers}: more than one receive slot is modelled for rings whose numbers are known of all "
+            "ranks at once, and this plan is simulated step by step; leave buffers out, as the executor has one"
+        )
+    if plan.ranks > RANKS:
+        raise Unsupported(
+            f"{plan.ranks:,} ranks: this plan is simulated step by step, for up to {RANKS:,} ranks; try schedule=ring with "
+            "a mask that is one band (Full, Causal, Window) on contiguous or zigzag ranks that divide the tokens"
+        )
+    looked = sorted({plan.ranks * i // LOOKED_AT for i in range(LOOKED_AT)})
+    size = [sum(1 + len(s.sends) for s in _steps(rates, rank)) for rank in looked]
+    if sum(size) * plan.ranks > 2 * EVENTS * len(looked):
+        raise Unsupported(_too_many(f"about {sum(size) * plan.ranks // len(looked):,}"))
+
+
+def _too_many(count: str) -> str:
+    return (
+        f"{count} steps and messages over all ranks: simulated step by step are at most {EVENTS:,}; try fewer ranks, or a "
+        "pattern that sees less"
+    )
+
+
+def _steps(rates: Rates, rank: int) -> tuple[Step, ...]:
+    found = rates.plan.for_rank(rank)
+    return found.backward if rates.backward else found.forward
+
+
+def _prepare(rates: Rates, faults: Faults, noise: np.random.Generator | None) -> tuple[list[_Rank], Loads, Traffic]:
+    plan = rates.plan
+    known: dict[tuple[int, int, int], _Message] = {}
+    links: defaultdict[tuple[int, int], int] = defaultdict(int)
+    loads = Loads.none(plan.ranks)
+    ranks: list[_Rank] = []
+    count = 0
+    for index in range(plan.ranks):
+        steps, rank = _steps(rates, index), _Rank([], [])
+        count += sum(1 + len(step.sends) for step in steps)
+        if count > EVENTS:
+            raise Unsupported(_too_many(f"more than {EVENTS:,}"))
+        for stall in (stall for stall in faults.stalls if stall.rank == index):
+            if stall.clock >= len(steps):
+                raise InvalidInput(
+                    f"{stall}: rank {index} has the steps 0 .. {len(steps) - 1}, as it is simulated by steps"
+                )
+        for number, step in enumerate(steps):
+            seconds = (*_work(rates, faults, index, step, noise), _late(faults, index, number))
+            for load, more in zip((loads.compute, loads.merge, loads.interference, loads.stalls), seconds, strict=True):
+                load[index] += more
+            rank.busy.append(sum(seconds))
+            rank.posts.append(_posts(rates, faults, index, step, known, links))
+            for message in rank.posts[-1]:
+                rank.open[message.until[index]] += 1
+        ranks.append(rank)
+    sizes = [size for size in links.values() if size]
+    messages = sum(len(step.sends) for index in range(plan.ranks) for step in _steps(rates, index))
+    return ranks, loads, Traffic(sum(sizes), max(sizes, default=0), len(sizes), messages)
+
+
+def _work(
+    rates: Rates, faults: Faults, index: int, step: Step, noise: np.random.Generator | None
+) -> tuple[float, float, float]:
+    """Seconds of the visits of a step, of merging them, and of messages in their way."""
+    inner, place = rates.plan.member(index)
+    # Where queries rotate, the visit is that of their owner to the keys of this rank.
+    turned = rates.backward and rates.plan.rotates == "queries"
+    visits = [(owner, place) if turned else (place, owner) for owner in {part.owner for part in step.visits}]
+    counts = [(inner.demand.pairs(querier, owner), inner.layout.rows(querier)) for querier, owner in visits]
+    slow = faults.factor(index)
+    compute = slow * rates.pair * sum(pairs for pairs, _ in counts)
+    if noise is not None and rates.machine.jitter:
+        compute *= float(factor(rates.machine.jitter, noise, 1)[0])
+    merge = slow * sum(rates.merge(rows) for pairs, rows in counts if pairs)
+    return compute, merge, compute * rates.gamma if step.sends or step.recvs else 0.0
+
+
+def _late(faults: Faults, index: int, number: int) -> float:
+    return sum(stall.seconds for stall in faults.stalls if (stall.rank, stall.clock) == (index, number))
+
+
+def _posts(
+    rates: Rates, faults: Faults, index: int, step: Step, known: dict[tuple[int, int, int], _Message],
+    links: defaultdict[tuple[int, int], int],
+) -> list[_Message]:  # fmt: skip
+    """The messages that a rank posts in a step; each takes as long as all of its kind, at the side where that is longer."""
+    found = []
+    for hops, sends in ((step.sends, True), (step.recvs, False)):
+        alone: list[tuple[Hop, _Message, float]] = []
+        for hop in hops:
+            source, target = (index, hop.peer) if sends else (hop.peer, index)
+            near, alpha, beta = rates.machine.link(source, target)
+            size = sum(map(rates.plan.part_bytes, hop.parts))
+            if sends:
+                links[source, target] += size
+            message = known.setdefault((source, target, hop.tag), _Message(source, target, near))
+            alone.append((hop, message, faults.link_factor(source) * (alpha + size / beta)))
+        whole = {near: sum(seconds for _, m, seconds in alone if m.near == near) for near in (True, False)}
+        for hop, message, seconds in alone:
+            queued = rates.machine.shared and not message.near  # one after another on the node's way
+            message.seconds = max(message.seconds, seconds if queued else whole[message.near])
+            message.until[index] = hop.until
+            found.append(message)
+    return found

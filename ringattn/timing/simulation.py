@@ -1,0 +1,173 @@
+"""simulate: a plan on a machine gives a timeline, by the cheapest tier that is exact for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import InvalidInput, Unsupported, did_you_mean
+from .budget import cost, energy, failures, memory
+from .closed import closed
+from .cones import cones
+from .dense import dense
+from .events import events
+from .loads import Loads, Traffic, survey
+from .machine import Machine, get_machine
+from .noise import Sampled, repeated, varied
+from .problem import Problem, problem
+from .quotient import quotient
+from .rates import Factors, Faults, Rates, factors
+from .ring import Ring, Solved, Stall
+from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+#: The tiers of a ring, the cheapest first; E is sampling on top of one of them.
+TIERS: dict[str, Callable[[Ring], Solved | None]] = {"A": closed, "B": quotient, "C": cones, "D": dense}
+NEEDS = {
+    "A": "all ranks and links alike",
+    "B": "ranks that repeat with a period, and no stalls",
+    "C": "few slow ranks or stalls in a uniform ring with one receive slot",
+}
+CHOICES = ("auto", *TIERS, "F")
+#: Ranks x clocks whose numbers are counted one by one, and those that tier D goes through with one slot and with more.
+COUNTED, STENCIL, SLOTTED = 1 << 28, 1 << 38, 1 << 31
+
+
+def simulate(
+    plan: Plan,
+    machine: Machine | str | None = None,
+    *,
+    backward: bool = False,
+    slow: Factors | None = None,
+    slow_links: Factors | None = None,
+    stalls: Sequence[Stall] = (),
+    passes: int = 1,
+    tier: str = "auto",
+    seed: int = 0,
+) -> Timeline:
+    """The modelled time of a forward, or of a backward, of `plan` on `machine` (a Machine, "cpu" or "cuda").
+
+    `slow` are factors on the visits of each rank (a dict by rank, or one per rank), `slow_links` on the messages that
+    each rank sends, `stalls` single visits that take longer. `passes` is how often the pass is made, for failures,
+    energy and cost. `tier` asks for one algorithm of the ladder, A to D or F, instead of the cheapest that is exact;
+    jitter is sampled (E) on top of it with `seed`. Raises InvalidInput, and Unsupported where no tier models what was
+    asked for.
+    """
+    machine = get_machine(machine)
+    if tier not in CHOICES:
+        raise InvalidInput(f"tier={tier!r}: {did_you_mean(tier, CHOICES)}expected one of {', '.join(CHOICES)}")
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise InvalidInput(f"passes={passes!r}: expected how often the pass is made, an integer >= 1")
+    for stall in stalls:
+        if not 0 <= stall.rank < plan.ranks or stall.clock < 0 or not 0 <= stall.seconds < float("inf"):
+            raise InvalidInput(f"{stall}: expected a rank 0 .. {plan.ranks - 1}, a clock >= 0 and seconds >= 0")
+    faults = Faults(
+        factors("slow", slow, plan.ranks), factors("slow_links", slow_links, plan.ranks), tuple(stalls)
+    )  # fmt: skip
+    rates = Rates(plan, machine, backward)
+    found = problem(rates, faults, COUNTED)
+    if tier == "F" or isinstance(found, str):
+        if tier not in ("auto", "F"):
+            raise Unsupported(f"tier={tier}: it solves rings whose numbers are known of all ranks at once, but {found}")
+        why = found if isinstance(found, str) else "asked for"
+        solved, loads, traffic = events(rates, faults, why)
+        noise = _noise_of_events(rates, faults, seed)
+        return _timeline(rates, solved, "", *loads.causes(solved.seconds), traffic, noise, passes)
+    _check_stalls(found, faults)
+    solved = _solve(found, tier)
+    noise = varied(found.ring, machine.jitter, seed) if machine.jitter and not found.bound else None
+    if found.bound:
+        if machine.jitter:
+            raise Unsupported(
+                f"jitter on {plan.ranks:,} ranks whose visits differ: it is sampled for masks that see everything, and for "
+                "fewer ranks; leave machine.jitter out"
+            )
+        compute, exposed = _bounded(rates, found, solved)
+        return _timeline(rates, replace(solved, finish=None), found.compared, compute, exposed, None, None, passes)
+    loads, traffic = survey(found.ring)
+    return _timeline(rates, solved, found.compared, *loads.causes(solved.seconds), traffic, noise, passes)
+
+
+def _solve(found: Problem, tier: str) -> Solved:
+    for name, solve in TIERS.items():
+        if tier not in ("auto", name):
+            continue
+        if name == "D":
+            _check_size(found)
+        solved = solve(found.ring)
+        if solved is not None:
+            return solved
+    raise Unsupported(f"tier={tier} needs {NEEDS[tier]}, which this plan on this machine has not; try tier=auto")
+
+
+def _check_size(found: Problem) -> None:
+    most = STENCIL if found.ring.buffers == 1 else SLOTTED
+    if found.ring.ranks * found.clocks > most:
+        raise Unsupported(
+            f"{found.ring.ranks:,} ranks x {found.clocks:,} clocks with {found.ring.buffers} receive slots are more than "
+            f"{most:,}, the most that is gone through one by one; try fewer ranks, or a machine whose nodes are alike"
+        )
+
+
+def _check_stalls(found: Problem, faults: Faults) -> None:
+    for stall in faults.stalls:
+        if stall.clock >= found.clocks:
+            raise InvalidInput(f"{stall}: the pass has the clocks 0 .. {found.clocks - 1}")
+
+
+def _noise_of_events(rates: Rates, faults: Faults, seed: int) -> Sampled | None:
+    if not rates.machine.jitter:
+        return None
+    source = np.random.default_rng(seed)
+    return repeated(
+        lambda: events(rates, faults, noise=source)[0].seconds, f"runs of every step of every rank, seed {seed}"
+    )
+
+
+def _bounded(rates: Rates, found: Problem, solved: Solved) -> tuple[float, dict[str, float]]:
+    """Causes where only the busiest rank's time is known."""
+    longest = Loads.none(1)
+    for phase in found.ring.each():
+        longest.add(found.ring, phase)
+    _, exposed = longest.causes(solved.seconds)
+    mean = rates.pair * rates.plan.pairs() / rates.plan.ranks
+    return mean, {**exposed, "imbalance": float(longest.compute[0]) - mean}
+
+
+def _timeline(
+    rates: Rates, solved: Solved, compared: str, compute: float, exposed: dict[str, float], traffic: Traffic | None,
+    noise: Sampled | None, passes: int,
+) -> Timeline:  # fmt: skip
+    plan, machine, seconds = rates.plan, rates.machine, solved.seconds
+    name, why, interval = solved.tier, solved.why, None
+    exposed = {**exposed, "jitter": 0.0}
+    if noise is not None:
+        exposed["jitter"], seconds = noise.seconds - seconds, noise.seconds
+        name, why, interval = f"{name} + E", f"{why}; jitter: {noise.why}", (noise.low, noise.high)
+    failed = failures(plan, machine, passes * seconds, backward=rates.backward)
+    total = passes * seconds if failed is None else failed.expected
+    return Timeline(
+        direction="backward" if rates.backward else "forward",
+        ranks=plan.ranks,
+        seconds=seconds,
+        tier=name,
+        why=why,
+        compared=compared,
+        finish=solved.finish,
+        compute=compute,
+        exposed=exposed,
+        interval=interval,
+        extrapolated=noise is not None and noise.extrapolated,
+        traffic=traffic,
+        memory=memory(plan, backward=rates.backward),
+        passes=passes,
+        failures=failed,
+        joules=energy(machine, plan.ranks, total),
+        price=cost(machine, plan.ranks, total),
+        machine=machine,
+    )

@@ -1,0 +1,81 @@
+"""What a simulation of time found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .budget import Failures
+from .loads import Traffic
+from .machine import Machine
+
+#: Fields of a machine that may be None, and what is not modelled then.
+EFFECTS = {
+    "merge": "merging of partial results",
+    "gamma": "visits slowed down by messages",
+    "jitter": "times that vary from visit to visit",
+    "memory": "whether the memory is enough",
+    "watts": "energy",
+    "price": "cost",
+    "mtbf": "failures and checkpoints",
+}
+#: What no machine here says anything of.
+ALWAYS = ("contention inside the network beyond a node's shared way out", "start-up of kernels and of the program")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Modelled time of one pass of a plan on a machine. Seconds, bytes; float64.
+
+    `exposed` says, by cause, what makes the pass longer than the mean time that a rank computes: imbalance (of the
+    busiest rank), merge, interference, stalls, wait (for messages) and jitter; with `compute` they sum to `seconds`.
+    """
+
+    direction: str
+    ranks: int
+    seconds: float
+    #: The algorithm that found it: A .. F of the ladder, and why it could be used.
+    tier: str
+    why: str
+    #: What of the plan was compared to see that it may be simplified; empty where every step was simulated.
+    compared: str
+    #: When each rank has finished, without jitter, float64 [ranks]; None where the tier finds only the last of them.
+    finish: np.ndarray | None
+    #: Mean seconds that a rank computes visits.
+    compute: float
+    exposed: dict[str, float]
+    #: 95 % interval of the mean time with jitter, and whether it is extrapolated from smaller rings.
+    interval: tuple[float, float] | None
+    extrapolated: bool
+    #: Bytes on links, counted; None where the tier does not count them.
+    traffic: Traffic | None
+    #: Bytes of one rank by category.
+    memory: dict[str, int]
+    #: How often the pass is made, and the seconds, joules and price of all of that; None: not modelled.
+    passes: int
+    failures: Failures | None
+    joules: float | None
+    price: float | None
+    machine: Machine
+
+    @property
+    def total(self) -> float:
+        """Seconds of all passes, with the failures on the way where they are modelled."""
+        return self.passes * self.seconds if self.failures is None else self.failures.expected
+
+    @property
+    def kind(self) -> str:
+        """The word that belongs to `seconds`: modelled or extrapolated."""
+        return "extrapolated" if self.extrapolated else "modelled"
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a rank's memory is enough; None: not modelled."""
+        return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """Effects that are left out."""
+        left = [f"{words} (machine.{name})" for name, words in EFFECTS.items() if getattr(self.machine, name) is None]
+        return (*left, *ALWAYS)
