@@ -24,7 +24,7 @@ def closed(ring: Ring, why: str = "all ranks and links alike") -> Solved | None:
             return None
         times.append(phase.clocks * max(value for value in alike[: len(longest)] if value is not None))
     seconds = fsum(times)
-    return Solved("A", seconds, np.full(ring.ranks, seconds), why)
+    return Solved("A", seconds, np.broadcast_to(np.asarray(seconds), (ring.ranks,)), why)
 
 
 def _alike(value: Value) -> float | None:

@@ -61,7 +61,7 @@ def events(
     """Simulate a plan step by step; with `noise`, visits vary by the machine's jitter. Raises Unsupported where it has
     too many steps, InvalidInput where a stall is at a step that its rank has not.
     """
-    _check(rates)
+    _check(rates, why)
     machine = rates.machine
     ranks, loads, traffic = _prepare(rates, faults, noise)
     heap: list[tuple[float, int, int]] = []
@@ -115,7 +115,7 @@ def events(
     return Solved("F", float(finish.max(initial=0.0)), finish, why), loads, traffic
 
 
-def _check(rates: Rates) -> None:
+def _check(rates: Rates, why: str) -> None:
     plan = rates.plan
     if rates.buffers > 1:
         raise Unsupported(
@@ -124,8 +124,9 @@ def _check(rates: Rates) -> None:
         )
     if plan.ranks > RANKS:
         raise Unsupported(
-            f"{plan.ranks:,} ranks: this plan is simulated step by step, for up to {RANKS:,} ranks; try schedule=ring with "
-            "a mask that is one band (Full, Causal, Window) on contiguous or zigzag ranks that divide the tokens"
+            f"{plan.ranks:,} ranks: this plan must be simulated step by step ({why}), which is done for up to {RANKS:,} "
+            "ranks; larger ones need schedule=ring and a mask that is one band (Full, Causal, Window) on contiguous or "
+            "zigzag ranks that divide the tokens"
         )
     looked = sorted({plan.ranks * i // LOOKED_AT for i in range(LOOKED_AT)})
     size = [sum(1 + len(s.sends) for s in _steps(rates, rank)) for rank in looked]

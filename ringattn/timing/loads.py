@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .ring import Phase, Ring, Value
+from .ring import Phase, Ring
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,27 @@ class Traffic:
     messages: int
 
 
-def survey(ring: Ring) -> tuple[Loads, Traffic]:
-    """Loads and traffic of a ring."""
-    loads, ranks = Loads.none(ring.ranks), ring.ranks
+def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
+    """Loads of the ranks of a ring, one of all where they are alike, and the traffic of `copies` such rings."""
+    alike = isinstance(ring.phases, tuple) and not ring.stalls and all(_plain(phase) for phase in ring.phases)
+    loads = Loads.none(1 if alike else ring.ranks)
     carried: dict[int, np.ndarray] = {}
     messages = 0
     for phase in ring.phases() if callable(ring.phases) else ring.phases:
         loads.add(ring, phase)
         for lane in phase.lanes:
-            sent = _whole(lane.bytes, ranks) * np.isfinite(lane.seconds)
-            messages += phase.clocks * int(np.count_nonzero(sent))
+            sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
+            messages += copies * phase.clocks * int(np.count_nonzero(sent))
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.clocks * sent
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds
     every = np.concatenate(list(carried.values())) if carried else np.zeros(1, dtype=np.int64)
-    return loads, Traffic(int(every.sum()), int(every.max()), int(np.count_nonzero(every)), messages)
+    return loads, Traffic(
+        copies * int(every.sum()), int(every.max()), copies * int(np.count_nonzero(every)), messages
+    )  # fmt: skip
 
 
-def _whole(value: Value, ranks: int) -> np.ndarray:
-    return np.broadcast_to(np.asarray(value), (ranks,)).astype(np.int64)
+def _plain(phase: Phase) -> bool:
+    """Whether all ranks are busy alike in a phase."""
+    values = (phase.compute, phase.merge, *(lane.seconds for lane in phase.lanes))
+    return not any(isinstance(value, np.ndarray) for value in values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,21 @@ Bytes = np.ndarray | float
 
 @dataclass(frozen=True)
 class Problem:
-    """A ring problem, what of the plan was compared to see it, and whether only its makespan is that of the plan."""
+    """A ring problem, its clocks, and what of the plan was compared to see it.
+
+    Where `copies` > 1, the plan's ranks are so many copies of those of `ring` one after another. `bound`: only the
+    makespan is that of the plan.
+    """
 
     ring: Ring
     clocks: int
     compared: str
+    copies: int = 1
     bound: bool = False
+
+    def whole(self) -> Ring:
+        """The ring of all ranks."""
+        return self.ring if self.copies == 1 else repeated(self.ring, self.copies)
 
 
 def problem(rates: Rates, faults: Faults, most: int) -> Problem | str:
@@ -61,11 +70,15 @@ def problem(rates: Rates, faults: Faults, most: int) -> Problem | str:
         hidden = counted.hidden()
         if hidden is not None:
             return hidden
-    if "reach" not in plan.memory:
-        plan.memory["reach"] = counted.reach()
-    clocks = plan.memory["reach"] + 1
+    few = counted.reach(np.array([0, plan.ranks // 2, plan.ranks - 1]))
+    if plan.ranks * (few + 1) <= most and "reach" not in plan.memory:
+        plan.memory["reach"] = counted.reach(counted.ranks)
+    clocks = plan.memory.get("reach", few) + 1
     if plan.ranks * clocks > most:
-        return f"{plan.ranks:,} ranks x {clocks:,} clocks whose numbers differ are more than {most:,}"
+        return (
+            f"the numbers of {plan.ranks:,} ranks x {clocks:,} clocks or more differ, of which up to {most:,} are counted "
+            "(more only where a rank is busy for as long as any other and as any message at every clock)"
+        )
     return Problem(
         counted.ring(clocks), clocks, f"{band_words(band)}; {clocks:,} clocks x {plan.ranks:,} ranks were counted"
     )
@@ -81,30 +94,60 @@ def band_words(band: Banded) -> str:
     )
 
 
-def _lane(rates: Rates, faults: Faults, sign: int, size: Bytes, batch: Sequence[tuple[int, Bytes]]) -> Lane:
-    """The messages of a lane. Those of one rank and kind of link in a clock follow each other, so that each ends with
-    the last of `batch`, all lanes of the clock, at its sender or its receiver."""
-    near = {s: rates.near(s) for s, _ in batch}
+def _lane(
+    rates: Rates,
+    faults: Faults,
+    sign: int,
+    size: Bytes,
+    batch: Sequence[tuple[int, Bytes]],
+    distinct: int | None = None,
+) -> Lane:
+    """The messages of a lane, of all ranks or of the first `distinct`.
+
+    Those of one rank and kind of link in a clock follow each other, so that each ends with the last of `batch`, all lanes
+    of the clock, at its sender or its receiver.
+    """
+    near = {s: rates.near(s, distinct) for s, _ in batch}
     moved, gaps = {}, {}
     for s, other in batch:
         seconds, gap = rates.message(other, near[s])
         empty = np.equal(other, 0)
         factor = 1.0 if faults.slow_links is None else faults.slow_links
         moved[s], gaps[s] = np.where(empty, 0.0, seconds * factor), np.where(empty, 0.0, gap * factor)
-    out = moved[sign].copy()
-    into = out.copy()  # by sender: what its receiver gets in all
+    out = moved[sign]
+    into = out  # by sender: what its receiver gets in all
     for s, _ in batch:
         if s != sign:
-            out += np.where(near[s] == near[sign], moved[s], 0.0)
-            came = shifted(moved[s], s), shifted(near[s], s)  # by receiver
-            to_me = tuple(shifted(np.asarray(x), -sign) for x in came)
-            into += np.where(to_me[1] == near[sign], to_me[0], 0.0)
+            out = out + np.where(near[s] == near[sign], moved[s], 0.0)
+            came = (shifted(shifted(np.asarray(x), s), -sign) for x in (moved[s], near[s]))
+            other, alike = came
+            into = into + np.where(alike == near[sign], other, 0.0)
     seconds = np.where(np.equal(size, 0), NEVER, np.maximum(out, into))
     return Lane(sign, _few(seconds), _few(gaps[sign]), size)
 
 
+def repeated(ring: Ring, copies: int) -> Ring:
+    """The ring whose ranks are those of `ring`, so many times over."""
+    assert isinstance(ring.phases, tuple) and not ring.stalls
+
+    def wide(value: Value) -> Value:
+        return np.tile(value, copies) if isinstance(value, np.ndarray) else value
+
+    phases = tuple(
+        replace(
+            phase,
+            compute=wide(phase.compute),
+            merge=wide(phase.merge),
+            lanes=tuple(Lane(x.sign, wide(x.seconds), wide(x.gap), wide(x.bytes)) for x in phase.lanes),
+        )
+        for phase in ring.phases
+    )
+    return replace(ring, ranks=ring.ranks * copies, phases=phases)
+
+
 def _few(value: np.ndarray) -> Value:
     """One number where all are equal."""
+    value = np.atleast_1d(value)
     return float(value[0]) if bool((value == value[0]).all()) else value
 
 
@@ -115,36 +158,40 @@ def _times(seconds: Value, faults: Faults) -> Value:
 def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) -> Problem:
     """Everybody sees everything: all visits and all blocks are alike."""
     plan, ranks = rates.plan, rates.plan.ranks
+    inner = min(rates.machine.inner, ranks)
+    distinct = inner if not faults and ranks % inner == 0 else ranks
     pairs = band.rows**2 * band.heads
     compute = _times(pairs * rates.pair, faults)
     merge = _times(rates.merge(band.rows), faults)
-    sign, sizes = (ways[0].sign if ways else 1), [0.0] * (ranks - 1) + [0.0]
+    sign, runs = (ways[0].sign if ways else 1), [(ranks, 0.0)]
     if not rates.backward:
-        sizes = [float(_bytes(plan, "kv"))] * (ranks - 1) + [0.0]
+        runs = [(ranks - 1, float(_bytes(plan, "kv"))), (1, 0.0)]
     elif ranks > 1 and plan.rotates == "keys":
         sign = -sign
         # Clocks ranks - 1 .. 0: the block goes back until its owner's neighbour has it, dK and dV until the owner.
-        block, sums = _bytes(plan, "kv"), _bytes(plan, "grad")
-        sizes = [float(block * (t >= 2) + sums * (t <= ranks - 2)) for t in reversed(range(ranks))]
+        block, sums = float(_bytes(plan, "kv")), float(_bytes(plan, "grad"))
+        runs = [(1, block if ranks > 2 else 0.0), (ranks - 3, block + sums), (min(2, ranks - 1), sums)]
     elif ranks > 1:
         sign = RingSchedule(plan.transposed).ways[0].sign
-        block, sums = _bytes(plan, "q") + _bytes(plan, "row"), _bytes(plan, "dq")
-        sizes = [float(block * (t <= ranks - 2) + sums * (t >= 2)) for t in range(ranks + 1)]
+        # Clocks 0 .. ranks: dQ begins a clock after the queries, and goes home after the last visit.
+        block, sums = float(_bytes(plan, "q") + _bytes(plan, "row")), float(_bytes(plan, "dq"))
+        last = sums if ranks > 2 else 0.0
+        runs = [(min(2, ranks - 1), block), (ranks - 3, block + sums), (1, last), (1, sums)]
     phases = []
     clock = 0
-    for size, run in groupby(sizes):
-        length = len(list(run))
-        lanes = (_lane(rates, faults, sign, size, [(sign, size)]),) if size else ()
+    for length, size in runs:
+        if length < 1:
+            continue
+        lanes = (_lane(rates, faults, sign, size, [(sign, size)], distinct),) if size else ()
         visiting = max(0, min(length, ranks - clock))
         if visiting:
             phases.append(Phase(visiting, compute, merge, lanes))
         if length > visiting:
             phases.append(Phase(length - visiting, 0.0, 0.0, lanes))
         clock += length
-    ring = Ring(ranks, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
-    return Problem(
-        ring, sum(phase.clocks for phase in phases), f"{band_words(band)}, so that all visits and all blocks are equal"
-    )
+    ring = Ring(distinct, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
+    words = f"{band_words(band)}, so that all visits and all blocks are equal"
+    return Problem(ring, sum(phase.clocks for phase in phases), words, ranks // distinct)
 
 
 def _bytes(plan: Plan, kind: Kind) -> int:
@@ -226,17 +273,21 @@ class _Counted:
         item = ITEM_BYTES[plan.part_dtype(Part("kv", 0))]
         return float(plan.batch * plan.kv_heads * (plan.head_dim + plan.value_dim) * item)
 
-    def reach(self) -> int:
-        """Hops that the block that goes farthest makes: rows beyond a distance only shrink with it."""
+    def reach(self, owners: np.ndarray) -> int:
+        """Hops that the one of these owners' blocks makes that goes farthest: rows beyond a distance only shrink."""
         most = 0
         for way in self.ways:
-            low, high = 0, way.limit
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self.band.rows_beyond(self.ranks, way.sign, middle, way.limit).any():
-                    low = middle
-                else:
-                    high = middle - 1
+
+            def reached(distance: int, way: Way = way) -> bool:
+                return bool(self.band.rows_beyond(owners, way.sign, distance, way.limit).any())
+
+            low, high = 0, 1
+            while high <= way.limit and reached(high):
+                low, high = high, 2 * high
+            high = min(high, way.limit + 1)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if reached(middle) else (low, middle)
             most = max(most, low)
         return most
 

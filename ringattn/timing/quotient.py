@@ -24,19 +24,22 @@ PATIENCE = 4096
 SPREAD = 4e-16
 
 
-def quotient(ring: Ring, why: str = "") -> Solved | None:
-    """Solve a ring whose ranks repeat with a period of at most LARGEST; None where they do not. Exact but for SPREAD."""
+def quotient(ring: Ring, copies: int = 1) -> Solved | None:
+    """Solve a ring whose ranks repeat with a period of at most LARGEST; None where they do not. Exact but for SPREAD.
+
+    With `copies` > 1 the ring is one period of so many.
+    """
     if callable(ring.phases) or ring.stalls:
         return None
-    size = _period(ring)
-    if size is None:
+    size = ring.ranks if copies > 1 else _period(ring)
+    if size is None or size > LARGEST:
         return None
     small = replace(ring, ranks=size, phases=tuple(_part(phase, size) for phase in ring.phases))
     state, jumped = Delay(small), 0
     for phase in small.each():
         jumped += _advance(state, phase)
-    finish = np.tile(state.finish(), ring.ranks // size)
-    why = why or f"ranks repeat every {size}; {jumped:,} of {state.clock:,} clocks are jumped over"
+    finish = np.tile(state.finish(), copies * ring.ranks // size)
+    why = f"ranks repeat every {size}; {jumped:,} of {state.clock:,} clocks are jumped over"
     return Solved("B", float(finish.max()), finish, why)
 
 

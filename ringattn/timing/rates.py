@@ -97,11 +97,14 @@ class Rates:
         size = plan.batch * rows * (plan.heads // plan.team) * width * max(ITEM_BYTES[plan.dtype], 4)
         return MERGE_PASSES * size / self.machine.merge
 
-    def near(self, sign: int) -> np.ndarray:
-        """Whether rank r and the one it sends to, r + sign, are of one node: bool [ranks]."""
-        ranks = np.arange(self.plan.ranks)
-        inner = self.machine.inner
-        return np.asarray(ranks // inner == (ranks + sign) % self.plan.ranks // inner)
+    def near(self, sign: int, distinct: int | None = None) -> np.ndarray:
+        """Whether rank r and the one it sends to, r + sign, are of one node: bool [ranks], or of the first `distinct`
+        ranks; of no dimension where that is the same for all."""
+        inner, count = self.machine.inner, self.plan.ranks
+        if inner == 1 or inner >= count:
+            return np.asarray(inner >= count)
+        ranks = np.arange(count if distinct is None else distinct)
+        return np.asarray(ranks // inner == (ranks + sign) % count // inner)
 
     def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(seconds, seconds of them that occupy the link) of messages of some bytes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,14 @@ from .noise import Sampled, repeated, varied
 from .problem import Problem, problem
 from .quotient import quotient
 from .rates import Factors, Faults, Rates, factors
-from .ring import Ring, Solved, Stall
+from .ring import Solved, Stall
 from .timeline import Timeline
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
 #: The tiers of a ring, the cheapest first; E is sampling on top of one of them.
-TIERS: dict[str, Callable[[Ring], Solved | None]] = {"A": closed, "B": quotient, "C": cones, "D": dense}
+TIERS = ("A", "B", "C", "D")
 NEEDS = {
     "A": "all ranks and links alike",
     "B": "ranks that repeat with a period, and no stalls",
@@ -80,7 +80,7 @@ def simulate(
         return _timeline(rates, solved, "", *loads.causes(solved.seconds), traffic, noise, passes)
     _check_stalls(found, faults)
     solved = _solve(found, tier)
-    noise = varied(found.ring, machine.jitter, seed) if machine.jitter and not found.bound else None
+    noise = varied(found.whole(), machine.jitter, seed) if machine.jitter and not found.bound else None
     if found.bound:
         if machine.jitter:
             raise Unsupported(
@@ -89,27 +89,36 @@ def simulate(
             )
         compute, exposed = _bounded(rates, found, solved)
         return _timeline(rates, replace(solved, finish=None), found.compared, compute, exposed, None, None, passes)
-    loads, traffic = survey(found.ring)
+    loads, traffic = survey(found.ring, found.copies)
     return _timeline(rates, solved, found.compared, *loads.causes(solved.seconds), traffic, noise, passes)
 
 
 def _solve(found: Problem, tier: str) -> Solved:
-    for name, solve in TIERS.items():
-        if tier not in ("auto", name):
-            continue
-        if name == "D":
-            _check_size(found)
-        solved = solve(found.ring)
+    for name in TIERS if tier == "auto" else (tier,):
+        solved = _tried(found, name)
         if solved is not None:
             return solved
     raise Unsupported(f"tier={tier} needs {NEEDS[tier]}, which this plan on this machine has not; try tier=auto")
 
 
+def _tried(found: Problem, tier: str) -> Solved | None:
+    if tier == "A":
+        solved = closed(found.ring)
+        whole = (found.ring.ranks * found.copies,)
+        return solved if solved is None else replace(solved, finish=np.broadcast_to(solved.seconds, whole))
+    if tier == "B":
+        return quotient(found.ring, found.copies)
+    if tier == "C":
+        return cones(found.whole())
+    _check_size(found)
+    return dense(found.whole())
+
+
 def _check_size(found: Problem) -> None:
     most = STENCIL if found.ring.buffers == 1 else SLOTTED
-    if found.ring.ranks * found.clocks > most:
+    if found.ring.ranks * found.copies * found.clocks > most:
         raise Unsupported(
-            f"{found.ring.ranks:,} ranks x {found.clocks:,} clocks with {found.ring.buffers} receive slots are more than "
+            f"{found.ring.ranks * found.copies:,} ranks x {found.clocks:,} clocks with {found.ring.buffers} receive slots are more than "
             f"{most:,}, the most that is gone through one by one; try fewer ranks, or a machine whose nodes are alike"
         )
 
