@@ -6,10 +6,13 @@ from .machine import MACHINES, Machine, get_machine
 from .predict import BACKWARD, Prediction, predict, sampled
 from .ring import Stall
 from .simulation import simulate
+from .speed import Grid, KernelTimes
 from .timeline import Timeline
 
 __all__ = [
     "BACKWARD",
+    "Grid",
+    "KernelTimes",
     "MACHINES",
     "Machine",
     "Prediction",

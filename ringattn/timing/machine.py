@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..errors import InvalidInput, did_you_mean
+from .speed import KernelTimes
 
 #: Where a number may come from: a publication or a data sheet, a guess, or a run.
 SOURCES = ("cited", "assumed", "measured")
@@ -71,6 +72,10 @@ class Machine:
     checkpoint: float | None = None
     #: Seconds from a failure until all ranks have the state of the last checkpoint.
     restart: float | None = None
+    #: Kernel times by tile shape, which replace `flops` where they are known.
+    kernel: KernelTimes | None = None
+    #: Measured over modelled times of whole passes, at the sizes of a calibration; empty: none were measured.
+    residuals: tuple[float, ...] = ()
     #: (field, source) of numbers that are cited or measured; all others are assumed.
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -91,6 +96,8 @@ class Machine:
             raise InvalidInput(
                 f"machine: buffers={slots!r} must be a number of receive slots >= 1, or None for 1, as the executor has"
             )
+        if not all(math.isfinite(ratio) and ratio > 0 for ratio in self.residuals):
+            raise InvalidInput("machine: residuals must be ratios > 0 of measured over modelled times")
         for name, label in self.sources:
             if name not in names() or label not in SOURCES:
                 hint = did_you_mean(name, names()) or did_you_mean(label, SOURCES)
@@ -106,6 +113,18 @@ class Machine:
         """The machine with other values, which are assumed unless `sources` is among them."""
         kept = tuple(pair for pair in self.sources if pair[0] not in values)
         return replace(self, **{"sources": kept, **values})
+
+    def interval(self, seconds: float, level: float = 0.9) -> tuple[float, float] | None:
+        """Where a measured pass that is modelled to take `seconds` lies with probability `level`; None: not known.
+
+        By order statistics of the residuals, without a law of errors. They are those of the sizes of a calibration.
+        """
+        ratios = sorted(self.residuals)
+        # Of n + 1 exchangeable ratios, the new one is among the k smallest with probability k / (n + 1).
+        skipped = int((1 - level) / 2 * (len(ratios) + 1) + 1e-9)
+        if not skipped:
+            return None
+        return seconds * ratios[skipped - 1], seconds * ratios[-skipped]
 
     def node(self, rank: int, ranks: int) -> range:
         """The ranks of the node of a rank."""

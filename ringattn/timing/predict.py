@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .machine import Machine
+from .speed import seconds_per_pair
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -77,7 +78,11 @@ def _one(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
 
 def pair_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
     """Seconds of the attention kernel per (query, key, head, branch) pair, for all elements of the batch."""
-    return plan.batch * 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0) / machine.flops
+    flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
+    if machine.kernel is not None:
+        places = sampled(plan.member(0)[0].ranks)
+        return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, places)
+    return plan.batch * flops / machine.flops
 
 
 def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:

@@ -1,0 +1,144 @@
+"""Machine files: what `ringattn calibrate` measured on a machine, and the Machine that a file describes. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from .errors import InvalidInput, did_you_mean
+from .files import replacing
+from .timing import Grid, KernelTimes, Machine
+
+#: The first key of a machine file; another number is another arrangement of the keys.
+FORMAT = "ringattn machine 1"
+#: Units of the values that a file may hold.
+UNITS = {
+    "flops": "flop/s", "alpha": "s", "beta": "bytes/s", "inner": "ranks per node", "inner_alpha": "s",
+    "inner_beta": "bytes/s", "shared": "true or false", "merge": "bytes/s", "buffers": "receive slots",
+    "gamma": "part of a visit", "jitter": "standard deviation / mean", "memory": "bytes", "watts": "W",
+    "price": "currency / h", "mtbf": "s", "checkpoint": "bytes/s", "restart": "s",
+}  # fmt: skip
+#: Keys that a file must have, and those it may.
+NEEDED, ALLOWED = ("format", "values"), ("made", "kernel", "residuals", "samples", "fits")
+
+
+def values_of(machine: Machine) -> dict[str, Any]:
+    """The part of a file that holds a machine's numbers, each with its unit and source."""
+    found = {}
+    for name, unit in UNITS.items():
+        value = getattr(machine, name)
+        if value is not None:
+            found[name] = {"value": value, "unit": unit, "source": machine.source(name)}
+    return found
+
+
+def kernel_of(times: KernelTimes) -> dict[str, Any]:
+    """The part of a file that holds kernel times."""
+    return {
+        "unit": "useful flop/s, after an overhead of s per call (forward, backward)",
+        "source": "measured",
+        "head_dim": times.head_dim,
+        "dtype": times.dtype,
+        "overhead": list(times.overhead),
+        "grids": [
+            {
+                "shape": grid.shape,
+                "backward": grid.backward,
+                "rows": list(grid.rows),
+                "keys": list(grid.keys),
+                "rates": [list(line) for line in grid.rates],
+            }
+            for grid in times.grids
+        ],
+    }
+
+
+def write_machine(path: Path, machine: Machine, **more: Any) -> None:
+    """Write a machine as YAML, whole or not at all; `more` are further parts of the file, such as made and samples."""
+    from omegaconf import OmegaConf
+
+    record = {"format": FORMAT, "made": more.pop("made", {}), "values": values_of(machine)}
+    if machine.kernel is not None:
+        record["kernel"] = kernel_of(machine.kernel)
+    if machine.residuals:
+        record["residuals"] = {
+            "unit": "measured s / modelled s", "source": "measured", "values": list(machine.residuals)
+        }  # fmt: skip
+    with replacing(path) as temporary:
+        OmegaConf.save(OmegaConf.create({**record, **more}), temporary)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A machine file as it stands. Raises InvalidInput where it is none."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as error:
+        raise InvalidInput(
+            f"machine.path={path}: cannot be read ({error.strerror}); make one with ringattn calibrate output.path={path}"
+        ) from error
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise InvalidInput(f"machine.path={path}: is no YAML ({str(error).splitlines()[0]}); make it again") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise InvalidInput(f"machine.path={path}: is no machine file (format: {FORMAT}); make one with ringattn calibrate")
+    return {str(key): value for key, value in found.items()}
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine that a file describes. Raises InvalidInput, naming the file and the key, where it cannot be used."""
+    record = read_record(path)
+    for key in record:
+        if key not in (*NEEDED, *ALLOWED):
+            known = (*NEEDED, *ALLOWED)
+            raise InvalidInput(f"{path}: unknown key {key!r}; {did_you_mean(key, known)}expected {', '.join(known)}")
+    try:
+        return _machine(record)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"{path}: {type(error).__name__} {error}: a part is missing or of another type; make it again with ringattn "
+            "calibrate"
+        ) from error
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from error
+
+
+def _machine(record: dict[str, Any]) -> Machine:
+    values, sources = {}, []
+    for name, entry in record["values"].items():
+        if name not in UNITS:
+            raise InvalidInput(f"values: unknown number {name!r}; {did_you_mean(name, UNITS)}expected {', '.join(UNITS)}")
+        if entry["unit"] != UNITS[name]:
+            raise InvalidInput(f"values: {name} is in {entry['unit']!r}, expected {UNITS[name]!r}")
+        values[name] = entry["value"]
+        if entry["source"] != "assumed":
+            sources.append((name, entry["source"]))
+    required = [field.name for field in fields(Machine) if field.name in ("flops", "alpha", "beta")]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise InvalidInput(f"values: {', '.join(missing)} missing; every machine has {', '.join(required)}")
+    kernel = _kernel(record["kernel"]) if "kernel" in record else None
+    if kernel is not None:
+        sources.append(("kernel", record["kernel"]["source"]))
+    residuals = tuple(float(x) for x in record["residuals"]["values"]) if "residuals" in record else ()
+    if residuals:
+        sources.append(("residuals", record["residuals"]["source"]))
+    return Machine(**values, kernel=kernel, residuals=residuals, sources=tuple(sources))
+
+
+def _kernel(part: dict[str, Any]) -> KernelTimes:
+    forward, backward = part["overhead"]
+    grids = tuple(
+        Grid(
+            grid["shape"],
+            grid["backward"],
+            tuple(grid["rows"]),
+            tuple(grid["keys"]),
+            tuple(tuple(float(rate) for rate in line) for line in grid["rates"]),
+        )
+        for grid in part["grids"]
+    )
+    return KernelTimes(part["head_dim"], part["dtype"], (float(forward), float(backward)), grids)
