@@ -19,8 +19,11 @@ VERBS = {
     "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
     "plan": "who computes what and who sends what to whom; answers at once, without torch",
     "bench": "a suite of alternating measurements, written to benchmarks/",
+    "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
     "doctor": "what this machine and installation can run, and what to install for the rest",
 }
+#: Verbs that every rank of a launched job has a part in.
+EVERYWHERE = ("run", "calibrate")
 #: Exit status of a wrong call.
 USAGE_ERROR = 2
 #: Exit status after Ctrl-C, as of a shell.
@@ -69,7 +72,7 @@ def _run(verb: str, overrides: list[str]) -> None:
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
     launch = detect()
     prepared = prepare(verb, overrides)
-    if verb != "run" and (launch.local_rank if verb == "doctor" else launch.rank):
+    if verb not in EVERYWHERE and (launch.local_rank if verb == "doctor" else launch.rank):
         return  # one rank says it for all; doctor, which tells of a machine, on every node once
     if launch.rank > 0:  # one run directory, one log, one .hydra, whatever the launcher
         prepared += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]

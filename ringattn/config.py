@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput, did_you_mean
+from .machine_file import UNITS, read_machine
 from .timing import Machine, get_machine
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
@@ -73,8 +74,10 @@ class ScheduleGroup(Group):
 
 @dataclass
 class MachineGroup(Group):
-    """A preset, and the values that are to replace its own."""
+    """A preset, or a file, and the values that are to replace its own."""
 
+    path: str | None = None
+    extrapolate: bool = False
     flops: float | None = None
     alpha: float | None = None
     beta: float | None = None
@@ -82,11 +85,35 @@ class MachineGroup(Group):
     inner_alpha: float | None = None
     inner_beta: float | None = None
     shared: bool | None = None
+    merge: float | None = None
+    buffers: int | None = None
+    gamma: float | None = None
+    jitter: float | None = None
+    memory: float | None = None
+    watts: float | None = None
+    price: float | None = None
+    mtbf: float | None = None
+    checkpoint: float | None = None
+    restart: float | None = None
 
     def made(self, device: str = "cpu") -> Machine:
-        """The machine; the preset `auto` is that of the device type."""
-        given = {name: value for name in _names(Machine) if (value := getattr(self, name)) is not None}
-        return replace(get_machine(None if self.spec == "auto" else self.spec, device), **given)
+        """The machine; the preset `auto` is that of the device type, `file` what `path` holds."""
+        if (self.spec == "file") != (self.path is not None):
+            raise InvalidInput(
+                f"machine={self.spec} and machine.path={self.path}: a file needs both machine=file and its path; make one "
+                "with ringattn calibrate output.path=machine.yaml"
+            )
+        if self.path is not None:
+            machine = read_machine(Path(self.path))
+        else:
+            machine = get_machine(None if self.spec == "auto" else self.spec, device)
+        given = {name: value for name in UNITS if (value := getattr(self, name)) is not None}
+        if "flops" in given:
+            given["kernel"] = None  # what was measured of the kernel is not to be used
+        machine = machine.changed(**given)
+        if self.extrapolate and machine.kernel is not None:
+            machine = replace(machine, kernel=replace(machine.kernel, extrapolate=True))
+        return machine
 
 
 @dataclass
@@ -163,7 +190,34 @@ class DoctorConfig:
     pass
 
 
-SCHEMAS: dict[str, type] = {"run": RunConfig, "plan": PlanConfig, "bench": BenchConfig, "doctor": DoctorConfig}
+@dataclass
+class CalibrateConfig:
+    """Sizes are lists of numbers, or of texts such as 64k."""
+
+    transport: TransportGroup = field(default_factory=TransportGroup)
+    kernel: Group = field(default_factory=Group)
+    machine: MachineGroup = field(default_factory=MachineGroup)
+    output: OutputGroup = field(default_factory=OutputGroup)
+    ranks: int = 2
+    device: str = "cpu"
+    heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    rows: list[Any] = field(default_factory=list)
+    widths: list[Any] = field(default_factory=list)
+    messages: list[Any] = field(default_factory=list)
+    repeat: int = 5
+    threads: int | None = None
+    timeout: float = 600.0
+
+
+SCHEMAS: dict[str, type] = {
+    "run": RunConfig,
+    "plan": PlanConfig,
+    "bench": BenchConfig,
+    "calibrate": CalibrateConfig,
+    "doctor": DoctorConfig,
+}
 
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:

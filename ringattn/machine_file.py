@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ UNITS = {
     "gamma": "part of a visit", "jitter": "standard deviation / mean", "memory": "bytes", "watts": "W",
     "price": "currency / h", "mtbf": "s", "checkpoint": "bytes/s", "restart": "s",
 }  # fmt: skip
+REQUIRED = ("flops", "alpha", "beta")
 #: Keys that a file must have, and those it may.
 NEEDED, ALLOWED = ("format", "values"), ("made", "kernel", "residuals", "samples", "fits")
 
@@ -73,18 +74,20 @@ def read_record(path: Path) -> dict[str, Any]:
     """A machine file as it stands. Raises InvalidInput where it is none."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
+    broken = import_module("yaml").YAMLError  # omegaconf reads with PyYAML, which has no types
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise InvalidInput(
             f"machine.path={path}: cannot be read ({error.strerror}); make one with ringattn calibrate output.path={path}"
         ) from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (broken, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise InvalidInput(f"machine.path={path}: is no YAML ({str(error).splitlines()[0]}); make it again") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise InvalidInput(f"machine.path={path}: is no machine file (format: {FORMAT}); make one with ringattn calibrate")
+        raise InvalidInput(
+            f"machine.path={path}: is no machine file (format: {FORMAT}); make one with ringattn calibrate"
+        )
     return {str(key): value for key, value in found.items()}
 
 
@@ -110,16 +113,17 @@ def _machine(record: dict[str, Any]) -> Machine:
     values, sources = {}, []
     for name, entry in record["values"].items():
         if name not in UNITS:
-            raise InvalidInput(f"values: unknown number {name!r}; {did_you_mean(name, UNITS)}expected {', '.join(UNITS)}")
+            raise InvalidInput(
+                f"values: unknown number {name!r}; {did_you_mean(name, UNITS)}expected {', '.join(UNITS)}"
+            )
         if entry["unit"] != UNITS[name]:
             raise InvalidInput(f"values: {name} is in {entry['unit']!r}, expected {UNITS[name]!r}")
         values[name] = entry["value"]
         if entry["source"] != "assumed":
             sources.append((name, entry["source"]))
-    required = [field.name for field in fields(Machine) if field.name in ("flops", "alpha", "beta")]
-    missing = [name for name in required if name not in values]
+    missing = [name for name in REQUIRED if name not in values]
     if missing:
-        raise InvalidInput(f"values: {', '.join(missing)} missing; every machine has {', '.join(required)}")
+        raise InvalidInput(f"values: {', '.join(missing)} missing; every machine has {', '.join(REQUIRED)}")
     kernel = _kernel(record["kernel"]) if "kernel" in record else None
     if kernel is not None:
         sources.append(("kernel", record["kernel"]["source"]))

@@ -17,9 +17,18 @@ ORDER = (
     "schedules", "rotation", "picture", "timing", "choice", "plan", "softmax", "pool", "kernels", "buffers", "transport",
     "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "functional", "nn",
     "factories",
-    "memory", "files", "config", "data", "sampling", "bench", "report", "job", "commands", "cli", "__main__",
+    "memory", "files", "machine_file", "config", "data", "sampling", "bench", "calibrate", "report", "job", "commands", "cli", "__main__",
 )  # fmt: skip
-NO_TORCH = (*ORDER[: ORDER.index("softmax")], "launcher", "files", "config", "report", "cli", "__main__")
+NO_TORCH = (
+    *ORDER[: ORDER.index("softmax")],
+    "launcher",
+    "files",
+    "machine_file",
+    "config",
+    "report",
+    "cli",
+    "__main__",
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -180,7 +180,7 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "ringattn": __version__,
         "commit": _git("rev-parse", "--short", "HEAD"),
         "source": _source(),

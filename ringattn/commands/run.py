@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import sys
@@ -14,126 +13,40 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.progress import Progress
 
 from ..config import RunConfig
 from ..data import open_source, shards
-from ..errors import InvalidInput, LaunchFailure, Mismatch, RingAttentionError
+from ..errors import InvalidInput, Mismatch, RingAttentionError
 from ..files import check_writable
 from ..functional import ring_attention, virtual_attention
 from ..job import Measured, Run, plan_of, save
-from ..launcher import Launch, detect, init_process_group, run_local
 from ..report import console
 from ..transport.base import Message, Post, Transport
-from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
-from ..transport.torchdist import TorchDist
-
-TRANSPORTS = ("gloo", "nccl", "mpi", "virtual")
+from .ranks import check, device, start
 
 
 def main(config: RunConfig) -> None:
     """Run on virtual ranks, as one rank of a launched job, or on local ranks started here."""
-    launch = detect()
-    if config.transport.spec not in TRANSPORTS:
-        raise InvalidInput(f"transport={config.transport.spec}: expected one of {', '.join(TRANSPORTS)}")
-    for name, value, least in (("repeat", config.repeat, 1), ("ranks", config.ranks, 1), ("sample", config.sample, 0)):
+    check(config)
+    for name, value, least in (("repeat", config.repeat, 1), ("sample", config.sample, 0)):
         if value < least:
             raise InvalidInput(f"{name}={value}: must be at least {least}")
-    if config.threads is not None and config.threads < 1:
-        raise InvalidInput(f"threads={config.threads}: must be at least 1; leave it out to share the cores evenly")
-    if not config.timeout > 0:
-        raise InvalidInput(f"timeout={config.timeout}: must be a number of seconds above 0")
-    if config.transport.gpu_aware and config.transport.spec != "mpi":
-        raise InvalidInput(
-            f"transport.gpu_aware=true is an option of transport=mpi, not of {config.transport.spec}; leave it out"
-        )
     if config.transport.spec == "virtual":
-        _set_threads(config.threads or os.cpu_count() or 1)
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
         _Virtual(config).run()
-    elif config.transport.spec == "mpi":
-        _under_mpi(launch, config)
-    elif launch.kind != "none":
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        record(_launched)(launch, config)
     else:
-        _local(config)
+        start(config, _worker, "run", _before)
 
 
-def _local(config: RunConfig) -> None:
-    if config.transport.spec == "nccl":
-        raise InvalidInput(
-            "transport=nccl needs one process per GPU; start with torchrun --nproc-per-node N -m ringattn run "
-            "transport=nccl"
-        )
+def _before(config: RunConfig) -> None:
     plan_of(config, open_source(config), config.ranks)  # all that can be wrong is said here, once, before a rank starts
     if config.output.path:
         check_writable(Path(config.output.path))
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
-    try:
-        run_local(
-            _started, config.ranks, config, timeout=math.inf, group_timeout=config.timeout, threads=threads,
-            passthrough=(0,),
-        )  # fmt: skip
-    except LaunchFailure as error:
-        raise RingAttentionError(str(error)) from None
 
 
-def _launched(launch: Launch, config: RunConfig) -> None:
-    _set_threads(config.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-    init_process_group(launch, backend=config.transport.spec, timeout=config.timeout)
-    if config.transport.spec == "nccl":
-        torch.cuda.set_device(launch.local_rank)
-    try:
-        _worker(config)
-    finally:
-        dist.destroy_process_group()
-
-
-def _under_mpi(launch: Launch, config: RunConfig) -> None:
-    """This process is one rank of an mpirun, or of an srun whose Slurm speaks the MPI library's PMI."""
-    if launch.kind in ("none", "torchrun"):
-        how = "torchrun started this job" if launch.kind == "torchrun" else "no MPI launcher started this process"
-        raise InvalidInput(
-            f"transport=mpi: {how}; start it with mpirun -n {config.ranks} ringattn run transport=mpi ... "
-            f"(where mpirun or mpi4py is missing: {INSTALL})"
-        )
-    _set_threads(config.threads or max(1, (os.cpu_count() or 1) // max(launch.local_world, 1)))
-    load()
-    with AbortOnError():
-        if config.transport.gpu_aware:
-            if not torch.cuda.is_available():
-                raise InvalidInput(
-                    "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device (ringattn "
-                    "doctor tells why); leave it out for CPU tensors"
-                )
-            # A rank that its launcher shows one device takes that one; ranks that see all of a node take turns.
-            torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-        transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
-        if transport.size != launch.world:
-            raise InvalidInput(
-                f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: mpirun "
-                "and mpi4py belong to different MPI libraries; use the mpirun that ringattn doctor names"
-            )
-        _Ranks(config, transport).run()
-
-
-def _started(rank: int, config: RunConfig) -> None:
-    """A rank that `_local` started: a wrong call is told in one line, which the parent repeats."""
-    try:
-        _worker(config)
-    except RingAttentionError as error:
-        sys.stderr.write(f"{error}\n")
-        raise SystemExit(2) from None
-
-
-def _worker(config: RunConfig) -> None:
-    _Ranks(config, TorchDist(timeout=config.timeout)).run()
-
-
-def _set_threads(count: int) -> None:
-    torch.set_num_threads(count)
+def _worker(config: RunConfig, transport: Transport) -> None:
+    _Ranks(config, transport).run()
 
 
 class _Virtual(Run):
@@ -193,8 +106,7 @@ class _Ranks(Run):
     def __init__(self, config: RunConfig, transport: Transport) -> None:
         super().__init__(config)
         self.rank, self.ranks, self.transport = transport.rank, transport.size, transport
-        if config.transport.spec == "nccl" or config.transport.gpu_aware:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device(config)
 
     def open(self) -> None:
         error: RingAttentionError | None = None

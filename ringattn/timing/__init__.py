@@ -11,9 +11,9 @@ from .timeline import Timeline
 
 __all__ = [
     "BACKWARD",
+    "MACHINES",
     "Grid",
     "KernelTimes",
-    "MACHINES",
     "Machine",
     "Prediction",
     "Stall",

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput, Unsupported, did_you_mean
@@ -49,10 +50,12 @@ class Grid:
                 f"kernel times: shape={self.shape!r}: {did_you_mean(self.shape, SHAPES)}expected one of {', '.join(SHAPES)}"
             )
         for name, sizes in (("rows", self.rows), ("keys", self.keys)):
-            if not sizes or any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)) or sizes[0] < 1:
+            if not sizes or any(a >= b for a, b in pairwise(sizes)) or sizes[0] < 1:
                 raise InvalidInput(f"kernel times: {name}={sizes} must be ascending numbers >= 1")
         if len(self.rates) != len(self.rows) or any(len(line) != len(self.keys) for line in self.rates):
-            raise InvalidInput(f"kernel times: {self.shape} needs a rate for each of {self.rows} rows x {self.keys} keys")
+            raise InvalidInput(
+                f"kernel times: {self.shape} needs a rate for each of {self.rows} rows x {self.keys} keys"
+            )
         if not all(math.isfinite(rate) and rate > 0 for line in self.rates for rate in line):
             raise InvalidInput(f"kernel times: the rates of {self.shape} must be FLOP/s > 0; measure them again")
 
@@ -97,7 +100,9 @@ class KernelTimes:
 
     def __post_init__(self) -> None:
         known = {(grid.shape, grid.backward) for grid in self.grids}
-        missing = [f"{shape} {('forward', 'backward')[b]}" for b in (0, 1) for shape in SHAPES if (shape, bool(b)) not in known]
+        missing = [
+            f"{shape} {('forward', 'backward')[b]}" for b in (0, 1) for shape in SHAPES if (shape, bool(b)) not in known
+        ]
         if missing:
             raise InvalidInput(f"kernel times: {', '.join(missing)} missing; measure them with ringattn calibrate")
         if not all(math.isfinite(x) and x >= 0 for x in self.overhead):

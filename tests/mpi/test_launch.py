@@ -53,7 +53,7 @@ BROKEN = """
 import ringattn.commands.run as command
 from ringattn.cli import main
 
-def bad_day(config):
+def bad_day(config, transport):
     raise ArithmeticError("a bad day on every rank")
 
 command._worker = bad_day

@@ -1,0 +1,68 @@
+"""How much messages slow down the visits under which they hide: a block travels while a block is visited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.base import Kernel
+from ..work import Work
+from .kernels import calls
+from .team import Team
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds by repetition, of all ranks: a visit alone, a message alone, the visit while the message travels, and
+    both until the message is there."""
+
+    rows: int
+    bytes: int
+    visit: tuple[float, ...]
+    message: tuple[float, ...]
+    together: tuple[float, ...]
+    both: tuple[float, ...]
+
+
+def measure(
+    team: Team, kernel: Kernel, rows: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype, repeat: int
+) -> list[Overlap]:
+    """A dense visit of n queries to n keys while the K/V block of n rows goes to the next rank, for each n of `rows`."""
+    return [_one(team, kernel, n, heads, head_dim, dtype, repeat) for n in rows]
+
+
+def _one(team: Team, kernel: Kernel, rows: int, heads: int, head_dim: int, dtype: torch.dtype, repeat: int) -> Overlap:
+    visit = calls(
+        kernel,
+        Work(range(heads), range(heads), range(rows), (range(rows),)),
+        head_dim,
+        dtype,
+        team.device,
+        backward=False,
+    )
+    size = 2 * rows * heads * head_dim * torch.empty((), dtype=dtype).element_size()
+    mine, theirs = team.buffer(size), team.buffer(size)
+    following, before = (team.rank + 1) % team.size, (team.rank - 1) % team.size
+    together, both = [], []
+
+    def send() -> None:
+        team.finish(team.exchange({following: mine}, {before: theirs}))
+
+    def overlapped() -> None:
+        start = time.perf_counter()
+        ticket = team.exchange({following: mine}, {before: theirs})
+        posted = time.perf_counter()
+        visit()
+        team.synchronize()
+        together.append(time.perf_counter() - posted)
+        team.finish(ticket)
+        both.append(time.perf_counter() - start)
+
+    alone = team.repeated(visit, repeat)
+    message = team.repeated(send, repeat)
+    team.repeated(overlapped, repeat)
+    everyone = team.everyone((alone, message, together[1:], both[1:]))  # the first one is the warm-up
+    return Overlap(rows, size, *(tuple(t for rank in everyone for t in rank[i]) for i in range(4)))
