@@ -211,6 +211,20 @@ class CalibrateConfig:
     timeout: float = 600.0
 
 
+@dataclass
+class ValidateConfig:
+    """A validation on several numbers of ranks; `calibration` is what is measured first where there is no machine file."""
+
+    machine: MachineGroup = field(default_factory=MachineGroup)
+    calibration: CalibrateConfig = field(default_factory=CalibrateConfig)
+    output: OutputGroup = field(default_factory=OutputGroup)
+    ranks: list[int] = field(default_factory=lambda: [2])
+    rows: list[int] | None = None
+    repeat: int = 5
+    threads: int | None = None
+    timeout: float = 600.0
+
+
 SCHEMAS: dict[str, type] = {
     "run": RunConfig,
     "plan": PlanConfig,

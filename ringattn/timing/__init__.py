@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .machine import MACHINES, Machine, get_machine
+from .machine import Machine, get_machine, machine_fields
 from .predict import BACKWARD, Prediction, predict, sampled
+from .presets import FACTS, MACHINES
 from .ring import Stall
 from .simulation import simulate
 from .speed import Grid, KernelTimes
@@ -11,6 +12,7 @@ from .timeline import Timeline
 
 __all__ = [
     "BACKWARD",
+    "FACTS",
     "MACHINES",
     "Grid",
     "KernelTimes",
@@ -19,6 +21,7 @@ __all__ = [
     "Stall",
     "Timeline",
     "get_machine",
+    "machine_fields",
     "predict",
     "sampled",
     "simulate",

@@ -28,6 +28,8 @@ _FIELDS = {
     "checkpoint": ("bytes per second at which one rank writes a checkpoint, > 0, or None: not modelled", 1e9),
     "restart": ("seconds from a failure to the last checkpoint's state, >= 0, or None: not modelled", 60.0),
 }
+#: Fields that hold many numbers.
+TABLES = ("kernel", "residuals")
 #: Numbers that may be 0.
 _ZERO = ("alpha", "inner_alpha", "gamma", "jitter", "price", "restart")
 
@@ -99,8 +101,8 @@ class Machine:
         if not all(math.isfinite(ratio) and ratio > 0 for ratio in self.residuals):
             raise InvalidInput("machine: residuals must be ratios > 0 of measured over modelled times")
         for name, label in self.sources:
-            if name not in names() or label not in SOURCES:
-                hint = did_you_mean(name, names()) or did_you_mean(label, SOURCES)
+            if name not in (*machine_fields(), *TABLES) or label not in SOURCES:
+                hint = did_you_mean(name, machine_fields()) or did_you_mean(label, SOURCES)
                 raise InvalidInput(
                     f"machine: sources has ({name!r}, {label!r}); {hint}expected a field and one of {', '.join(SOURCES)}"
                 )
@@ -144,36 +146,22 @@ class Machine:
         return alpha, self.beta if self.inner_beta is None else self.inner_beta
 
 
-def names() -> tuple[str, ...]:
-    """The fields of a machine that hold a value."""
-    return tuple(field.name for field in fields(Machine) if field.name != "sources")
-
-
-#: By device type.
-MACHINES = {
-    # Gloo between processes of one host, one thread each. Measured on 2 cores of a virtual x86 server, fp32: a message
-    # of 256 bytes took 90 us, one of 16 MiB both ways 11 ms, and a flash call of 2,048 tokens ran at 5e10 flop/s.
-    "cpu": Machine(
-        flops=5e10,
-        alpha=1e-4,
-        beta=1.5e9,
-        sources=(("flops", "measured"), ("alpha", "measured"), ("beta", "measured")),
-    ),
-    # Assumed, not measured: half of the 989e12 dense bf16 flop/s in the data sheet of an H100 SXM; 10 us for a NCCL
-    # message; one 400 Gb/s network card per GPU between nodes of 8, 80 % of the 450 GB/s of NVLink 4 each way inside.
-    "cuda": Machine(flops=5e14, alpha=1e-5, beta=5e10, inner=8, inner_alpha=1e-5, inner_beta=3.6e11),
-}
+def machine_fields() -> tuple[str, ...]:
+    """The fields of a machine that hold one number, or one yes or no."""
+    return tuple(field.name for field in fields(Machine) if field.name not in ("sources", *TABLES))
 
 
 def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
-    """A machine, that of a name, or the default of a device type."""
+    """A machine, that of a name (`presets.MACHINES`), or the default of a device type."""
+    from .presets import MACHINES  # which are Machines
+
     if machine is None:
         return MACHINES.get(device, MACHINES["cpu"])
     if isinstance(machine, Machine):
         return machine
     if machine not in MACHINES:
         raise InvalidInput(
-            f"unknown machine {machine!r}; {did_you_mean(machine, MACHINES)}expected {' or '.join(MACHINES)}, or a "
+            f"unknown machine {machine!r}; {did_you_mean(machine, MACHINES)}expected {', '.join(MACHINES)}, or a "
             "Machine such as ringattn.Machine(flops=5e10, alpha=1e-4, beta=1.5e9)"
         )
     return MACHINES[machine]

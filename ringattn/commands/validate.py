@@ -1,0 +1,136 @@
+"""Validation of the timing model: calibrate, or read a machine file, then compare with real Gloo ranks of this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..calibrate.passes import Pass, Settings
+from ..calibrate.published import published
+from ..calibrate.team import Team
+from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, measured, oversubscribed
+from ..choice import duration
+from ..config import CalibrateConfig, ValidateConfig
+from ..errors import InvalidInput, LaunchFailure, RingAttentionError
+from ..files import check_writable, write_text
+from ..launcher import detect, run_local
+from ..machine_file import read_machine, read_record
+from ..report import Number, console, grid, show
+from ..timing import Machine
+from ..transport.torchdist import TorchDist
+from . import calibrate
+
+
+def main(config: ValidateConfig) -> None:
+    """Print errors and coverage of held-out passes on every number of `ranks`, and of a published table."""
+    _check(config)
+    if config.output.path:
+        check_writable(Path(config.output.path))
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
+        path = Path(config.machine.path or Path(scratch) / "machine.yaml")
+        if config.machine.path is None:
+            calibrate.main(_calibration(config, path))
+        machine, made = read_machine(path), read_record(path)["made"]
+    rows = config.rows or held_out(machine.kernel.grid("dense", False).rows if machine.kernel else ())
+    record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
+    for ranks in config.ranks:
+        passes = _on(ranks, rows, machine, made, config)
+        found = errors(passes, machine)
+        _show(ranks, passes, machine, found)
+        record["ranks"].append({"ranks": ranks, **asdict(found), "passes": [_plain(one) for one in passes]})
+    _show_published()
+    if config.output.path:
+        import json
+
+        write_text(Path(config.output.path), json.dumps(record, indent=1) + "\n")
+
+
+def _check(config: ValidateConfig) -> None:
+    launch = detect()
+    if launch.kind != "none":
+        raise InvalidInput(
+            f"{launch.kind} started this process: the validation starts its own ranks, several numbers of them; start it alone"
+        )
+    if not config.ranks or min(config.ranks) < 2:
+        raise InvalidInput(f"ranks={config.ranks}: expected numbers of ranks >= 2, such as [2,4]")
+    if config.repeat < 1:
+        raise InvalidInput(f"repeat={config.repeat}: must be at least 1")
+
+
+def _calibration(config: ValidateConfig, path: Path) -> CalibrateConfig:
+    """A calibration on the first number of ranks."""
+    found = config.calibration
+    found.output.path = str(path)
+    found.ranks, found.threads = config.ranks[0], config.threads
+    return found
+
+
+def _on(ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any], config: ValidateConfig) -> list[Pass]:
+    cores = os.cpu_count() or 1
+    threads = config.threads or max(1, cores // ranks)
+    settings = Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], config.repeat)
+    slow = oversubscribed(ranks, threads, cores, (made["ranks"], made["threads"]))
+    if threads != made["threads"]:
+        raise InvalidInput(
+            f"threads={threads} per rank, and the machine was calibrated with {made['threads']}; give threads="
+            f"{made['threads']}, or calibrate with threads={threads}"
+        )
+    console().print(f"measuring {len(chosen(rows, ranks))} kinds of passes on {ranks} ranks")
+    try:
+        found: list[list[Pass]] = run_local(
+            _rank, ranks, rows, machine, settings, slow, config.timeout, timeout=math.inf,
+            group_timeout=config.timeout, threads=threads,
+        )  # fmt: skip
+    except LaunchFailure as error:
+        raise RingAttentionError(str(error)) from None
+    return found[0]
+
+
+def _rank(
+    rank: int, rows: Sequence[int], machine: Machine, settings: Settings, slow: float, timeout: float
+) -> list[Pass]:
+    team = Team(TorchDist(timeout=timeout), torch.device("cpu"))
+    return measured(team, machine, chosen(rows, team.size), settings, slow)
+
+
+def _plain(one: Pass) -> dict[str, Any]:
+    return {**asdict(one.case), "seconds": list(one.seconds), "modelled": one.modelled}
+
+
+def _show(ranks: int, passes: list[Pass], machine: Machine, found: Errors) -> None:
+    lines = []
+    for one in passes:
+        inside = machine.interval(one.modelled, LEVEL)
+        middle = sorted(one.seconds)[len(one.seconds) // 2]
+        lines.append(
+            (
+                str(one.case), duration(middle), duration(one.modelled), f"{one.modelled / middle - 1:+.1%}",
+                f"{duration(inside[0])} .. {duration(inside[1])}" if inside else "not known",
+            )
+        )  # fmt: skip
+    console().print()
+    header = ("pass", "measured", "modelled", "error", f"{LEVEL:.0%} interval [modelled]")
+    grid(f"{ranks} Gloo ranks", header, lines)
+    coverage = "not known: the machine file has too few residuals"
+    if found.coverage is not None:
+        coverage = f"{found.coverage:.1%} of {found.runs} runs"
+    show(f"modelled against measured, {ranks} ranks, {found.passes} held-out passes", [
+        Number("signed bias", f"{found.bias:+.1%}", "measured"),
+        Number("median absolute error", f"{found.median:.1%}", "measured"),
+        Number("P90 absolute error", f"{found.p90:.1%}, largest {found.worst:.1%}", "measured"),
+        Number(f"inside the {LEVEL:.0%} interval", coverage, "measured"),
+    ])  # fmt: skip
+
+
+def _show_published() -> None:
+    lines = [(one.name, f"{one.measured:.1f}", f"{one.modelled:.1f}", f"{one.error:+.1%}") for one in published()]
+    console().print()
+    title = "published rings of zhuzilin/ring-flash-attention, iterations/s, without a fit; zigzag is an upper bound"
+    grid(title, ("8 GPUs, 64k tokens, causal", "measured there", "modelled", "error"), lines)
