@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput, did_you_mean
-from .timing import Machine, get_machine
+from .timing import Machine, get_machine, machine_fields
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
@@ -82,11 +82,21 @@ class MachineGroup(Group):
     inner_alpha: float | None = None
     inner_beta: float | None = None
     shared: bool | None = None
+    merge: float | None = None
+    buffers: int | None = None
+    gamma: float | None = None
+    jitter: float | None = None
+    memory: float | None = None
+    watts: float | None = None
+    price: float | None = None
+    mtbf: float | None = None
+    checkpoint: float | None = None
+    restart: float | None = None
 
     def made(self, device: str = "cpu") -> Machine:
         """The machine; the preset `auto` is that of the device type."""
-        given = {name: value for name in _names(Machine) if (value := getattr(self, name)) is not None}
-        return replace(get_machine(None if self.spec == "auto" else self.spec, device), **given)
+        given = {name: value for name in machine_fields() if (value := getattr(self, name)) is not None}
+        return get_machine(None if self.spec == "auto" else self.spec, device).changed(**given)
 
 
 @dataclass
@@ -108,7 +118,7 @@ class OutputGroup:
 
 @dataclass
 class Shape:
-    """What `run` and `plan` share."""
+    """What `run`, `plan` and `simulate` share."""
 
     pattern: PatternGroup = field(default_factory=PatternGroup)
     layout: LayoutGroup = field(default_factory=LayoutGroup)
@@ -151,6 +161,18 @@ class PlanConfig(Shape):
 
 
 @dataclass
+class SimulateConfig(Shape):
+    mode: str = "timing"
+    backward: bool = False
+    slow: Any = None
+    slow_links: Any = None
+    stalls: Any = None
+    passes: int = 1
+    tier: str = "auto"
+    seed: int = 0
+
+
+@dataclass
 class BenchConfig:
     suite: str = "ring"
     cases: list[str] | None = None
@@ -163,7 +185,13 @@ class DoctorConfig:
     pass
 
 
-SCHEMAS: dict[str, type] = {"run": RunConfig, "plan": PlanConfig, "bench": BenchConfig, "doctor": DoctorConfig}
+SCHEMAS: dict[str, type] = {
+    "run": RunConfig,
+    "plan": PlanConfig,
+    "simulate": SimulateConfig,
+    "bench": BenchConfig,
+    "doctor": DoctorConfig,
+}
 
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
@@ -202,7 +230,7 @@ def _check_key(verb: str, schema: type, key: str) -> None:
             f"(ringattn {verb} --cfg job shows their values)"
         )
     inner = names[first].default_factory
-    if rest and inner is not dataclasses.MISSING and rest not in _names(inner):
+    if rest and dataclasses.is_dataclass(inner) and rest not in _names(inner):
         shown = list(_names(inner))
         raise InvalidInput(f"unknown key {key!r}; {did_you_mean(rest, shown)}keys of {first}: {', '.join(shown)}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .machine import MACHINES, Machine, get_machine
+from .machine import MACHINES, Machine, get_machine, machine_fields
 from .predict import BACKWARD, Prediction, predict, sampled
 from .ring import Stall
 from .simulation import simulate
@@ -16,6 +16,7 @@ __all__ = [
     "Stall",
     "Timeline",
     "get_machine",
+    "machine_fields",
     "predict",
     "sampled",
     "simulate",

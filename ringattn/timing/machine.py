@@ -92,8 +92,8 @@ class Machine:
                 f"machine: buffers={slots!r} must be a number of receive slots >= 1, or None for 1, as the executor has"
             )
         for name, label in self.sources:
-            if name not in names() or label not in SOURCES:
-                hint = did_you_mean(name, names()) or did_you_mean(label, SOURCES)
+            if name not in machine_fields() or label not in SOURCES:
+                hint = did_you_mean(name, machine_fields()) or did_you_mean(label, SOURCES)
                 raise InvalidInput(
                     f"machine: sources has ({name!r}, {label!r}); {hint}expected a field and one of {', '.join(SOURCES)}"
                 )
@@ -125,7 +125,7 @@ class Machine:
         return alpha, self.beta if self.inner_beta is None else self.inner_beta
 
 
-def names() -> tuple[str, ...]:
+def machine_fields() -> tuple[str, ...]:
     """The fields of a machine that hold a value."""
     return tuple(field.name for field in fields(Machine) if field.name != "sources")
 
