@@ -18,6 +18,7 @@ from .launcher import detect
 VERBS = {
     "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
     "plan": "who computes what and who sends what to whom; answers at once, without torch",
+    "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
     "bench": "a suite of alternating measurements, written to benchmarks/",
     "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
     "doctor": "what this machine and installation can run, and what to install for the rest",

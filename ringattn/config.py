@@ -15,6 +15,8 @@ from .timing import Machine, get_machine
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
+#: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
+ROWS, WIDTHS, MESSAGES = (64, 256, 1024, 4096), (64, 256, 1024), (256, "4k", "64k", "1M", "4M", "16M")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -135,7 +137,7 @@ class OutputGroup:
 
 @dataclass
 class Shape:
-    """What `run` and `plan` share."""
+    """What `run`, `plan` and `simulate` share."""
 
     pattern: PatternGroup = field(default_factory=PatternGroup)
     layout: LayoutGroup = field(default_factory=LayoutGroup)
@@ -178,6 +180,36 @@ class PlanConfig(Shape):
 
 
 @dataclass
+class ValidateGroup:
+    """Validation on several numbers of ranks. Without a machine file, `rows`, `widths` and `messages` are calibrated first.
+
+    `held_out` are rows per rank of the passes that are compared; None: between the calibrated ones.
+    """
+
+    ranks: list[int] = field(default_factory=lambda: [2])
+    held_out: list[Any] | None = None
+    rows: list[Any] = field(default_factory=lambda: list(ROWS))
+    widths: list[Any] = field(default_factory=lambda: list(WIDTHS))
+    messages: list[Any] = field(default_factory=lambda: list(MESSAGES))
+    repeat: int = 5
+    threads: int | None = None
+    timeout: float = 600.0
+
+
+@dataclass
+class SimulateConfig(Shape):
+    mode: str = "timing"
+    backward: bool = False
+    slow: Any = None
+    slow_links: Any = None
+    stalls: Any = None
+    passes: int = 1
+    tier: str = "auto"
+    seed: int = 0
+    validate: ValidateGroup = field(default_factory=ValidateGroup)
+
+
+@dataclass
 class BenchConfig:
     suite: str = "ring"
     cases: list[str] | None = None
@@ -203,23 +235,9 @@ class CalibrateConfig:
     heads: int = 8
     head_dim: int = 64
     dtype: str = "float32"
-    rows: list[Any] = field(default_factory=list)
-    widths: list[Any] = field(default_factory=list)
-    messages: list[Any] = field(default_factory=list)
-    repeat: int = 5
-    threads: int | None = None
-    timeout: float = 600.0
-
-
-@dataclass
-class ValidateConfig:
-    """A validation on several numbers of ranks; `calibration` is what is measured first where there is no machine file."""
-
-    machine: MachineGroup = field(default_factory=MachineGroup)
-    calibration: CalibrateConfig = field(default_factory=CalibrateConfig)
-    output: OutputGroup = field(default_factory=OutputGroup)
-    ranks: list[int] = field(default_factory=lambda: [2])
-    rows: list[int] | None = None
+    rows: list[Any] = field(default_factory=lambda: list(ROWS))
+    widths: list[Any] = field(default_factory=lambda: list(WIDTHS))
+    messages: list[Any] = field(default_factory=lambda: list(MESSAGES))
     repeat: int = 5
     threads: int | None = None
     timeout: float = 600.0
@@ -228,6 +246,7 @@ class ValidateConfig:
 SCHEMAS: dict[str, type] = {
     "run": RunConfig,
     "plan": PlanConfig,
+    "simulate": SimulateConfig,
     "bench": BenchConfig,
     "calibrate": CalibrateConfig,
     "doctor": DoctorConfig,
@@ -270,7 +289,7 @@ def _check_key(verb: str, schema: type, key: str) -> None:
             f"(ringattn {verb} --cfg job shows their values)"
         )
     inner = names[first].default_factory
-    if rest and inner is not dataclasses.MISSING and rest not in _names(inner):
+    if rest and dataclasses.is_dataclass(inner) and rest not in _names(inner):
         shown = list(_names(inner))
         raise InvalidInput(f"unknown key {key!r}; {did_you_mean(rest, shown)}keys of {first}: {', '.join(shown)}")
 

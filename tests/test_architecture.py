@@ -105,6 +105,7 @@ def modules_after(statement: str) -> set[str]:
         "import ringattn",
         "import ringattn as ra; ra.make_plan(ra.Causal(), tokens=1 << 20, ranks=8, layout='zigzag').picture()",
         "import sys; sys.argv = ['ringattn', 'plan', 'ranks=4']; import ringattn.cli; ringattn.cli.main()",
+        "import sys; sys.argv = ['ringattn', 'simulate', 'ranks=4']; import ringattn.cli; ringattn.cli.main()",
     ],
 )
 def test_plans_do_not_import_torch(statement: str) -> None:

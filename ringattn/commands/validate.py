@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tempfile
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 
+from ..calibrate.noise import between
 from ..calibrate.passes import Pass, Settings
 from ..calibrate.published import published
 from ..calibrate.team import Team
 from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, measured, oversubscribed
 from ..choice import duration
-from ..config import CalibrateConfig, ValidateConfig
+from ..config import CalibrateConfig, Group, OutputGroup, SimulateConfig, TransportGroup, parse_size
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
 from ..files import check_writable, write_text
 from ..launcher import detect, run_local
@@ -28,7 +30,7 @@ from ..transport.torchdist import TorchDist
 from . import calibrate
 
 
-def main(config: ValidateConfig) -> None:
+def main(config: SimulateConfig) -> None:
     """Print errors and coverage of held-out passes on every number of `ranks`, and of a published table."""
     _check(config)
     if config.output.path:
@@ -37,56 +39,65 @@ def main(config: ValidateConfig) -> None:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
         if config.machine.path is None:
             calibrate.main(_calibration(config, path))
-        machine, made = read_machine(path), read_record(path)["made"]
-    rows = config.rows or held_out(machine.kernel.grid("dense", False).rows if machine.kernel else ())
+        machine, made = read_machine(path), read_record(path).get("made", {})
+    if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
+        raise InvalidInput(
+            f"machine.path={path}: the validation compares Gloo ranks of this machine with what was calibrated on such; make "
+            "the file with ringattn calibrate transport=gloo, or leave machine out to calibrate now"
+        )
+    calibrated = machine.kernel.grid("dense", False).rows
+    given = config.validate.held_out
+    rows = held_out(calibrated) if given is None else [parse_size(n, "validate.held_out") for n in given]
+    seen = sorted({*rows} & {*calibrated, *between(calibrated)})
+    if seen:
+        raise InvalidInput(f"validate.held_out={rows}: {seen} were calibrated; sizes to validate must be others")
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
-    for ranks in config.ranks:
+    for ranks in config.validate.ranks:
         passes = _on(ranks, rows, machine, made, config)
         found = errors(passes, machine)
         _show(ranks, passes, machine, found)
         record["ranks"].append({"ranks": ranks, **asdict(found), "passes": [_plain(one) for one in passes]})
     _show_published()
     if config.output.path:
-        import json
-
         write_text(Path(config.output.path), json.dumps(record, indent=1) + "\n")
 
 
-def _check(config: ValidateConfig) -> None:
+def _check(config: SimulateConfig) -> None:
     launch = detect()
     if launch.kind != "none":
         raise InvalidInput(
             f"{launch.kind} started this process: the validation starts its own ranks, several numbers of them; start it alone"
         )
-    if not config.ranks or min(config.ranks) < 2:
-        raise InvalidInput(f"ranks={config.ranks}: expected numbers of ranks >= 2, such as [2,4]")
-    if config.repeat < 1:
-        raise InvalidInput(f"repeat={config.repeat}: must be at least 1")
+    options = config.validate
+    if not options.ranks or min(options.ranks) < 2:
+        raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")
+    if options.threads is not None and options.threads < 1:
+        raise InvalidInput(f"validate.threads={options.threads}: must be at least 1")
+    if options.repeat < 1:
+        raise InvalidInput(f"validate.repeat={options.repeat}: must be at least 1")
 
 
-def _calibration(config: ValidateConfig, path: Path) -> CalibrateConfig:
+def _calibration(config: SimulateConfig, path: Path) -> CalibrateConfig:
     """A calibration on the first number of ranks."""
-    found = config.calibration
-    found.output.path = str(path)
-    found.ranks, found.threads = config.ranks[0], config.threads
-    return found
+    options = config.validate
+    return CalibrateConfig(
+        transport=TransportGroup("gloo"), kernel=Group("auto"), machine=config.machine, output=OutputGroup(str(path)),
+        ranks=options.ranks[0], heads=config.heads, head_dim=config.head_dim, dtype=config.dtype, rows=options.rows,
+        widths=options.widths, messages=options.messages, repeat=options.repeat, threads=options.threads,
+        timeout=options.timeout,
+    )  # fmt: skip
 
 
-def _on(ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any], config: ValidateConfig) -> list[Pass]:
-    cores = os.cpu_count() or 1
-    threads = config.threads or max(1, cores // ranks)
-    settings = Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], config.repeat)
+def _on(ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any], config: SimulateConfig) -> list[Pass]:
+    options, cores = config.validate, os.cpu_count() or 1
+    threads = options.threads or made["threads"]
+    settings = Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat)
     slow = oversubscribed(ranks, threads, cores, (made["ranks"], made["threads"]))
-    if threads != made["threads"]:
-        raise InvalidInput(
-            f"threads={threads} per rank, and the machine was calibrated with {made['threads']}; give threads="
-            f"{made['threads']}, or calibrate with threads={threads}"
-        )
     console().print(f"measuring {len(chosen(rows, ranks))} kinds of passes on {ranks} ranks")
     try:
         found: list[list[Pass]] = run_local(
-            _rank, ranks, rows, machine, settings, slow, config.timeout, timeout=math.inf,
-            group_timeout=config.timeout, threads=threads,
+            _rank, ranks, rows, machine, settings, slow, options.timeout, timeout=math.inf,
+            group_timeout=options.timeout, threads=threads,
         )  # fmt: skip
     except LaunchFailure as error:
         raise RingAttentionError(str(error)) from None

@@ -48,7 +48,7 @@ class Banded:
         found = np.zeros(np.broadcast_shapes(queriers.shape, owners.shape), dtype=np.int64)
         for q in self._chunks(queriers):
             for k in self._chunks(owners):
-                found += self._area(q - k)
+                found += self.area(q - k)
         return found * self.heads
 
     def rows_beyond(self, owners: np.ndarray, sign: int, first: int, last: int) -> np.ndarray:
@@ -69,7 +69,7 @@ class Banded:
     def _chunks(self, ranks: np.ndarray) -> list[np.ndarray]:
         return [ranks] if self.chunks == 1 else [ranks, 2 * self.ranks - 1 - ranks]
 
-    def _area(self, distance: np.ndarray) -> np.ndarray:
+    def area(self, distance: np.ndarray) -> np.ndarray:
         """Pairs of two chunks at a distance, of one head."""
         shift = distance * self.size
         found = np.full(shift.shape, self.size**2, dtype=np.int64)

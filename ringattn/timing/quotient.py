@@ -15,10 +15,8 @@ import numpy as np
 from .dense import Delay
 from .ring import Lane, Phase, Ring, Solved, Value
 
-#: Periods of more ranks are not looked for, and states are compared with as many before them.
+#: Periods of more ranks are not looked for.
 LARGEST = 1024
-#: Clocks after which a state that has not repeated is advanced without comparing.
-PATIENCE = 4096
 #: State differences are constant where their spread is at most this part of a clock's time; the jump adds at most as
 #: much for every period that it leaves out.
 SPREAD = 4e-16
@@ -68,35 +66,35 @@ def _part(phase: Phase, size: int) -> Phase:
 
 
 def _advance(state: Delay, phase: Phase) -> int:
-    """Go through a phase; how many of its clocks were jumped over."""
-    past: list[list[np.ndarray]] = []
-    left = phase.clocks
+    """Go through a phase; how many of its clocks were jumped over.
+
+    The state is compared with that of a marked clock for as many clocks as a period may have, and marks are set ever
+    farther apart, so that most clocks are gone through without comparing.
+    """
+    left, apart = phase.clocks, 2 * state.ring.buffers
     while left:
-        if phase.clocks - left >= PATIENCE:
-            state.advance(phase, left)
-            return 0
-        period, gain = _repeats(past, state.rows(), state.reference)
-        if period:
-            times = left // period
-            state.shift(times * period, times * gain)
-            state.advance(phase, left - times * period)
-            return times * period
-        past = [*past, state.rows()][-2 * state.ring.ranks - 1 :]
-        state.advance(phase, 1)
-        left -= 1
+        mark = state.rows()
+        for period in range(1, min(2 * state.ring.ranks, left) + 1):
+            state.advance(phase, 1)
+            left -= 1
+            gain = _gain(mark, state.rows(), state.reference)
+            if gain is not None:
+                times = left // period
+                state.shift(times * period, times * gain)
+                state.advance(phase, left - times * period)
+                return times * period
+        step = min(apart, left)
+        state.advance(phase, step)
+        left, apart = left - step, 2 * apart
     return 0
 
 
-def _repeats(past: list[list[np.ndarray]], rows: list[np.ndarray], reference: float) -> tuple[int, float]:
-    """(p, gain): the state is that of p clocks ago, later by gain; (0, 0.0) where it is like none."""
-    for period in range(1, len(past) + 1):
-        before = past[-period]
-        if len(before) != len(rows):
-            break
-        gone = [np.isfinite(row) for row in rows]
-        if any(not np.array_equal(mask, np.isfinite(row)) for mask, row in zip(gone, before, strict=True)):
-            continue
-        moved = np.concatenate([(x - y)[mask] for x, y, mask in zip(rows, before, gone, strict=True)])
-        if np.ptp(moved) <= SPREAD * reference:
-            return period, float(moved.mean())
-    return 0, 0.0
+def _gain(before: list[np.ndarray], rows: list[np.ndarray], reference: float) -> float | None:
+    """How much later the state is than one before, relative to the reference; None where it is not the same state."""
+    if len(before) != len(rows):
+        return None
+    known = [np.isfinite(row) for row in rows]
+    if any(not np.array_equal(mask, np.isfinite(row)) for mask, row in zip(known, before, strict=True)):
+        return None
+    moved = np.concatenate([(x - y)[mask] for x, y, mask in zip(rows, before, known, strict=True)])
+    return float(moved.mean()) if np.ptp(moved) <= SPREAD * reference else None

@@ -52,9 +52,13 @@ def factors(name: str, given: Factors | None, ranks: int) -> np.ndarray | None:
     if isinstance(given, Mapping):
         found = np.ones(ranks)
         for rank, factor in given.items():
+            if isinstance(factor, bool) or not isinstance(factor, int | float):
+                raise InvalidInput(f"{name}: the factor {factor!r} of rank {rank!r} is not a number")
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
                 raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}")
             found[rank] = factor
+    elif not isinstance(given, list | tuple | np.ndarray):
+        raise InvalidInput(f"{name}={given!r}: expected factors by rank such as {{0: 1.5}}, or one for each rank")
     else:
         found = np.asarray(given, dtype=np.float64)
         if found.shape != (ranks,):

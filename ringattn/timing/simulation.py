@@ -88,7 +88,8 @@ def simulate(
                 "fewer ranks; leave machine.jitter out"
             )
         compute, exposed = _bounded(rates, found, solved)
-        return _timeline(rates, replace(solved, finish=None), found.compared, compute, exposed, None, None, passes)
+        solved = replace(solved, finish=None, why="a rank that is busiest at every clock hides every message")
+        return _timeline(rates, solved, found.compared, compute, exposed, None, None, passes)
     loads, traffic = survey(found.ring, found.copies)
     return _timeline(rates, solved, found.compared, *loads.causes(solved.seconds), traffic, noise, passes)
 

@@ -1,0 +1,170 @@
+"""ringattn simulate: a plan's time on a machine, by models, without torch."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..choice import duration
+from ..config import SimulateConfig
+from ..errors import InvalidInput, did_you_mean
+from ..files import check_writable, write_text
+from ..pattern import parse_pattern
+from ..plan import Plan, make_plan
+from ..report import Number, console, show, size
+from ..timing import Machine, Stall, Timeline, machine_fields, simulate
+from ..timing.budget import JOULES_PER_KWH
+
+MODES = ("timing", "validate")
+#: Causes of exposed time that a field of the machine must be given for.
+CAUSES = {"merge": "merge", "interference": "gamma", "jitter": "jitter"}
+
+
+def main(config: SimulateConfig) -> None:
+    """Print the timeline of a forward, and of a backward where asked; write the numbers as JSON where asked."""
+    if config.mode not in MODES:
+        raise InvalidInput(
+            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {' or '.join(MODES)}; attention over virtual "
+            "ranks runs with ringattn run transport=virtual"
+        )
+    if config.mode == "validate":  # runs real ranks, and so needs torch
+        import_module(".validate", __package__).main(config)
+        return
+    if config.output.path:
+        check_writable(Path(config.output.path))
+    machine = config.machine.made()
+    plan = make_plan(
+        parse_pattern(config.pattern.spec),
+        tokens=config.size(),
+        ranks=config.ranks,
+        layout=config.layout.spec,
+        schedule=config.schedule.spec,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        batch=config.batch,
+        wire_dtype=config.wire_dtype,
+        machine=machine,
+        rotate=config.rotate,
+    )
+    options: dict[str, Any] = {
+        "slow": config.slow, "slow_links": config.slow_links, "stalls": _stalls(config.stalls), "passes": config.passes,
+        "tier": config.tier, "seed": config.seed,
+    }  # fmt: skip
+    found = [
+        simulate(plan, machine, backward=back, **options) for back in ((False, True) if config.backward else (False,))
+    ]
+    lines = console()
+    lines.print(
+        f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks:,} ranks, {plan.schedule}",
+        highlight=False,
+    )
+    show("machine", _machine(machine))
+    tables = {one.direction: _numbers(one) for one in found}
+    for one in found:
+        show(one.direction, tables[one.direction])
+    if len(found) > 1:
+        kind = "extrapolated" if any(one.extrapolated for one in found) else "modelled"
+        show("", [Number("forward and backward", duration(sum(one.seconds for one in found)), kind)])
+    lines.print("not modelled: " + "; ".join(found[0].unmodelled), highlight=False, markup=False, soft_wrap=True)
+    if config.output.path:
+        write_text(Path(config.output.path), json.dumps(_written(plan, machine, found, tables), indent=2) + "\n")
+
+
+def _stalls(given: Any) -> list[Stall]:
+    if given is not None and not isinstance(given, list):
+        raise InvalidInput(f"stalls={given!r}: expected a list of [rank, clock, seconds]; try 'stalls=[[3, 0, 0.5]]'")
+    for stall in given or ():
+        if not isinstance(stall, list) or len(stall) != 3 or [type(x) for x in stall[:2]] != [int, int]:
+            raise InvalidInput(f"stalls: {stall!r} is not [rank, clock, seconds]; try 'stalls=[[3, 0, 0.5]]'")
+        if not isinstance(stall[2], int | float):
+            raise InvalidInput(f"stalls: {stall[2]!r} in {stall!r} is not a number of seconds")
+    return [Stall(rank, clock, float(seconds)) for rank, clock, seconds in given or ()]
+
+
+def _machine(machine: Machine) -> list[Number]:
+    """The numbers of a machine that are given, each with its source."""
+    given = [(name, getattr(machine, name)) for name in machine_fields()]
+    return [Number(name, f"{value:g}", machine.source(name)) for name, value in given if value not in (None, False)]
+
+
+def _numbers(one: Timeline) -> list[Number]:
+    """What a timeline says, each number with its word."""
+    numbers = [
+        Number("tier", f"{one.tier}: {one.why}"),
+        *([Number("compared", one.compared, "counted")] if one.compared else []),
+        Number("time", duration(one.seconds), one.kind),
+        Number("  compute, mean", _share(one.compute, one), "modelled"),
+        *(_cause(name, one) for name in one.exposed),
+    ]
+    if one.interval is not None:
+        low, high = one.interval
+        numbers.append(Number("  95 % of the mean", f"{duration(low)} .. {duration(high)}", one.kind))
+    if one.finish is not None and one.ranks > 1:
+        numbers.append(Number("first rank done", duration(float(one.finish.min())), "modelled"))
+    if one.traffic is not None:
+        links = one.traffic
+        numbers += [
+            Number("messages", f"{links.messages:,} on {links.links:,} links", "counted"),
+            Number("bytes", f"{size(links.total)}, {size(links.busiest)} on the busiest link", "counted"),
+        ]
+    else:
+        numbers.append(Number("bytes", "not counted by this tier; ringattn plan counts those of a rank"))
+    numbers += [Number(f"  {name}", size(value), "modelled") for name, value in one.memory.items()]
+    fits = {None: "", True: ", fits", False: ", does not fit"}[one.fits]
+    numbers.append(Number("memory of a rank", size(sum(one.memory.values())) + fits, "modelled"))
+    return [*numbers, *_budget(one)]
+
+
+def _share(seconds: float, one: Timeline) -> str:
+    return f"{duration(seconds)} = {seconds / one.seconds:.2%}" if one.seconds else "0"
+
+
+def _cause(name: str, one: Timeline) -> Number:
+    """What a cause exposes, or that the machine says nothing of it."""
+    field = CAUSES.get(name)
+    if field is not None and getattr(one.machine, field) is None:
+        return Number(f"  {name}", "not modelled")
+    return Number(f"  {name}", _share(one.exposed[name], one), one.kind if name == "jitter" else "modelled")
+
+
+def _budget(one: Timeline) -> list[Number]:
+    numbers = []
+    if one.failures is not None:
+        found = one.failures
+        numbers += [
+            Number("a failure every", duration(found.mean), "modelled"),
+            Number("checkpoint", f"{duration(found.write)} after every {duration(found.interval)}", "modelled"),
+        ]
+    if one.passes > 1 or one.failures is not None:
+        numbers.append(Number(f"{one.passes:,} passes", duration(one.total), one.kind))
+    if one.joules is not None:
+        numbers.append(Number("energy", f"{one.joules / JOULES_PER_KWH:.4g} kWh", one.kind))
+    if one.price is not None:
+        numbers.append(Number("cost", f"{one.price:.4g}", one.kind))
+    return numbers
+
+
+def _written(
+    plan: Plan, machine: Machine, found: list[Timeline], tables: dict[str, list[Number]]
+) -> dict[str, Any]:  # fmt: skip
+    """The numbers as plain data: seconds, bytes and joules, with the words as printed."""
+    return {
+        "plan": json.loads(plan.to_json()),
+        "machine": {name: {"value": getattr(machine, name), "source": machine.source(name)} for name in machine_fields()},
+        "passes": {
+            one.direction: {
+                "tier": one.tier, "why": one.why, "compared": one.compared, "kind": one.kind,
+                "seconds": one.seconds, "compute": one.compute, "exposed": one.exposed, "interval": one.interval,
+                "traffic": None if one.traffic is None else vars(one.traffic), "memory": one.memory,
+                "failures": None if one.failures is None else vars(one.failures), "total": one.total,
+                "joules": one.joules, "price": one.price,
+                "words": {number.name.strip(): number.kind for number in tables[one.direction] if number.kind},
+            }
+            for one in found
+        },
+        "not modelled": found[0].unmodelled,
+    }  # fmt: skip
