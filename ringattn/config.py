@@ -91,6 +91,7 @@ class MachineGroup(Group):
     buffers: int | None = None
     gamma: float | None = None
     jitter: float | None = None
+    call: float | None = None
     memory: float | None = None
     watts: float | None = None
     price: float | None = None

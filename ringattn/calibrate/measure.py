@@ -89,6 +89,10 @@ def calibrate(team: Team, settings: Settings, sizes: Sizes, base: Machine, tell:
     )
     passes: list[Pass] = []
     if team.size > 1:
+        tell("calls")
+        short = noise.calls(team, machine, settings)
+        raw["calls"] = [{**asdict(one.case), "seconds": list(one.seconds), "modelled": one.modelled} for one in short]
+        machine = machine.changed(call=noise.beside(short), sources=(*machine.sources, ("call", "measured")))
         tell("noise")
         passes = noise.residuals(team, machine, sizes.rows, settings)
         ratios = tuple(ratio for one in passes for ratio in one.ratios)

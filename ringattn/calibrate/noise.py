@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from statistics import mean, median
 
 from ..timing import Machine
-from .passes import Pass, Settings, cases, measure, modelled
+from .passes import Case, Pass, Settings, cases, measure, modelled
 from .team import Team
 
 #: Patterns and layouts of the passes whose ratios a calibration keeps.
-GRID = (("Full()", "contiguous"), ("Causal()", "zigzag"))
+GRID: tuple[tuple[str, str], ...] = (("Full()", "contiguous"), ("Causal()", "zigzag"))
+
+
+#: The least number of calls of next to no work.
+CALLS = 20
 
 
 def between(rows: Sequence[int]) -> list[int]:
@@ -18,6 +24,21 @@ def between(rows: Sequence[int]) -> list[int]:
     geometric means of neighbours, without those of the smallest sizes, where a call is all overhead."""
     means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
     return means[1:] or means
+
+
+def calls(team: Team, machine: Machine, settings: Settings) -> list[Pass]:
+    """Passes of one row per rank, which are nothing but what a call takes beside its work."""
+    found = []
+    for backward in (False, True):
+        case = Case("Full()", "contiguous", team.size, backward)
+        seconds = measure(team, case, replace(settings, repeat=max(settings.repeat, CALLS)))
+        found.append(Pass(case, tuple(seconds), modelled(case, machine, team.size, settings)))
+    return found
+
+
+def beside(passes: Sequence[Pass]) -> float:
+    """Seconds that a call takes beside what is modelled of it: the mean, over passes, of the difference of medians."""
+    return max(0.0, mean(median(one.seconds) - one.modelled for one in passes))
 
 
 def residuals(team: Team, machine: Machine, rows: Sequence[int], settings: Settings) -> list[Pass]:

@@ -16,7 +16,7 @@ GRID = (
     ("Full()", "contiguous"),
     ("Causal()", "zigzag"),
     ("Causal()", "contiguous"),
-    ("Causal() & Window(511)", "contiguous"),
+    ("Causal() & Window(255)", "contiguous"),
 )
 #: The level of intervals.
 LEVEL = 0.9

@@ -19,7 +19,7 @@ from ..timing.budget import JOULES_PER_KWH
 
 MODES = ("timing", "validate")
 #: Causes of exposed time that a field of the machine must be given for.
-CAUSES = {"merge": "merge", "interference": "gamma", "jitter": "jitter"}
+CAUSES = {"merge": "merge", "interference": "gamma", "jitter": "jitter", "call": "call"}
 
 
 def main(config: SimulateConfig) -> None:

@@ -21,6 +21,7 @@ _FIELDS = {
     "merge": ("bytes per second, > 0, or None: merging is not modelled", 1e10),
     "gamma": ("the part >= 0 by which messages slow down a visit, or None: not modelled", 0.05),
     "jitter": ("standard deviation over mean of a visit's time, >= 0, or None: not modelled", 0.05),
+    "call": ("seconds of a call beside its visits and messages, >= 0, or None: not modelled", 1e-3),
     "memory": ("bytes of one rank's memory, > 0, or None: not modelled", 80e9),
     "watts": ("watts of one rank, > 0, or None: not modelled", 700.0),
     "price": ("price of one rank for an hour, >= 0, or None: not modelled", 2.5),
@@ -31,7 +32,7 @@ _FIELDS = {
 #: Fields that hold many numbers.
 TABLES = ("kernel", "residuals")
 #: Numbers that may be 0.
-_ZERO = ("alpha", "inner_alpha", "gamma", "jitter", "price", "restart")
+_ZERO = ("alpha", "inner_alpha", "gamma", "jitter", "call", "price", "restart")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Machine:
     gamma: float | None = None
     #: Standard deviation over mean of the time of one visit, independent from visit to visit.
     jitter: float | None = None
+    #: Seconds that a call takes beside its visits and messages: agreeing on the call, buffers, the program itself.
+    call: float | None = None
     #: Bytes of one rank's memory.
     memory: float | None = None
     #: Watts that one rank draws, busy or not.

@@ -155,10 +155,15 @@ def _timeline(
 ) -> Timeline:  # fmt: skip
     plan, machine, seconds = rates.plan, rates.machine, solved.seconds
     name, why, interval = solved.tier, solved.why, None
-    exposed = {**exposed, "jitter": 0.0}
+    exposed = {**exposed, "jitter": 0.0, "call": machine.call or 0.0}
     if noise is not None:
         exposed["jitter"], seconds = noise.seconds - seconds, noise.seconds
-        name, why, interval = f"{name} + E", f"{why}; jitter: {noise.why}", (noise.low, noise.high)
+        name, why, interval = (
+            f"{name} + E",
+            f"{why}; jitter: {noise.why}",
+            (noise.low + exposed["call"], noise.high + exposed["call"]),
+        )
+    seconds += exposed["call"]
     failed = failures(plan, machine, passes * seconds, backward=rates.backward)
     total = passes * seconds if failed is None else failed.expected
     return Timeline(

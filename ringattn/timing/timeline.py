@@ -15,6 +15,7 @@ EFFECTS = {
     "merge": "merging of partial results",
     "gamma": "visits slowed down by messages",
     "jitter": "times that vary from visit to visit",
+    "call": "what a call takes beside visits and messages",
     "memory": "whether the memory is enough",
     "watts": "energy",
     "price": "cost",
@@ -29,7 +30,7 @@ class Timeline:
     """Modelled time of one pass of a plan on a machine. Seconds, bytes; float64.
 
     `exposed` says, by cause, what makes the pass longer than the mean time that a rank computes: imbalance (of the
-    busiest rank), merge, interference, stalls, wait (for messages) and jitter; with `compute` they sum to `seconds`.
+    busiest rank), merge, interference, stalls, wait (for messages), jitter and call; with `compute` they sum to `seconds`.
     """
 
     direction: str
