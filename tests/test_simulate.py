@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from strategies import problems
 from test_cli import ringattn
@@ -16,6 +16,7 @@ from test_cli import ringattn
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
 from ringattn.timing import BACKWARD, predict
+from ringattn.timing import problem as problems_of
 from ringattn.timing.banded import banded
 from ringattn.timing.budget import expected, failures, memory, young_daly
 from ringattn.timing.noise import varied
@@ -56,17 +57,31 @@ def test_events_and_rings_agree(plan: Plan, machine: Machine, backward: bool, da
     steps = simulate(plan, machine, backward=backward, tier="F", **options)  # type: ignore[arg-type]
     assert found.seconds == pytest.approx(steps.seconds, rel=CLOSE)
     assert steps.finish is not None and steps.traffic is not None
-    if found.finish is not None:
-        assert found.finish == pytest.approx(steps.finish, rel=CLOSE)
-        assert found.traffic == steps.traffic
-    else:
-        assert found.tier == "A" and found.compared
+    assert found.finish == pytest.approx(steps.finish, rel=CLOSE)
+    assert found.traffic == steps.traffic
     for one in (found, steps):
         assert one.compute + sum(one.exposed.values()) == pytest.approx(one.seconds, rel=1e-9)
         assert min(one.exposed.values()) >= -1e-9 * one.seconds
     assert steps.exposed == pytest.approx(found.exposed, rel=1e-9, abs=1e-9 * steps.seconds)
     assert steps.traffic.total == plan.bytes_sent(backward=backward)
     assert steps.traffic.messages == plan.messages(backward=backward)
+
+
+@given(bands, st.sampled_from([1e6, 3e7, 1e8]))
+def test_a_busiest_rank_tells_the_makespan(plan: Plan, flops: float) -> None:
+    """What many ranks are judged by, on few: the same seconds as those of the plan's own steps, or no judgement."""
+    machine = Machine(flops, alpha=1e-5, beta=2e7)
+    known, problems_of.SMALL = problems_of.SMALL, 0
+    try:
+        found = simulate(plan, machine)
+    finally:
+        problems_of.SMALL = known
+    steps = simulate(plan, machine, tier="F")
+    assert found.seconds == pytest.approx(steps.seconds, rel=CLOSE)
+    assert found.compute == pytest.approx(steps.compute, rel=1e-9)
+    event("judged" if found.traffic is None else "counted")
+    if flops == 1e6 and plan.pattern == Causal():  # visits of seconds: one rank is never idle
+        assert found.traffic is None and found.tier == "A" and "busiest" in found.why
 
 
 @pytest.mark.parametrize("backward", [False, True])
