@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from strategies import problems
 from test_cli import ringattn
@@ -16,6 +16,7 @@ from test_cli import ringattn
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
 from ringattn.timing import BACKWARD, predict
+from ringattn.timing import problem as problems_of
 from ringattn.timing.banded import banded
 from ringattn.timing.budget import expected, failures, memory, young_daly
 from ringattn.timing.noise import varied
@@ -25,7 +26,7 @@ CLOSE = 1e-12
 #: A machine on which visits and messages of these small plans take about as long.
 EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)
 MACHINES = (EVEN, replace(EVEN, flops=1e9), replace(EVEN, inner=2, inner_beta=1e9), replace(EVEN, alpha=0.0, beta=1e6))
-BANDS = (Full(), Causal(), Causal() & Window(20), Window(7, 11), Window(60, 60), Window(40, -25))
+BANDS = (Full(), Causal(), Causal() & Window(20), Window(7, 11), Window(60, 60))
 
 bands = st.builds(
     lambda pattern, layout, ranks, chunk, kv, rotate: make_plan(
@@ -56,17 +57,31 @@ def test_events_and_rings_agree(plan: Plan, machine: Machine, backward: bool, da
     steps = simulate(plan, machine, backward=backward, tier="F", **options)  # type: ignore[arg-type]
     assert found.seconds == pytest.approx(steps.seconds, rel=CLOSE)
     assert steps.finish is not None and steps.traffic is not None
-    if found.finish is not None:
-        assert found.finish == pytest.approx(steps.finish, rel=CLOSE)
-        assert found.traffic == steps.traffic
-    else:
-        assert found.tier == "A" and found.compared
+    assert found.finish == pytest.approx(steps.finish, rel=CLOSE)
+    assert found.traffic == steps.traffic
     for one in (found, steps):
         assert one.compute + sum(one.exposed.values()) == pytest.approx(one.seconds, rel=1e-9)
         assert min(one.exposed.values()) >= -1e-9 * one.seconds
     assert steps.exposed == pytest.approx(found.exposed, rel=1e-9, abs=1e-9 * steps.seconds)
     assert steps.traffic.total == plan.bytes_sent(backward=backward)
     assert steps.traffic.messages == plan.messages(backward=backward)
+
+
+@given(bands, st.sampled_from([1e6, 3e7, 1e8]))
+def test_a_busiest_rank_tells_the_makespan(plan: Plan, flops: float) -> None:
+    """What many ranks are judged by, on few: the same seconds as those of the plan's own steps, or no judgement."""
+    machine = Machine(flops, alpha=1e-5, beta=2e7)
+    known, problems_of.SMALL = problems_of.SMALL, 0
+    try:
+        found = simulate(plan, machine)
+    finally:
+        problems_of.SMALL = known
+    steps = simulate(plan, machine, tier="F")
+    assert found.seconds == pytest.approx(steps.seconds, rel=CLOSE)
+    assert found.compute == pytest.approx(steps.compute, rel=1e-9)
+    event("judged" if found.traffic is None else "counted")
+    if flops == 1e6 and plan.pattern == Causal():  # visits of seconds: one rank is never idle
+        assert found.traffic is None and found.tier == "A" and "busiest" in found.why
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -138,11 +153,11 @@ def test_double_ring_by_hand() -> None:
         assert simulate(plan, machine).seconds == pytest.approx(cycle + 4 * 32)
 
 
-@pytest.mark.parametrize(("per_rank", "hidden"), [(40, False), (160, True)])
+@pytest.mark.parametrize(("per_rank", "hidden"), [(190, False), (210, True)])
 def test_when_messages_hide(per_rank: int, hidden: bool) -> None:
     """n >= (b / 2) (H_kv / H_q) F / beta tokens per rank hide the messages of a dense ring (without latency)."""
     machine = Machine(flops=1e9, alpha=0.0, beta=1e7)
-    least = 4 / 2 * 1.0 * machine.flops / machine.beta / 2  # head_dim + value_dim = 2 D, 4 D flops per pair
+    least = 4 / 2 * 2 / 2 * machine.flops / machine.beta  # fp32, as many key/value heads as query heads
     plan = make_plan(Full(), tokens=4 * per_rank, ranks=4, schedule="ring", heads=2, kv_heads=2)
     assert (per_rank >= least) is hidden
     assert (simulate(plan, machine).exposed["wait"] < 1e-9) is hidden
@@ -171,13 +186,14 @@ def test_262144_ranks_at_once() -> None:
     assert local.seconds == pytest.approx(block + (1 << 12) * ((1 << 12) - 1) // 2 * 8 * 512 / machine.flops, rel=1e-3)
 
 
+@settings(max_examples=20)
 @given(st.floats(0.05, 1.0), st.integers(0, 9))
 def test_sampled_jitter_of_ranks_that_do_not_wait(jitter: float, seed: int) -> None:
     """Without messages a rank's time is a sum of its visits; the mean over one rank must be that of the machine."""
-    ring = Ring(1, (Phase(400, 1.0),))
+    ring = Ring(1, (Phase(80, 1.0),))
     found = varied(ring, jitter, seed)
     assert not found.extrapolated
-    assert abs(found.seconds - 400) < 6 * jitter * (400 / 8) ** 0.5 and found.low < found.seconds < found.high
+    assert abs(found.seconds - 80) < 6 * jitter * (80 / 8) ** 0.5 and found.low < found.seconds < found.high
 
 
 def test_jitter_of_exponential_times() -> None:
@@ -275,7 +291,7 @@ def test_wrong_requests() -> None:
         (lambda: simulate(plan, EVEN, slow=3), InvalidInput, "slow=3: expected factors by rank"),  # type: ignore[arg-type]
         (lambda: simulate(plan, EVEN, slow={1: "x"}), InvalidInput, "the factor 'x'"),  # type: ignore[dict-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(9, 0, 1.0)]), InvalidInput, r"expected a rank 0 \.\. 3"),
-        (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"the clocks 0 \.\. 3"),
+        (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"a clock 0 \.\. 3"),
         (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"rank 0 has the steps 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow={1: 2.0}, tier="A"), Unsupported, "tier=A needs all ranks and links alike"),
         (lambda: simulate(direct, EVEN, tier="D"), Unsupported, "the schedule direct is no ring"),
@@ -333,7 +349,7 @@ def test_wrong_commands(tmp_path: Path) -> None:
         (("mode=numbers",), "mode=numbers: expected timing"),
         (("stalls=[[1, 2]]",), "is not [rank, clock, seconds]"),
         (("slow=3",), "slow=3: expected factors by rank"),
-        (("ranks=262144", "tokens=1G", "machine.beta=1e9"), "differ, of which up to"),
+        (("ranks=262144", "tokens=1G", "machine.flops=1e18"), "differ, of which up to"),
     ):
         done = ringattn("simulate", *arguments, cwd=tmp_path)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, (

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 
+#: Up to this many ranks x clocks all are counted, even where a busiest rank alone would tell the makespan.
+SMALL = 1 << 20
+
+
 @dataclass(frozen=True)
 class Problem:
     """A ring problem, its clocks, and what of the plan was compared to see it.
@@ -60,12 +64,12 @@ def problem(rates: Rates, faults: Faults, most: int) -> Problem | str:
     if rates.backward:
         return "the backward of a mask that is not dense sends blocks beyond neighbours"
     counted = Counted(rates, faults, band, ways)
-    if not faults and not rates.gamma and rates.buffers == 1:
+    few = counted.reach(np.array([0, plan.ranks // 2, plan.ranks - 1]))
+    if plan.ranks * (few + 1) > SMALL and not faults and not rates.gamma and rates.buffers == 1:
         hidden = counted.hidden()
         if hidden is not None:
             ring, clocks, words = hidden
             return Problem(ring, clocks, f"{band_words(band)}; {words}", bound=True)
-    few = counted.reach(np.array([0, plan.ranks // 2, plan.ranks - 1]))
     if plan.ranks * (few + 1) <= most and "reach" not in plan.memory:
         plan.memory["reach"] = counted.reach(counted.ranks)
     clocks = plan.memory.get("reach", few) + 1
