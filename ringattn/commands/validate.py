@@ -38,6 +38,7 @@ def main(config: SimulateConfig) -> None:
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
         if config.machine.path is None:
+            _rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
             calibrate.main(_calibration(config, path))
         machine, made = read_machine(path), read_record(path).get("made", {})
     if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
@@ -45,12 +46,7 @@ def main(config: SimulateConfig) -> None:
             f"machine.path={path}: the validation compares Gloo ranks of this machine with what was calibrated on such; make "
             "the file with ringattn calibrate transport=gloo, or leave machine out to calibrate now"
         )
-    calibrated = machine.kernel.grid("dense", False).rows
-    given = config.validate.held_out
-    rows = held_out(calibrated) if given is None else [parse_size(n, "validate.held_out") for n in given]
-    seen = sorted({*rows} & {*calibrated, *between(calibrated)})
-    if seen:
-        raise InvalidInput(f"validate.held_out={rows}: {seen} were calibrated; sizes to validate must be others")
+    rows = _rows(config, machine.kernel.grid("dense", False).rows)
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
     for ranks in config.validate.ranks:
         passes = _on(ranks, rows, machine, made, config)
@@ -75,6 +71,19 @@ def _check(config: SimulateConfig) -> None:
         raise InvalidInput(f"validate.threads={options.threads}: must be at least 1")
     if options.repeat < 1:
         raise InvalidInput(f"validate.repeat={options.repeat}: must be at least 1")
+
+
+def _rows(config: SimulateConfig, calibrated: Sequence[int]) -> list[int]:
+    """Rows per rank of the compared passes."""
+    given = config.validate.held_out
+    rows = held_out(calibrated) if given is None else [parse_size(n, "validate.held_out") for n in given]
+    seen = sorted({*rows} & {*calibrated, *between(calibrated)})
+    if seen or not rows:
+        raise InvalidInput(
+            f"validate.held_out={rows}: {seen or 'nothing'} "
+            f"{'were calibrated' if seen else 'to compare'}; give sizes other than {sorted({*calibrated, *between(calibrated)})}"
+        )
+    return rows
 
 
 def _calibration(config: SimulateConfig, path: Path) -> CalibrateConfig:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from ringattn.config import prepare
+from ringattn.machine_file import read_machine, read_record
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 TINY = ("tokens=96", "heads=2", "head_dim=16", "repeat=1", "threads=1", "layout=striped")
@@ -128,3 +129,17 @@ def test_trainjob_has_the_fields_of_its_schema() -> None:
     assert trainer["command"] == ["torchrun", "-m", "ringattn", "run"]
     assert all(isinstance(word, str) for word in trainer["args"])
     prepare("run", trainer["args"])
+
+
+@pytest.mark.mpi
+def test_mpi_ranks_calibrate(start: Callable[..., Any], mpirun_path: str, tmp_path: Path) -> None:
+    """One file from two ranks of an mpirun, with links and passes in it."""
+    path = tmp_path / "m.yaml"
+    sizes = ("rows=[16,64]", "widths=[8]", "messages=[256,32M]", "repeat=2", "heads=2", "head_dim=16", "threads=1")
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "calibrate", "transport=mpi", *sizes]
+    done = start([*command, f"output.path={path}"], cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    record, machine = read_record(path), read_machine(path)
+    assert record["made"]["transport"] == "mpi" and record["made"]["ranks"] == 2
+    assert machine.source("beta") == "measured" and len(machine.residuals) == 8
+    assert done.stdout.count("written") == 1
