@@ -88,7 +88,12 @@ def _stalls(given: Any) -> list[Stall]:
 def _machine(machine: Machine) -> list[Number]:
     """The numbers of a machine that are given, each with its source."""
     given = [(name, getattr(machine, name)) for name in machine_fields()]
-    return [Number(name, f"{value:g}", machine.source(name)) for name, value in given if value not in (None, False)]
+    numbers = [Number(name, f"{value:g}", machine.source(name)) for name, value in given if value not in (None, False)]
+    if machine.kernel is not None:
+        known = machine.kernel
+        text = f"of {known.dtype} tiles with head_dim={known.head_dim}, which replace flops"
+        numbers.append(Number("kernel times", text, machine.source("kernel")))
+    return numbers
 
 
 def _numbers(one: Timeline) -> list[Number]:
@@ -103,6 +108,12 @@ def _numbers(one: Timeline) -> list[Number]:
     if one.interval is not None:
         low, high = one.interval
         numbers.append(Number("  95 % of the mean", f"{duration(low)} .. {duration(high)}", one.kind))
+    inside = one.machine.interval(one.seconds)
+    if inside is not None:
+        text = (
+            f"{duration(inside[0])} .. {duration(inside[1])}, by {len(one.machine.residuals)} passes of the calibration"
+        )
+        numbers.append(Number("  90 % of measured passes", text, one.kind))
     if one.finish is not None and one.ranks > 1:
         numbers.append(Number("first rank done", duration(float(one.finish.min())), "modelled"))
     if one.traffic is not None:
