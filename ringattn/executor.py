@@ -29,7 +29,8 @@ from .transport.base import Program
 class Job:
     """What one rank computes: its place in a plan, the kernel and the softmax scale.
 
-    `lse`: the loss may depend on lse, on some rank if not on this one. All ranks say the same.
+    `lse`: the loss may depend on lse, on some rank if not on this one. All ranks say the same. `rounded`: gradients are
+    given in the dtype of the inputs, else in the one that they are gathered in, for others to be added to them.
     """
 
     plan: Plan
@@ -37,6 +38,12 @@ class Job:
     kernel: Kernel
     scale: float
     lse: bool = False
+    rounded: bool = True
+
+    def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) as the backward gives them, from what it has gathered for the inputs q, k, v."""
+        dq, dk, dv = (x.to(like.dtype) if self.rounded else x for x, like in zip(sums, inputs, strict=True))
+        return dq, dk, dv
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ def backward(
     state.buffers.close()
     inputs.close()
     dk, dv = state.gathered(Part("grad", job.rank))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return job.gradients((dq, dk, dv), (q, k, v))
 
 
 def _by_queries(
@@ -170,7 +177,7 @@ def _by_queries(
     state.buffers.close()
     inputs.close()
     (dq,) = state.gathered(Part("dq", job.rank))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return job.gradients((dq, dk, dv), (q, k, v))
 
 
 def _prepared(block: Tensors, row: Tensors, lse: bool) -> tuple[Tensors, bool]:
