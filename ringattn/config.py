@@ -14,6 +14,8 @@ from .timing import Machine, get_machine
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
+#: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
+RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -135,6 +137,9 @@ class RunConfig(Shape):
     transport: TransportGroup = field(default_factory=TransportGroup)
     kernel: Group = field(default_factory=Group)
     input: InputGroup = field(default_factory=InputGroup)
+    stream: str | None = None
+    chunk: Any = None
+    device: str | None = None
     scale: float | None = None
     backward: bool = False
     deterministic: bool = False
@@ -168,7 +173,28 @@ SCHEMAS: dict[str, type] = {"run": RunConfig, "plan": PlanConfig, "bench": Bench
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
     """The overrides as Hydra wants them: written patterns quoted, unknown keys and options refused with a hint."""
-    return [part for override in overrides for part in _prepare(verb, override)]
+    prepared = [part for override in overrides for part in _prepare(verb, override)]
+    if verb == "run":
+        _check_stream(overrides)
+    return prepared
+
+
+def _check_stream(overrides: Sequence[str]) -> None:
+    """Refuse what is given beside `stream` and cannot be honoured with it, be it the default."""
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    stream = given.get("stream", "null")
+    for key in given:
+        name = re.split(r"[./@]", key)[0]
+        if stream != "null" and name in RINGS:
+            raise without_meaning(f"{key}={given[key]}", stream)
+
+
+def without_meaning(option: str, stream: str) -> InvalidInput:
+    """The error of an option of rings that is given beside `stream`."""
+    return InvalidInput(
+        f"{option} has no meaning with stream={stream}: one process computes chunk after chunk and sends nothing to "
+        "others; leave it out (chunk= says how many rows a chunk has)"
+    )
 
 
 def _prepare(verb: str, override: str) -> list[str]:
