@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .cut import Move
+from .moves import Move
 from .plan import Plan
 from .pool import empty, memory_pool
 from .steps import Part

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from .buffers import Buffer, Buffers, Tensors, put
-from .cut import Move, moves
 from .kernels.base import wide
+from .moves import Move, moves
 from .plan import Plan
 from .script import REMEMBERED
 from .steps import BLOCKS, SUMS, Batch, Hop, Kind, Part, Step

@@ -208,18 +208,18 @@ def row_bytes(
 ) -> int:
     """Bytes on the device per row of a chunk. With e bytes per number, w = max(e, 4), D = head_dim, Dv = value_dim:
 
-    forward: q and out, the chunk's own K/V block and two that take turns, in e; sums of out, one visit's output and a
-    copy of a K/V block for kernels that compute in fp32, in w; lse and its partials.
-    backward: q, out, dO and the own K/V block in e; the same in w for such kernels; dq, dk, dv, those of one visit, and
-    four buffers of K/V or dK/dV size that take turns, in w; lse.
+    forward: q and out, the chunk's own K/V block and two that take turns, in e; sums of out and one visit's output, in w;
+    q and a K/V block again in w, for kernels that compute in fp32; lse and its partials.
+    backward: q, out, dO and the own K/V block in e, and again in w for such kernels; dq, dk, dv and those of two
+    visits in w; four buffers of K/V or dK/dV size that take turns, in w; lse.
     """
     item = ITEM_BYTES[dtype]
     w, pair = max(item, 4), kv_heads * (head_dim + value_dim)
     if backward:
         mine = heads * (head_dim + 2 * value_dim) + pair
-        numbers = mine * (item + w) + (2 * (heads * head_dim + pair) + 4 * pair) * w
+        numbers = mine * (item + w) + (3 * (heads * head_dim + pair) + 4 * pair) * w
     else:
-        numbers = (heads * (head_dim + value_dim) + 3 * pair) * item + (2 * heads * value_dim + pair) * w
+        numbers = (heads * (head_dim + value_dim) + 3 * pair) * item + (heads * (head_dim + 2 * value_dim) + pair) * w
     return batch * (numbers + 16 * heads)
 
 

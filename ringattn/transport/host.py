@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ..buffers import Buffer, put
-from ..cut import moves
+from ..moves import moves
 from ..plan import Plan
-from ..steps import Hop, Kind, Part, Step
+from ..steps import Hop, Kind, Step
 from .base import Counters, Message, Post, Program, drive
 
 T = TypeVar("T")
@@ -81,18 +81,14 @@ class Host:
                 else:
                     torch.cuda.current_stream(self.device).wait_event(flight.done)
             if flight.sends:
-                for part, tensors in self._parts(flight.hop, flight.stage):
-                    for name, x in zip(STORED[part.kind], tensors, strict=True):
-                        self._put(name, part, x, add=True)
+                self._put(flight.hop, flight.stage, add=True)
             if self._side is not None:
                 self._stages.append((flight.stage, flight.done))
 
     def _fetch(self, message: Message) -> Flight:
         hop = self._hops[message.peer, message.tag, False]
         stage = self._stage(message.data)
-        for part, tensors in self._parts(hop, stage):
-            for name, x in zip(STORED[part.kind], tensors, strict=True):
-                self._put(name, part, x, add=False)
+        self._put(hop, stage, add=False)
         return Flight(hop, False, stage, self._copied(message.data, stage[: message.data.numel()]))
 
     def _bring(self, message: Message) -> Flight:
@@ -100,18 +96,17 @@ class Host:
         stage = self._stage(message.data)
         return Flight(hop, True, stage, self._copied(stage[: message.data.numel()], message.data))
 
-    def _parts(self, hop: Hop, data: torch.Tensor) -> Iterator[tuple[Part, tuple[torch.Tensor, ...]]]:
-        """The parts of a message with their tensors, which are views of its bytes."""
+    def _put(self, hop: Hop, data: torch.Tensor, *, add: bool) -> None:
+        """Copy the stored rows of the parts of a message to its bytes, or add what these hold to the stored rows."""
         buffer = Buffer(data, hop.parts, self.plan, wire=True)
-        return ((part, buffer.view(part)) for part in hop.parts)
-
-    def _put(self, name: str, part: Part, x: torch.Tensor, *, add: bool) -> None:
-        """Copy the stored rows of a part to x, or add x to them."""
-        (rows,) = self.plan.layout.shard(part.owner)
-        stored = self.storage.rows(name, rows)
-        to, of = (None, part.cut) if add else (part.cut, None)
-        for move in moves(to, of, self.plan.part_heads(part.kind), len(rows)):
-            put(*((stored, x) if add else (x, stored)), move, add=add)
+        for part in hop.parts:
+            (rows,) = self.plan.layout.shard(part.owner)
+            to, of = (None, part.cut) if add else (part.cut, None)
+            shared = moves(to, of, self.plan.part_heads(part.kind), len(rows))
+            for name, x in zip(STORED[part.kind], buffer.view(part), strict=True):
+                stored = self.storage.rows(name, rows)
+                for move in shared:
+                    put(*((stored, x) if add else (x, stored)), move, add=add)
 
     def _stage(self, data: torch.Tensor) -> torch.Tensor:
         """Host memory for the bytes of a message: on a CPU the message itself."""
