@@ -112,10 +112,12 @@ class Streamed(Run):
                 f"backward=true with stream=disk: {c.input.path} has no tensor 'dout', the gradient of the output; add "
                 "it, or try stream=host, which makes a random one"
             )
-        if c.backward and (stored := self.source.tensors["dout"]).shape != results["out"][0]:
-            raise InvalidInput(
-                f"{c.input.path}: dout must have the shape {results['out'][0]} of out, has {stored.shape}"
-            )
+        if c.backward:
+            (shape, dtype), stored = results["out"], self.source.tensors["dout"]
+            if (stored.shape, stored.dtype) != (tuple(shape), dtype):
+                raise InvalidInput(
+                    f"{c.input.path}: dout must be {dtype} {tuple(shape)} as out is, but is {stored.dtype} {stored.shape}"
+                )
         temporary = self.ending.enter_context(replacing(Path(c.output.path)))
         made = create_safetensors(temporary, results)
         self.storage = _Files(self.source, made, self.plan.pattern.output_scale)
