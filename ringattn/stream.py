@@ -95,7 +95,9 @@ class Stream:
         given = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
         extra = {} if grad_lse is None else {"dlse": grad_lse}
         self.differentiate(Whole({**given, **extra, "dq": dq, "dk": dk, "dv": dv}), lse=grad_lse is not None)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+        dk = dk.to(k.dtype)  # one after the other: the first sum is gone before the second is rounded
+        dv = dv.to(v.dtype)
+        return dq, dk, dv
 
     def compute(self, storage: Storage) -> None:
         """Read q, k and v from storage, and write out and lse there."""
