@@ -204,6 +204,8 @@ def _prepare(verb: str, override: str) -> list[str]:
     prefix, key, value = match.groups()
     schema = SCHEMAS[verb]
     _check_key(verb, schema, key.replace("/", "."))
+    if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
+        return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
     folder = conf_dir() / key
     if prefix or not folder.is_dir() or key not in _names(schema):
         return [override]
@@ -217,6 +219,20 @@ def _prepare(verb: str, override: str) -> list[str]:
                 f"{key}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
             )
     return [override]
+
+
+def _kind(schema: type, key: str) -> str:
+    """The annotation of a key."""
+    first, _, rest = key.partition(".")
+    found = _names(schema)[first]
+    if rest:
+        found = _names(found.default_factory)[rest]
+    return str(found.type)
+
+
+def _whole(key: str, text: str) -> str:
+    """A whole number in digits: sizes are understood everywhere."""
+    return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
 
 
 def _check_key(verb: str, schema: type, key: str) -> None:
