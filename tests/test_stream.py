@@ -373,5 +373,5 @@ def test_on_a_cuda_device(pattern: Pattern) -> None:
     truth = truth_of(case, pattern)
     for kernel, chunk in (("reference", 130), ("auto", 130), ("auto", None)):
         found = attend(case, pattern, chunk=chunk, device="cuda", kernel=kernel)
-        assert max(errors(found, truth)) <= 2e-3 if kernel == "auto" else 1e-4
+        assert max(errors(found, truth)) <= (2e-3 if kernel == "auto" else 1e-4)
         same_lse(found.lse, truth.lse, 1e-3)
