@@ -14,6 +14,8 @@ from .timing import Machine, get_machine, machine_fields
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
+#: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
+RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -145,6 +147,9 @@ class RunConfig(Shape):
     transport: TransportGroup = field(default_factory=TransportGroup)
     kernel: Group = field(default_factory=Group)
     input: InputGroup = field(default_factory=InputGroup)
+    stream: str | None = None
+    chunk: Any = None
+    device: str | None = None
     scale: float | None = None
     backward: bool = False
     deterministic: bool = False
@@ -196,7 +201,28 @@ SCHEMAS: dict[str, type] = {
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
     """The overrides as Hydra wants them: written patterns quoted, unknown keys and options refused with a hint."""
-    return [part for override in overrides for part in _prepare(verb, override)]
+    prepared = [part for override in overrides for part in _prepare(verb, override)]
+    if verb == "run":
+        _check_stream(overrides)
+    return prepared
+
+
+def _check_stream(overrides: Sequence[str]) -> None:
+    """Refuse what is given beside `stream` and cannot be honoured with it, be it the default."""
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    stream = given.get("stream", "null")
+    for key in given:
+        name = re.split(r"[./@]", key)[0]
+        if stream != "null" and name in RINGS:
+            raise without_meaning(f"{key}={given[key]}", stream)
+
+
+def without_meaning(option: str, stream: str) -> InvalidInput:
+    """The error of an option of rings that is given beside `stream`."""
+    return InvalidInput(
+        f"{option} has no meaning with stream={stream}: one process computes chunk after chunk and sends nothing to "
+        "others; leave it out (chunk= says how many rows a chunk has)"
+    )
 
 
 def _prepare(verb: str, override: str) -> list[str]:
@@ -206,6 +232,8 @@ def _prepare(verb: str, override: str) -> list[str]:
     prefix, key, value = match.groups()
     schema = SCHEMAS[verb]
     _check_key(verb, schema, key.replace("/", "."))
+    if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
+        return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
     folder = conf_dir() / key
     if prefix or not folder.is_dir() or key not in _names(schema):
         return [override]
@@ -219,6 +247,20 @@ def _prepare(verb: str, override: str) -> list[str]:
                 f"{key}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
             )
     return [override]
+
+
+def _kind(schema: type, key: str) -> str:
+    """The annotation of a key."""
+    first, _, rest = key.partition(".")
+    found = _names(schema)[first]
+    if rest:
+        found = _names(found.default_factory)[rest]
+    return str(found.type)
+
+
+def _whole(key: str, text: str) -> str:
+    """A whole number in digits: sizes are understood everywhere."""
+    return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
 
 
 def _check_key(verb: str, schema: type, key: str) -> None:

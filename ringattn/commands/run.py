@@ -28,6 +28,7 @@ from ..report import console
 from ..transport.base import Message, Post, Transport
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
+from .streamed import Streamed
 
 TRANSPORTS = ("gloo", "nccl", "mpi", "virtual")
 
@@ -48,6 +49,17 @@ def main(config: RunConfig) -> None:
         raise InvalidInput(
             f"transport.gpu_aware=true is an option of transport=mpi, not of {config.transport.spec}; leave it out"
         )
+    if config.stream is not None:
+        if launch.kind != "none":
+            raise InvalidInput(
+                f"stream={config.stream} is one process, not {launch.kind}'s; start ringattn run without it"
+            )
+        _set_threads(config.threads or os.cpu_count() or 1)
+        Streamed(config).run()
+        return
+    for name, given in (("chunk", config.chunk), ("device", config.device)):
+        if given is not None:
+            raise InvalidInput(f"{name}={given} is an option of stream=host and stream=disk; leave it out, or stream")
     if config.transport.spec == "virtual":
         _set_threads(config.threads or os.cpu_count() or 1)
         _Virtual(config).run()
