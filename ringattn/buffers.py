@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from .moves import Move
 from .plan import Plan
 from .pool import empty, memory_pool
 from .steps import Part
@@ -75,3 +77,20 @@ class Buffers:
         """Give the free buffers back to the pool of the device."""
         while self.free:
             self.pool.give(self.free.pop())
+
+
+def put(target: torch.Tensor, x: torch.Tensor, move: Move, *, add: bool) -> None:
+    """Write, or add, rows of x [B, heads, rows, D] to rows of the target."""
+    to = target[:, _slice(move.to_heads)]
+    of = x[:, _slice(move.from_heads)]
+    if isinstance(move.from_rows, range) and isinstance(move.to_rows, range):
+        to, of = to[:, :, _slice(move.to_rows)], of[:, :, _slice(move.from_rows)]
+        to.add_(of) if add else to.copy_(of)
+        return
+    rows = of.index_select(2, torch.as_tensor(np.asarray(move.from_rows), device=x.device)).to(target.dtype)
+    index = torch.as_tensor(np.asarray(move.to_rows), device=x.device)
+    to.index_add_(2, index, rows) if add else to.index_copy_(2, index, rows)
+
+
+def _slice(r: range) -> slice:
+    return slice(r.start, r.stop, r.step)

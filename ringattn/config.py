@@ -5,18 +5,28 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput, did_you_mean
-from .machine_file import UNITS, read_machine
-from .timing import Machine, get_machine
+from .groups import (
+    Group,
+    InputGroup,
+    LayoutGroup,
+    MachineGroup,
+    OutputGroup,
+    PatternGroup,
+    ScheduleGroup,
+    TransportGroup,
+)
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
 #: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
 ROWS, WIDTHS, MESSAGES = (64, 256, 1024, 4096), (64, 256, 1024), (256, "4k", "64k", "1M", "4M", "16M")
+#: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
+RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -38,102 +48,6 @@ def parse_size(value: str | int | float, name: str = "size") -> int:
         if number == int(number):
             return int(number)
     raise InvalidInput(f"{name}={value}: not a whole number; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
-
-
-@dataclass
-class Group:
-    """One choice of a config group; `spec` is what it stands for, the rest are its parameters."""
-
-    spec: str = "???"
-
-
-@dataclass
-class PatternGroup(Group):
-    left: int | None = None
-    n: int | None = None
-    step: int | None = None
-    lengths: list[int] | None = None
-    segments: list[int] | None = None
-    rates: list[int] | None = None
-    causal: bool | None = None
-    mix: str | None = None
-    block: int | None = None
-    blocks: int | None = None
-
-
-@dataclass
-class LayoutGroup(Group):
-    block: int | None = None
-    chunk: Any = None
-
-
-@dataclass
-class ScheduleGroup(Group):
-    inner: int | None = None
-    size: int | None = None
-    between: str | None = None
-
-
-@dataclass
-class MachineGroup(Group):
-    """A preset, or a file, and the values that are to replace its own."""
-
-    path: str | None = None
-    extrapolate: bool = False
-    flops: float | None = None
-    alpha: float | None = None
-    beta: float | None = None
-    inner: int | None = None
-    inner_alpha: float | None = None
-    inner_beta: float | None = None
-    shared: bool | None = None
-    merge: float | None = None
-    buffers: int | None = None
-    gamma: float | None = None
-    jitter: float | None = None
-    call: float | None = None
-    memory: float | None = None
-    watts: float | None = None
-    price: float | None = None
-    mtbf: float | None = None
-    checkpoint: float | None = None
-    restart: float | None = None
-
-    def made(self, device: str = "cpu") -> Machine:
-        """The machine; the preset `auto` is that of the device type, `file` what `path` holds."""
-        if (self.spec == "file") != (self.path is not None):
-            raise InvalidInput(
-                f"machine={self.spec} and machine.path={self.path}: a file needs both machine=file and its path; make one "
-                "with ringattn calibrate output.path=machine.yaml"
-            )
-        if self.path is not None:
-            machine = read_machine(Path(self.path))
-        else:
-            machine = get_machine(None if self.spec == "auto" else self.spec, device)
-        given = {name: value for name in UNITS if (value := getattr(self, name)) is not None}
-        if "flops" in given:
-            given["kernel"] = None  # what was measured of the kernel is not to be used
-        machine = machine.changed(**given)
-        if self.extrapolate and machine.kernel is not None:
-            machine = replace(machine, kernel=replace(machine.kernel, extrapolate=True))
-        return machine
-
-
-@dataclass
-class TransportGroup(Group):
-    gpu_aware: bool = False
-
-
-@dataclass
-class InputGroup:
-    name: str = "text"
-    path: str | None = None
-    seed: int = 0
-
-
-@dataclass
-class OutputGroup:
-    path: str | None = None
 
 
 @dataclass
@@ -165,6 +79,9 @@ class RunConfig(Shape):
     transport: TransportGroup = field(default_factory=TransportGroup)
     kernel: Group = field(default_factory=Group)
     input: InputGroup = field(default_factory=InputGroup)
+    stream: str | None = None
+    chunk: Any = None
+    device: str | None = None
     scale: float | None = None
     backward: bool = False
     deterministic: bool = False
@@ -256,7 +173,28 @@ SCHEMAS: dict[str, type] = {
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
     """The overrides as Hydra wants them: written patterns quoted, unknown keys and options refused with a hint."""
-    return [part for override in overrides for part in _prepare(verb, override)]
+    prepared = [part for override in overrides for part in _prepare(verb, override)]
+    if verb == "run":
+        _check_stream(overrides)
+    return prepared
+
+
+def _check_stream(overrides: Sequence[str]) -> None:
+    """Refuse what is given beside `stream` and cannot be honoured with it, be it the default."""
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    stream = given.get("stream", "null")
+    for key in given:
+        name = re.split(r"[./@]", key)[0]
+        if stream != "null" and name in RINGS:
+            raise without_meaning(f"{key}={given[key]}", stream)
+
+
+def without_meaning(option: str, stream: str) -> InvalidInput:
+    """The error of an option of rings that is given beside `stream`."""
+    return InvalidInput(
+        f"{option} has no meaning with stream={stream}: one process computes chunk after chunk and sends nothing to "
+        "others; leave it out (chunk= says how many rows a chunk has)"
+    )
 
 
 def _prepare(verb: str, override: str) -> list[str]:
@@ -266,6 +204,8 @@ def _prepare(verb: str, override: str) -> list[str]:
     prefix, key, value = match.groups()
     schema = SCHEMAS[verb]
     _check_key(verb, schema, key.replace("/", "."))
+    if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
+        return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
     folder = conf_dir() / key
     if prefix or not folder.is_dir() or key not in _names(schema):
         return [override]
@@ -279,6 +219,20 @@ def _prepare(verb: str, override: str) -> list[str]:
                 f"{key}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
             )
     return [override]
+
+
+def _kind(schema: type, key: str) -> str:
+    """The annotation of a key."""
+    first, _, rest = key.partition(".")
+    found = _names(schema)[first]
+    if rest:
+        found = _names(found.default_factory)[rest]
+    return str(found.type)
+
+
+def _whole(key: str, text: str) -> str:
+    """A whole number in digits: sizes are understood everywhere."""
+    return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
 
 
 def _check_key(verb: str, schema: type, key: str) -> None:

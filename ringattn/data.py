@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import struct
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +12,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from .config import RunConfig
 from .errors import InvalidInput
 from .layout import Layout
+from .stored import DTYPES, Stored, read_npz, read_safetensors
 
 NAMES = ("q", "k", "v")
+#: What is read of a file: the gradient of the output, too, where it is there.
+STORED = (*NAMES, "dout")
 #: Width of the byte embedding of a text.
 EMBEDDING = 64
 #: Rows made at a time, so that temporary memory does not grow with the shard.
 CHUNK = 1 << 14
-_SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ def shards(source: Source, layout: Layout, rank: int) -> tuple[torch.Tensor, ...
 def _asked(config: RunConfig) -> Shape:
     kv_heads = config.heads if config.kv_heads is None else config.kv_heads
     dtype: Any = getattr(torch, config.dtype, None)
-    if dtype not in _SAFETENSORS.values():
-        names = ", ".join(str(d).removeprefix("torch.") for d in _SAFETENSORS.values())
+    if dtype not in DTYPES.values():
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES.values())
         raise InvalidInput(f"dtype={config.dtype}: not supported; expected one of {names}")
     return Shape(config.batch, config.heads, kv_heads, config.size(), config.head_dim, config.head_dim, dtype)
 
@@ -172,6 +171,11 @@ class _Random:
         return out
 
 
+def random_source(shape: Shape, seed: int) -> Source:
+    """Standard normal inputs of any shape."""
+    return _Random(shape, seed)
+
+
 def counter_normal(stream: int, index: torch.Tensor) -> torch.Tensor:
     """Standard normal numbers, float64, by Box-Muller from two hashes of (stream, index); index is int64."""
     key = int.from_bytes(struct.pack("<q", stream & (1 << 63) - 1), "little") * 0xBF58476D1CE4E5B9 % (1 << 63)
@@ -204,36 +208,27 @@ def _uniform(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """An uncompressed tensor within a file."""
+class File:
+    """q, k and v in a file, and dout where it has that."""
 
-    path: Path
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def rows(self, r: range) -> torch.Tensor:
-        kind = {8: np.int64, 4: np.int32, 2: np.int16}[self.dtype.itemsize]
-        stored = np.memmap(self.path, dtype=kind, mode="r", offset=self.offset, shape=self.shape)
-        return torch.from_numpy(np.array(stored[:, :, r.start : r.stop : r.step])).view(self.dtype)
-
-
-@dataclass(frozen=True)
-class _File:
     shape: Shape
-    tensors: dict[str, _Stored]
+    tensors: dict[str, Stored]
 
     def rows(self, name: str, r: range) -> torch.Tensor:
+        return self.view(name, r).clone()
+
+    def view(self, name: str, r: range) -> torch.Tensor:
+        """Rows of q, k, v or dout, mapped: only what is read comes into memory."""
         return self.tensors[name].rows(r)
 
 
-def _open_file(path: Path) -> _File:
+def _open_file(path: Path) -> File:
     if not path.is_file():
         raise InvalidInput(f"input.path={path}: no such file")
     if path.suffix == ".safetensors":
-        found = _safetensors(path)
+        found = read_safetensors(path, STORED)
     elif path.suffix == ".npz":
-        found = _npz(path)
+        found = read_npz(path, STORED)
     else:
         raise InvalidInput(f"input.path={path}: expected a .safetensors or .npz file with q, k and v")
     for name in NAMES:
@@ -250,55 +245,4 @@ def _open_file(path: Path) -> _File:
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         raise InvalidInput(f"input.path={path}: an empty tensor: {shapes}")
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype)
-    return _File(shape, {name: found[name] for name in NAMES})
-
-
-def _safetensors(path: Path) -> dict[str, _Stored]:
-    try:
-        with safe_open(path, "pt") as checked:  # checks the header, and that the file has all its bytes
-            names = list(checked.keys())
-    except (SafetensorError, OSError) as error:
-        raise InvalidInput(f"input.path={path}: not a whole safetensors file ({error})") from None
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    found = {}
-    for name in set(names) & set(NAMES):
-        dtype = header[name]["dtype"]
-        if dtype not in _SAFETENSORS:
-            raise InvalidInput(
-                f"input.path={path}: {name} has dtype {dtype}; expected one of {', '.join(_SAFETENSORS)}"
-            )
-        start = 8 + length + header[name]["data_offsets"][0]
-        found[name] = _Stored(path, start, tuple(header[name]["shape"]), _SAFETENSORS[dtype])
-    return found
-
-
-def _npz(path: Path) -> dict[str, _Stored]:
-    found = {}
-    try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
-            for info in archive.infolist():
-                name = info.filename.removesuffix(".npy")
-                if name not in NAMES:
-                    continue
-                if info.compress_type != zipfile.ZIP_STORED:
-                    raise InvalidInput(
-                        f"input.path={path}: {name} is compressed and cannot be read by rows; write it with numpy.savez"
-                    )
-                raw.seek(info.header_offset + 26)
-                name_length, extra_length = struct.unpack("<HH", raw.read(4))
-                raw.seek(info.header_offset + 30 + name_length + extra_length)
-                version = np.lib.format.read_magic(raw)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, fortran, dtype = read(raw)
-                if fortran or dtype not in (np.float64, np.float32, np.float16) or not dtype.isnative:
-                    raise InvalidInput(
-                        f"input.path={path}: {name} must be a C-ordered array of native float64, float32 or float16"
-                    )
-                found[name] = _Stored(path, raw.tell(), shape, getattr(torch, dtype.name))
-    except (zipfile.BadZipFile, struct.error, ValueError, OSError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"input.path={path}: not a whole npz file ({error})") from None
-    return found
+    return File(shape, found)

@@ -23,13 +23,15 @@ from .rows import Inputs, Rows, add_, batches
 from .script import make_script
 from .steps import Part
 from .transport.base import Program
+from .work import Work
 
 
 @dataclass(frozen=True)
 class Job:
     """What one rank computes: its place in a plan, the kernel and the softmax scale.
 
-    `lse`: the loss may depend on lse, on some rank if not on this one. All ranks say the same.
+    `lse`: the loss may depend on lse, on some rank if not on this one. All ranks say the same. `rounded`: gradients are
+    given in the dtype of the inputs, else in the one that they are gathered in, for others to be added to them.
     """
 
     plan: Plan
@@ -37,6 +39,12 @@ class Job:
     kernel: Kernel
     scale: float
     lse: bool = False
+    rounded: bool = True
+
+    def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) as the backward gives them, from what it has gathered for the inputs q, k, v."""
+        dq, dk, dv = (x.to(like.dtype) if self.rounded else x for x, like in zip(sums, inputs, strict=True))
+        return dq, dk, dv
 
 
 @dataclass(frozen=True)
@@ -120,19 +128,12 @@ def backward(
             batched = job.plan.demand.batched(job.rank, block.owner, block.cut)
             works = [call for work in batched for call in job.kernel.split(work)]
             clean = whole and any(not work.dense for work in works) and finite(key, value)
-            for work in works:
-                for batch in batches(work, q):
-                    g, x, o, total, y, z = inputs.of(work, batch, (grad, query, out, lse), (key, value))
-                    call = partial(kernel_backward, job.kernel, g, x, y, z, o, total, work, job.scale, clean=clean)
-                    parts = retried(call, q.device)
-                    add_(dq[batch], work.heads, (work.q,), work, work.q_shift, parts[0])
-                    add_(dk[batch], work.kv, work.k, work, work.k_shift, parts[1])
-                    add_(dv[batch], work.kv, work.k, work, work.k_shift, parts[2])
+            _differentiate(job, works, inputs, (grad, query, out, lse), (key, value), (dq, dk, dv), clean=clean)
         yield from state.finish(index)
     state.buffers.close()
     inputs.close()
     dk, dv = state.gathered(Part("grad", job.rank))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return job.gradients((dq, dk, dv), (q, k, v))
 
 
 def _by_queries(
@@ -158,19 +159,27 @@ def _by_queries(
             (dq,) = state.gathered(Part("dq", block.owner, block.cut))
             tensors, clean = _prepared(state.block(block), state.block(Part("row", block.owner, block.cut)), job.lse)
             clean = whole and any(not work.dense for work in works) and clean
-            for work in works:
-                for batch in batches(work, q):
-                    g, x, o, total, y, z = inputs.of(work, batch, tensors, (key, value))
-                    call = partial(kernel_backward, job.kernel, g, x, y, z, o, total, work, job.scale, clean=clean)
-                    parts = retried(call, q.device)
-                    add_(dq[batch], work.heads, (work.q,), work, work.q_shift, parts[0])
-                    add_(dk[batch], work.kv, work.k, work, work.k_shift, parts[1])
-                    add_(dv[batch], work.kv, work.k, work, work.k_shift, parts[2])
+            _differentiate(job, works, inputs, tensors, (key, value), (dq, dk, dv), clean=clean)
         yield from state.finish(index)
     state.buffers.close()
     inputs.close()
     (dq,) = state.gathered(Part("dq", job.rank))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return job.gradients((dq, dk, dv), (q, k, v))
+
+
+def _differentiate(
+    job: Job, works: list[Work], inputs: Inputs, queries: Tensors, keys: Tensors, sums: Tensors, *, clean: bool
+) -> None:
+    """Add a visit's part of dq, dk and dv to `sums`; `queries` are dO, q, out and lse, `keys` k and v."""
+    dq, dk, dv = sums
+    for work in works:
+        for batch in batches(work, dq):
+            g, x, o, total, y, z = inputs.of(work, batch, queries, keys)
+            call = partial(kernel_backward, job.kernel, g, x, y, z, o, total, work, job.scale, clean=clean)
+            parts = retried(call, dq.device)
+            add_(dq[batch], work.heads, (work.q,), work, work.q_shift, parts[0])
+            add_(dk[batch], work.kv, work.k, work, work.k_shift, parts[1])
+            add_(dv[batch], work.kv, work.k, work, work.k_shift, parts[2])
 
 
 def _prepared(block: Tensors, row: Tensors, lse: bool) -> tuple[Tensors, bool]:

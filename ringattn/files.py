@@ -38,8 +38,15 @@ def check_writable(path: Path) -> None:
         raise InvalidInput(f"output {path}: is a folder; give the path of a file")
     if not path.parent.is_dir():
         raise InvalidInput(f"output {path}: the folder {path.parent} does not exist; make it first")
-    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    if path.exists() and not os.access(path, os.W_OK):
         raise InvalidInput(f"output {path}: not writable by this user; choose another path")
+    try:  # permissions do not tell of file systems that take no files
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+            pass
+    except OSError as error:
+        raise InvalidInput(
+            f"output {path}: no file can be made in {path.parent} ({error.strerror}); choose another path"
+        ) from None
 
 
 def make_folder(path: Path) -> None:

@@ -12,10 +12,12 @@ from .agreement import Call, agree, describe
 from .autograd import AllRanks, Attention, OneRank, Runner
 from .errors import InvalidInput, RingAttentionError
 from .executor import Job
+from .kernels.base import positive
 from .kernels.pad import check_padding, hide_keys
 from .layout import Layout
 from .pattern import Pattern
 from .plan import Plan, make_plan
+from .stream import check_chunk, get_device, make_stream
 from .timing import Machine, get_machine
 from .transport.torchdist import TorchDist
 
@@ -174,12 +176,54 @@ def attention(
     key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    stream: str | None = None,
+    chunk: int | None = None,
+    device: torch.device | str | None = None,
 ) -> Any:
-    """`ring_attention` of the whole sequence on one device: a plan with one rank. Shapes as in virtual_attention."""
+    """`ring_attention` of the whole sequence on one device: a plan with one rank. Shapes as in virtual_attention.
+
+    stream="host" computes on `device` (default: CUDA where there is one, else the CPU) what need not fit there: q, k, v
+    are CPU tensors, ordinary, pinned or mapped from a file, and so are out, lse and the gradients. Chunks of at most
+    `chunk` rows (default: by `stream.chunk_rows` from the device's free memory) are virtual ranks that run one after
+    another; the device holds the queries of one of them, its K/V rows and two blocks of others', one of which is
+    computed with while the next is copied, and of these only rows that are needed. Nothing there grows with N. dK and dV
+    are summed in host memory in fp32 (fp64). A `key_padding_mask` costs copies of q, k and v in host memory.
+    """
+    if stream is not None:
+        call = Call(pattern, "contiguous", "direct", kernel, _scale(q, scale), deterministic, return_lse=return_lse)
+        return _streamed(q, k, v, call, key_padding_mask, stream, chunk, device)
+    for name, value in (("chunk", chunk), ("device", device)):
+        if value is not None:
+            raise InvalidInput(
+                f"{name}={value} belongs to stream='host'; without it the tensors' own device computes all"
+            )
     return virtual_attention(
         q, k, v, pattern, ranks=1, kernel=kernel, scale=scale, key_padding_mask=key_padding_mask,
         return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
+
+
+def _streamed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, mask: torch.Tensor | None, stream: str,
+    chunk: int | None, device: torch.device | str | None,
+) -> Any:  # fmt: skip
+    if stream != "host":
+        raise InvalidInput(
+            f"stream={stream!r}: expected 'host'; tensors mapped from a file are host tensors, too, and "
+            "ringattn run stream=disk reads and writes files"
+        )
+    check_chunk(chunk)
+    where = get_device(device)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, torch.Tensor) and x.device.type != "cpu":
+            raise InvalidInput(f"stream='host' copies from host memory, but {name} is on {x.device}; pass CPU tensors")
+    backward = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v))
+    runner, floor = make_stream(call, q, k, v, chunk=chunk, device=where, backward=backward), None
+    if mask is not None:
+        check_padding(mask, k)
+        q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
+        runner = make_stream(call, q, k, v, chunk=chunk, device=where, backward=backward)
+    return _apply(q, k, v, runner, runner.plan, call.return_lse, floor)
 
 
 def check(q: Any, k: Any, v: Any, call: Call, mask: Any = None) -> None:
@@ -218,10 +262,9 @@ def _scale(q: Any, scale: Any) -> Any:
 
 
 def _positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """The same logits with a scale > 0: libraries scale after they hide, and -1 * -inf attends what is hidden."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
+    """q and a scale > 0 with the same logits."""
+    sign, factor = positive(scale)
+    return (q if sign == 1 else q * sign), factor
 
 
 _transports: dict[int, TorchDist] = {}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from .buffers import Buffer, Buffers, Tensors
-from .cut import Move, moves
+from .buffers import Buffer, Buffers, Tensors, put
 from .kernels.base import wide
+from .moves import Move, moves
 from .plan import Plan
 from .script import REMEMBERED
 from .steps import BLOCKS, SUMS, Batch, Hop, Kind, Part, Step
@@ -133,7 +132,7 @@ class Held:
             tensors = self.blocks[source] if block else self.gathered(source)
             for move in shared:
                 for target, x in zip(views, tensors, strict=True):
-                    _put(target, x, move, add=False)
+                    put(target, x, move, add=False)
 
     def _moves(self, target: Part, sources: tuple[Part, ...]) -> list[tuple[Move, ...]]:
         """The rows that a part shares with others of its block."""
@@ -166,7 +165,7 @@ class Held:
         for place in sums:
             for move in self._moves(place, (part,))[0]:
                 for target, x in zip(self.gathered(place), views, strict=True):
-                    _put(target, x, move, add=True)
+                    put(target, x, move, add=True)
         self.buffers.drop(buffer, part)
 
     def _widened(self, part: Part, message: Buffer) -> Buffer:
@@ -189,23 +188,6 @@ class Held:
         buffer = self.where.pop(part, None)
         if buffer is not None:
             self.buffers.drop(buffer, part)
-
-
-def _put(target: torch.Tensor, x: torch.Tensor, move: Move, *, add: bool) -> None:
-    """Write, or add, rows of x [B, heads, rows, D] to rows of the target."""
-    to = target[:, _slice(move.to_heads)]
-    of = x[:, _slice(move.from_heads)]
-    if isinstance(move.from_rows, range) and isinstance(move.to_rows, range):
-        to, of = to[:, :, _slice(move.to_rows)], of[:, :, _slice(move.from_rows)]
-        to.add_(of) if add else to.copy_(of)
-        return
-    rows = of.index_select(2, torch.as_tensor(np.asarray(move.from_rows), device=x.device)).to(target.dtype)
-    index = torch.as_tensor(np.asarray(move.to_rows), device=x.device)
-    to.index_add_(2, index, rows) if add else to.index_copy_(2, index, rows)
-
-
-def _slice(r: range) -> slice:
-    return slice(r.start, r.stop, r.step)
 
 
 def _last_uses(steps: Sequence[Step]) -> dict[tuple[bool, int], int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +22,7 @@ from .files import check_writable, replacing
 from .pattern import parse_pattern
 from .plan import Plan, make_plan
 from .report import Number, show, show_choice, size
-from .sampling import Reduce, oracle_rows, sampled_rows
+from .sampling import Reduce, oracle_rows, places, sampled_rows
 
 
 def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
@@ -50,10 +52,13 @@ class Run:
 
     ranks: int
     rank = 0
+    #: What happens to the bytes that are counted.
+    moved = "sent"
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.device = torch.device("cpu")
+        self.cotangent: torch.Tensor | None = None
 
     def run(self) -> None:
         self.open()
@@ -98,7 +103,6 @@ class Run:
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, Measured]:
         """One warm-up and `repeat` timed runs; the peak is that of the first timed run."""
         seen = Measured()
-        cotangent = torch.ones(())
         for run in range(self.config.repeat + 1):
             if run == 1:
                 seen.before = memory.resident()
@@ -106,18 +110,18 @@ class Run:
             out, lse = self._timed(seen.forward, "forward", self.attend)
             seen.sent["forward"] = self.counted()
             if self.config.backward:
-                cotangent = cotangent if run else torch.randn_like(out)
-                start = cotangent
-
-                def backward(out: torch.Tensor = out, start: torch.Tensor = start) -> Any:
-                    return torch.autograd.grad(out, self.inputs, start)
-
-                self._timed(seen.backward, "backward", backward)
+                self._timed(seen.backward, "backward", self.backward(out))
                 seen.sent["backward"] = self.counted()
             if run == 1:
                 seen.peak = memory.peak()
         seen.forward, seen.backward = seen.forward[1:], seen.backward[1:]
         return out.detach(), lse.detach(), seen
+
+    def backward(self, out: torch.Tensor) -> Callable[[], Any]:
+        """What is timed as the backward: of a random cotangent, the same in every run."""
+        if self.cotangent is None:
+            self.cotangent = torch.randn_like(out)
+        return partial(torch.autograd.grad, out, self.inputs, self.cotangent)
 
     def _timed(self, times: list[float], name: str, call: Any) -> Any:
         self.barrier()
@@ -131,7 +135,7 @@ class Run:
 
     def report(self, everyone: list[Measured], worst: float | None) -> None:
         plan, c = self.plan, self.config
-        title = f"{plan.pattern!r}, {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} {c.transport.spec} ranks"
+        title = f"{plan.pattern!r}, {plan.tokens:,} tokens, {self.where()}"
         numbers = [
             Number("input", f"{c.input.name}, B={plan.batch} H={plan.heads} K={plan.kv_heads} D={plan.head_dim} "
                    f"{plan.dtype}, {torch.get_num_threads()} threads per process"),
@@ -150,7 +154,7 @@ class Run:
             numbers += [
                 Number(f"{name} time", f"{mid:.4f} s median ({spread})", "measured"),
                 Number(f"{name} tokens/s", f"{plan.tokens / mid:,.0f}", "measured"),
-                Number(f"{name} bytes sent", f"{sum(sent):,} = {size(sum(sent))} ({same}; {share:.3f} of a full ring)",
+                Number(f"{name} bytes {self.moved}", f"{sum(sent):,} = {size(sum(sent))} ({same}; {share:.3f} of a full ring)",
                        "counted"),
             ]  # fmt: skip
         for rank, m in enumerate(everyone):
@@ -171,6 +175,10 @@ class Run:
         if plan.choice is not None:
             show_choice(plan.choice)
 
+    def where(self) -> str:
+        """Which ranks compute, for the title."""
+        return f"{self.plan.layout.name} on {self.plan.ranks} {self.config.transport.spec} ranks"
+
     def process(self, rank: int) -> str:
         return f"rank {rank}"
 
@@ -183,7 +191,8 @@ class Run:
         tensors = [x.detach() for x in self.inputs]
         q, k, v = tensors
         truth = oracle_rows(self.plan.pattern, self.plan.tokens, rows, scale, positions, q, k, v, reduce)
-        place = {int(p): i for i, p in enumerate(positions)}
+        truth *= self.plan.pattern.output_scale
+        place = places(rows, positions)
         mine = [(i, place[row]) for i, row in enumerate(rows) if row in place]
         gaps = [(out[:, :, local].double().cpu() - truth[:, :, i]).abs().max() for i, local in mine]
         worst = torch.stack(gaps).max() if gaps else torch.zeros((), dtype=torch.float64)

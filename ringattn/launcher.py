@@ -227,10 +227,11 @@ def _child(parent: int, pipe: Any, log: str, shown: bool, group: dict[str, Any],
         pipe.close()
     finally:
         failure = sys.exc_info()[1]
-        if failure is not None:
+        if failure is not None and not isinstance(failure, SystemExit):  # that has said what there is to say
             traceback.print_exception(failure)
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
         # Not by way of the interpreter's end: there torch's Gloo threads abort the process now and then.
-        os._exit(0 if failure is None else 1)
+        code = failure.code if isinstance(failure, SystemExit) else failure and 1
+        os._exit(code if isinstance(code, int) else 0)

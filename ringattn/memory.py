@@ -7,6 +7,9 @@ import resource
 import sys
 from pathlib import Path
 
+from .errors import Unsupported
+
+_MEMINFO = Path("/proc/meminfo")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 #: Options of glibc's mallopt, and the size from which a freed block goes back to the system.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 17
@@ -41,6 +44,16 @@ def peak() -> int:
         return _field("VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def available() -> int:
+    """Bytes of memory that the system can give to programs now, without swapping."""
+    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise Unsupported(
+        "this system does not tell how much memory is free (/proc/meminfo); give chunk=, a number of rows"
+    )
 
 
 def _field(name: str) -> int:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 MAX_RANGES = 16
 
 
+#: The most tokens, or ranks: sums and differences of positions stay within 64 bits.
+MOST = 1 << 61
+
+
 @dataclass(frozen=True)
 class Layout(ABC):
     """A partition of positions 0 .. tokens-1 over `ranks`; any tokens >= 0, any ranks >= 1, shards may be uneven.
@@ -32,6 +36,11 @@ class Layout(ABC):
         if self.tokens < 0 or self.ranks < 1:
             raise InvalidInput(
                 f"a layout needs tokens >= 0 and ranks >= 1, got tokens={self.tokens} and ranks={self.ranks}"
+            )
+        if max(self.tokens, self.ranks) > MOST:
+            raise InvalidInput(
+                f"a layout of {self.tokens:.3g} tokens on {self.ranks:.3g} ranks: positions are 64-bit integers, so that "
+                f"{MOST:.3g} tokens are the most; try tokens=1e12"
             )
 
     @property

@@ -9,6 +9,9 @@ import torch
 
 from .pattern import Pattern
 
+#: Keys that are widened to fp64 at a time.
+KEYS = 1 << 16
+
 #: Sums a float64 tensor over ranks, or takes the maximum where told so; in place.
 Reduce = Callable[[torch.Tensor, bool], None]
 
@@ -19,6 +22,11 @@ def sampled_rows(tokens: int, count: int, seed: int = 0) -> list[int]:
         return []
     inner = np.random.default_rng(seed).permutation(tokens)
     return sorted({0, tokens - 1, *inner[: max(count - 2, 0)].tolist()})[:count]
+
+
+def places(rows: list[int], positions: np.ndarray) -> dict[int, int]:
+    """Where those of the positions `rows` that are among `positions` stand there."""
+    return {int(positions[i]): int(i) for i in np.flatnonzero(np.isin(positions, rows))}
 
 
 def oracle_rows(
@@ -32,30 +40,37 @@ def oracle_rows(
     """
     batch, heads, _, width = q.shape
     group = heads // k.shape[1]
-    place = {int(p): i for i, p in enumerate(positions)}
+    place = places(rows, positions)
     query = torch.zeros(batch, heads, len(rows), width, dtype=torch.float64)
     for i, row in enumerate(rows):
         if row in place:
             query[:, :, i] = q[:, :, place[row]].double().cpu()
     reduce(query, False)
-    weights = torch.zeros(heads, len(rows), len(positions), dtype=torch.float64)
-    for h in range(heads):
-        for i, row in enumerate(rows):
-            weights[h, i] = torch.from_numpy(pattern.row_mask(row, tokens, h, heads)[positions]).double()
     top = torch.full((batch, heads, len(rows)), -torch.inf, dtype=torch.float64)
     total = torch.zeros(batch, heads, len(rows), v.shape[-1] + 1, dtype=torch.float64)
-    if len(positions):
-        for h in range(heads):
-            scores = query[:, h] @ k[:, h // group].double().cpu().mT * scale
-            top[:, h] = scores.masked_fill(weights[h] == 0, -torch.inf).amax(-1)
+    parts = [slice(first, first + KEYS) for first in range(0, len(positions), KEYS)]
+
+    def seen(h: int) -> torch.Tensor:
+        """How often each row of head h sees each local key."""
+        return torch.from_numpy(np.stack([pattern.row_mask(row, tokens, h, heads)[positions] for row in rows]))
+
+    def scores(h: int, part: slice) -> torch.Tensor:
+        return query[:, h] @ k[:, h // group, part].double().cpu().mT * scale
+
+    for h in range(heads if parts else 0):
+        weights = seen(h)
+        for part in parts:
+            highest = scores(h, part).masked_fill(weights[:, part] == 0, -torch.inf).amax(-1)
+            top[:, h] = torch.maximum(top[:, h], highest)
     reduce(top, True)
-    if len(positions):
-        safe = top.masked_fill(top == -torch.inf, 0.0)
-        for h in range(heads):
-            scores = query[:, h] @ k[:, h // group].double().cpu().mT * scale - safe[:, h, :, None]
-            shares = torch.where(weights[h] == 0, 0.0, scores.exp() * weights[h])
-            total[:, h, :, :-1] = shares @ v[:, h // group].double().cpu()
-            total[:, h, :, -1] = shares.sum(-1)
+    safe = top.masked_fill(top == -torch.inf, 0.0)
+    for h in range(heads if parts else 0):
+        weights = seen(h)
+        for part in parts:
+            shares = (scores(h, part) - safe[:, h, :, None]).exp() * weights[:, part].double()
+            shares = torch.where(weights[:, part] == 0, 0.0, shares)
+            total[:, h, :, :-1] += shares @ v[:, h // group, part].double().cpu()
+            total[:, h, :, -1] += shares.sum(-1)
     reduce(total, False)
     denominator = total[..., -1:]
     return torch.where(denominator == 0, 0.0, total[..., :-1] / denominator.clamp(min=torch.finfo(torch.float64).tiny))

@@ -13,17 +13,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringattn"
 #: A file imports only from entries above its own. What stands before "softmax" needs no torch.
 ORDER = (
-    "errors", "pattern", "partition", "balanced", "layout", "work", "cut", "wanted", "demand", "transposed", "steps", "sizes",
-    "schedules", "rotation", "picture", "timing", "choice", "plan", "softmax", "pool", "kernels", "buffers", "transport",
-    "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "functional", "nn",
+    "errors", "pattern", "partition", "balanced", "layout", "work", "cut", "moves", "wanted", "demand", "transposed", "steps", "sizes",
+    "schedules", "rotation", "picture", "timing", "choice", "plan", "memory", "softmax", "pool", "kernels", "buffers", "transport",
+    "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "stream", "functional", "nn",
     "factories",
-    "memory", "files", "machine_file", "config", "data", "sampling", "bench", "calibrate", "report", "job", "commands", "cli", "__main__",
+    "files", "machine_file", "groups", "config", "stored", "data", "sampling", "bench", "calibrate", "report", "job", "commands", "cli",
+    "__main__",
 )  # fmt: skip
 NO_TORCH = (
     *ORDER[: ORDER.index("softmax")],
     "launcher",
     "files",
     "machine_file",
+    "groups",
     "config",
     "report",
     "cli",

@@ -12,8 +12,9 @@ from ringattn.bench import SUITES, get_cases, ring
 from ringattn.bench import runner as bench_runner
 from ringattn.bench.case import Case, Column, Ratio
 from ringattn.commands import bench as bench_command
-from ringattn.config import BenchConfig, OutputGroup
+from ringattn.config import BenchConfig
 from ringattn.errors import InvalidInput
+from ringattn.groups import OutputGroup
 from ringattn.launcher import run_local
 
 

@@ -16,8 +16,9 @@ from ringattn.calibrate import fits, kernels, noise, validate
 from ringattn.calibrate.measure import Sizes
 from ringattn.calibrate.passes import Case, Pass
 from ringattn.calibrate.published import published
-from ringattn.config import MachineGroup, conf_dir
+from ringattn.config import conf_dir
 from ringattn.errors import InvalidInput, Unsupported
+from ringattn.groups import MachineGroup
 from ringattn.machine_file import read_machine, read_record, write_machine
 from ringattn.timing import FACTS, Grid, KernelTimes, get_machine
 from ringattn.timing.machine import SOURCES

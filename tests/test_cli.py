@@ -74,6 +74,22 @@ def test_did_you_mean(verb: str, override: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_sizes_are_understood_everywhere() -> None:
+    found = prepare(
+        "plan", ["ranks=2,8k", "pattern.left=4k", "kv_heads=null", "machine.inner=1e1", "tokens=1M", "ranks=range(1,3)"]
+    )
+    assert found == [
+        "ranks=2,8192", "pattern.left=4096", "kv_heads=null", "machine.inner=10", "tokens=1M", "ranks=range(1,3)"
+    ]  # fmt: skip
+
+
+def test_a_plan_of_too_many_steps_says_so(tmp_path: Path) -> None:
+    done = ringattn("plan", "tokens=1073741824", "ranks=262144", "schedule=ring", "layout=contiguous", cwd=tmp_path)
+    assert done.returncode == 0 and "neither drawn nor counted" in done.stdout and "rank 0" not in done.stdout
+    done = ringattn("plan", "tokens=1G", "ranks=256k", "pattern=window", "layout=contiguous", cwd=tmp_path)
+    assert done.returncode == 0 and "rank 245760" in done.stdout
+
+
 def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
     done = ringattn("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -103,7 +119,10 @@ def test_help_version_and_wrong_verbs(tmp_path: Path) -> None:
         (("paln",), 2, "did you mean 'plan'?"),
         (("run", "--cfg", "job", "--resolve"), 0, "spec: Causal()"),
         (("plan", "--help"), 0, "pattern: causal"),
-        (("plan", "ranks=four"), 1, "could not be converted to Integer"),
+        (("plan", "ranks=four"), 2, "ranks=four: not a whole number"),
+        (("plan", "tokens=1e30"), 2, "positions are 64-bit integers"),
+        (("plan", "output.path=/proc/p.json"), 2, "no file can be made in /proc"),
+        (("run", "kernel=aten_cuda", "tokens=64", "input=random"), 2, "needs tensors on a cuda device"),
         (("plan", "tokens=12x"), 2, "tokens=12x: not a whole number"),
         (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),
         (("plan", "pattern=documents"), 2, "give the list of lengths"),

@@ -11,8 +11,9 @@ from oracle import dense, make_case
 from safetensors.torch import save_file
 
 from ringattn import Causal, Pattern, Sinks, Strided, Window, make_layout, mix
-from ringattn.config import InputGroup, RunConfig
+from ringattn.config import RunConfig
 from ringattn.data import NAMES, counter_normal, open_source, rotate, shards
+from ringattn.groups import InputGroup
 from ringattn.sampling import oracle_rows, sampled_rows
 
 

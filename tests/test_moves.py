@@ -24,10 +24,11 @@ from ringattn import (
     make_layout,
     make_plan,
 )  # fmt: skip
-from ringattn.cut import Cut, cover, decode, minus, moves, places, total
+from ringattn.cut import Cut, cover, decode, minus, places, total
 from ringattn.demand import Demand
 from ringattn.executor import Job
 from ringattn.kernels import get_kernel
+from ringattn.moves import moves
 from ringattn.steps import Part
 from ringattn.teams import forward
 from ringattn.transport.virtual import Virtual

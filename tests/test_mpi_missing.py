@@ -11,7 +11,8 @@ import pytest
 
 import ringattn as ra
 from ringattn.commands import doctor, run
-from ringattn.config import RunConfig, TransportGroup
+from ringattn.config import RunConfig
+from ringattn.groups import TransportGroup
 from ringattn.transport.mpi import Mpi
 
 COMMAND = "pip install 'ringattn[mpi]'"

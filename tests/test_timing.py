@@ -51,6 +51,24 @@ def test_four_ranks_by_hand() -> None:
     assert predict(tiny("ring", 4), nodes).seconds == 3 * 100 + 32
 
 
+def test_pairs_of_teams_and_of_rotating_queries_are_those_of_the_plan() -> None:
+    machine = Machine(flops=1.0, alpha=0.0, beta=1e30)
+    options = {"tokens": 64, "ranks": 4, "heads": 4, "head_dim": 1, "value_dim": 1}
+    teams = make_plan(Causal(), schedule="ulysses(2)", **options)  # type: ignore[arg-type]
+    busiest = max(map(teams.pairs, range(4)))
+    assert predict(teams, machine).compute == 4 * busiest
+    assert predict(teams, machine, backward=True).compute == pytest.approx(4 * BACKWARD * busiest)
+    for rotate in ("keys", "queries"):  # with the keys that it owns rank 0 meets the queries of all
+        plan = make_plan(Causal(), schedule="ring", rotate=rotate, **options)  # type: ignore[arg-type]
+        mask = Causal().mask(64)[0]
+        sums = [
+            int((mask[16 * r : 16 * r + 16] if rotate == "keys" else mask[:, 16 * r : 16 * r + 16]).sum())
+            for r in range(4)
+        ]
+        found = predict(plan, machine, backward=True).compute
+        assert found == pytest.approx(4 * 4 * BACKWARD * max(sums))
+
+
 def test_a_shared_way_out_by_hand() -> None:
     """Nodes of two: of a ring only one rank of a node sends out in a step, of an all-gather both, to two ranks each."""
     machine = Machine(flops=1.0, alpha=98.0, beta=16.0, inner=2, inner_alpha=0.0, inner_beta=1e9)  # 100 s a message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..choice import within_reach
 from ..config import PlanConfig
 from ..files import write_text
 from ..pattern import parse_pattern
@@ -37,8 +38,17 @@ def main(config: PlanConfig) -> None:
     lines.print(
         f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} ranks", highlight=False
     )
-    lines.print(plan.picture(ascii=config.ascii), highlight=False, markup=False, soft_wrap=True)
-    _ranks(plan)
+    found = within_reach(plan, plan.ranks // 2) if plan.ranks > ALL_RANKS else plan
+    if found is None:
+        lines.print(
+            f"One rank of these {plan.ranks:,} has so many steps that they are neither drawn nor counted; a pattern that "
+            "reaches less far, or fewer ranks, can be.",
+            highlight=False,
+        )
+    else:
+        plan = found
+        lines.print(plan.picture(ascii=config.ascii), highlight=False, markup=False, soft_wrap=True)
+        _ranks(plan)
     show("", _totals(plan))
     if plan.choice is not None:
         show_choice(plan.choice)

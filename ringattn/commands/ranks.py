@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..config import TransportGroup
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
+from ..groups import TransportGroup
 from ..launcher import Launch, detect, init_process_group, run_local
 from ..transport.base import Transport
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load

@@ -21,9 +21,11 @@ from ..errors import InvalidInput, Mismatch, RingAttentionError
 from ..files import check_writable
 from ..functional import ring_attention, virtual_attention
 from ..job import Measured, Run, plan_of, save
+from ..launcher import detect
 from ..report import console
 from ..transport.base import Message, Post, Transport
 from .ranks import check, device, start
+from .streamed import Streamed
 
 
 def main(config: RunConfig) -> None:
@@ -32,6 +34,16 @@ def main(config: RunConfig) -> None:
     for name, value, least in (("repeat", config.repeat, 1), ("sample", config.sample, 0)):
         if value < least:
             raise InvalidInput(f"{name}={value}: must be at least {least}")
+    if config.stream is not None:
+        kind = detect().kind
+        if kind != "none":
+            raise InvalidInput(f"stream={config.stream} is one process, not {kind}'s; start ringattn run without it")
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        Streamed(config).run()
+        return
+    for name, given in (("chunk", config.chunk), ("device", config.device)):
+        if given is not None:
+            raise InvalidInput(f"{name}={given} is an option of stream=host and stream=disk; leave it out, or stream")
     if config.transport.spec == "virtual":
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         _Virtual(config).run()

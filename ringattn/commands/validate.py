@@ -19,9 +19,10 @@ from ..calibrate.published import published
 from ..calibrate.team import Team
 from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, measured, oversubscribed
 from ..choice import duration
-from ..config import CalibrateConfig, Group, OutputGroup, SimulateConfig, TransportGroup, parse_size
+from ..config import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
 from ..files import check_writable, write_text
+from ..groups import Group, OutputGroup, TransportGroup
 from ..launcher import detect, run_local
 from ..machine_file import read_machine, read_record
 from ..report import Number, console, grid, show

@@ -122,6 +122,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
+def positive(scale: float) -> tuple[float, float]:
+    """(sign, scale > 0) with the same logits for q * sign: libraries scale after they hide, and -1 * -inf attends what
+    is hidden."""
+    if scale > 0:
+        return 1.0, scale
+    return (-1.0, -scale) if scale < 0 else (0.0, 1.0)
+
+
 def _clean_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """k and v with non-finite rows zeroed, and their flags [B, K, Nk]."""
     bad = _bad_rows(k, v)

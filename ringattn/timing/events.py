@@ -17,6 +17,7 @@ import numpy as np
 from ..errors import InvalidInput, Unsupported
 from .loads import Loads, Traffic
 from .noise import factor
+from .predict import visits
 from .rates import Faults, Rates
 from .ring import Solved
 
@@ -181,11 +182,7 @@ def _work(
     rates: Rates, faults: Faults, index: int, step: Step, noise: np.random.Generator | None
 ) -> tuple[float, float, float]:
     """Seconds of the visits of a step, of merging them, and of messages in their way."""
-    inner, place = rates.plan.member(index)
-    # Where queries rotate, the visit is that of their owner to the keys of this rank.
-    turned = rates.backward and rates.plan.rotates == "queries"
-    visits = [(owner, place) if turned else (place, owner) for owner in {part.owner for part in step.visits}]
-    counts = [(inner.demand.pairs(querier, owner), inner.layout.rows(querier)) for querier, owner in visits]
+    counts = visits(rates.plan, index, step, rates.backward)
     slow = faults.factor(index)
     compute = slow * rates.pair * sum(pairs for pairs, _ in counts)
     if noise is not None and rates.machine.jitter:

@@ -69,8 +69,7 @@ def _one(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
     sent = sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
     seconds = compute = 0.0
     for index, step in enumerate(steps):
-        # The visit of an owner may be to several parts of its block.
-        busy = per_pair * sum(plan.demand.pairs(rank, owner) for owner in {part.owner for part in step.visits})
+        busy = per_pair * sum(pairs for pairs, _ in visits(plan, rank, step, backward))
         compute += busy
         seconds += max(busy, *moved[index].values(), 0.0)
     return Prediction(seconds, compute, seconds - compute, sent, len(hops))
@@ -83,6 +82,16 @@ def pair_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
         places = sampled(plan.member(0)[0].ranks)
         return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, places)
     return plan.batch * flops / machine.flops
+
+
+def visits(plan: Plan, rank: int, step: Step, backward: bool) -> list[tuple[int, int]]:
+    """(pairs, query rows) of the visits of a step; that of an owner may be to several parts of its block."""
+    inner, place = plan.member(rank)
+    # Where queries rotate, the visit is that of their owner to the keys of this rank.
+    turned = backward and plan.rotates == "queries"
+    owners = sorted({part.owner for part in step.visits})
+    met = [(owner, place) if turned else (place, owner) for owner in owners]
+    return [(inner.demand.pairs(querier, owner), inner.layout.rows(querier)) for querier, owner in met]
 
 
 def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:

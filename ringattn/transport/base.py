@@ -58,7 +58,17 @@ class Counters:
         self.__init__()  # type: ignore[misc]
 
 
-class Transport(Protocol):
+class Carrier(Protocol):
+    """Starts messages, and waits for them: all that a program needs."""
+
+    def post(self, post: Post) -> Any:
+        """Start the messages of a step and return a ticket."""
+
+    def wait(self, ticket: Any) -> None:
+        """Block until the messages of a ticket are done; CommFailure where they do not within the timeout."""
+
+
+class Transport(Carrier, Protocol):
     """Point-to-point messages of one rank among `size` ranks."""
 
     rank: int
@@ -69,12 +79,6 @@ class Transport(Protocol):
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput where this transport does not carry tensors of `device`."""
-
-    def post(self, post: Post) -> Any:
-        """Start the messages of a step and return a ticket."""
-
-    def wait(self, ticket: Any) -> None:
-        """Block until the messages of a ticket are done; CommFailure where they do not within the timeout."""
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
@@ -96,7 +100,7 @@ def gather_in_rounds(exchange: Callable[[bytes], list[bytes]], record: bytes, sh
     return [(a[HEAD:] + b)[:size] for a, b, size in zip(first, rest, sizes, strict=True)]
 
 
-def drive(program: Program[T], transport: Transport) -> T:
+def drive(program: Program[T], transport: Carrier) -> T:
     """Run one rank's program on a transport."""
     reply: Any = None
     while True:

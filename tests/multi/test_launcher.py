@@ -31,13 +31,13 @@ def test_results_come_in_rank_order(run_ranks: Run) -> None:
     [
         ("raise", ["rank 1 of 2 exited with status 1", "ValueError: a bad day on rank one"]),
         ("kill", ["rank 1 of 2 was killed by SIGKILL"]),
-        ("hang", ["did not end within 9 s", "rank 1 still ran", "about to hang"]),
+        ("hang", ["did not end within 20 s", "rank 1 still ran", "about to hang"]),
     ],
 )
 def test_a_failing_rank_is_named(run_ranks: Run, how: str, words: list[str]) -> None:
     start = time.monotonic()
     with pytest.raises(LaunchFailure) as caught:
-        run_ranks(rank_cases.fail, 2, how, timeout=9 if how == "hang" else 40)
+        run_ranks(rank_cases.fail, 2, how, timeout=20 if how == "hang" else 40)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert time.monotonic() - start < 30
     assert active_children() == []

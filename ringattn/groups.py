@@ -1,0 +1,107 @@
+"""Config groups of the command line: what one choice of each holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import InvalidInput
+from .machine_file import UNITS, read_machine
+from .timing import Machine, get_machine
+
+
+@dataclass
+class Group:
+    """One choice of a config group; `spec` is what it stands for, the rest are its parameters."""
+
+    spec: str = "???"
+
+
+@dataclass
+class PatternGroup(Group):
+    left: int | None = None
+    n: int | None = None
+    step: int | None = None
+    lengths: list[int] | None = None
+    segments: list[int] | None = None
+    rates: list[int] | None = None
+    causal: bool | None = None
+    mix: str | None = None
+    block: int | None = None
+    blocks: int | None = None
+
+
+@dataclass
+class LayoutGroup(Group):
+    block: int | None = None
+    chunk: Any = None
+
+
+@dataclass
+class ScheduleGroup(Group):
+    inner: int | None = None
+    size: int | None = None
+    between: str | None = None
+
+
+@dataclass
+class MachineGroup(Group):
+    """A preset, or a file, and the values that are to replace its own."""
+
+    path: str | None = None
+    extrapolate: bool = False
+    flops: float | None = None
+    alpha: float | None = None
+    beta: float | None = None
+    inner: int | None = None
+    inner_alpha: float | None = None
+    inner_beta: float | None = None
+    shared: bool | None = None
+    merge: float | None = None
+    buffers: int | None = None
+    gamma: float | None = None
+    jitter: float | None = None
+    call: float | None = None
+    memory: float | None = None
+    watts: float | None = None
+    price: float | None = None
+    mtbf: float | None = None
+    checkpoint: float | None = None
+    restart: float | None = None
+
+    def made(self, device: str = "cpu") -> Machine:
+        """The machine; the preset `auto` is that of the device type, `file` what `path` holds."""
+        if (self.spec == "file") != (self.path is not None):
+            raise InvalidInput(
+                f"machine={self.spec} and machine.path={self.path}: a file needs both machine=file and its path; make one "
+                "with ringattn calibrate output.path=machine.yaml"
+            )
+        if self.path is not None:
+            machine = read_machine(Path(self.path))
+        else:
+            machine = get_machine(None if self.spec == "auto" else self.spec, device)
+        given = {name: value for name in UNITS if (value := getattr(self, name)) is not None}
+        if "flops" in given:
+            given["kernel"] = None  # what was measured of the kernel is not to be used
+        machine = machine.changed(**given)
+        if self.extrapolate and machine.kernel is not None:
+            machine = replace(machine, kernel=replace(machine.kernel, extrapolate=True))
+        return machine
+
+
+@dataclass
+class TransportGroup(Group):
+    gpu_aware: bool = False
+
+
+@dataclass
+class InputGroup:
+    name: str = "text"
+    path: str | None = None
+    seed: int = 0
+
+
+@dataclass
+class OutputGroup:
+    path: str | None = None

@@ -1,0 +1,377 @@
+"""Streams from host memory: the numbers, the bytes that are copied, and the memory of the device."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from oracle import Case, Result, dense, error, errors, make_case, single_device
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ringattn as ra
+from ringattn import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    InvalidInput,
+    OutOfMemory,
+    Pattern,
+    Sinks,
+    Strided,
+    Unsupported,
+    Window,
+)
+from ringattn.agreement import Call
+from ringattn.memory import available
+from ringattn.stored import create_safetensors, read_safetensors
+from ringattn.stream import Stream, Whole, chunk_rows, make_stream, row_bytes
+
+TOKENS, HEADS, KV_HEADS = 101, 4, 2
+CPU = torch.device("cpu")
+TABLE = np.random.default_rng(3).random((HEADS, 13, 13)) < 0.3
+PATTERNS: tuple[Pattern, ...] = (
+    Full(),
+    Causal(),
+    Window(20, 5),
+    Causal() & (Sinks(3) | Window(9)),
+    Documents((20, 0, 30, 51)),
+    Dilated((16, 50), (1, 3)),
+    Dilated((16, 101), (1, 2), causal=True, mix="group"),
+    ra.BlockSparse(8, TABLE),
+    Sinks(0),
+)
+
+
+def attend(case: Case, pattern: Pattern, **options) -> Result:  # type: ignore[no-untyped-def]
+    """Streamed by the CPU, unless `ranks` asks for virtual ranks."""
+    inputs = case.leaves()
+    if "ranks" in options:
+        call = ra.virtual_attention
+        options |= {"schedule": "direct", "rotate": "keys"}
+    else:
+        call = ra.attention
+        options = {"stream": "host", "device": "cpu", **options}
+    out, lse = call(*inputs, pattern, return_lse=True, scale=case.scale, **options)
+    if case.grad_lse is None:
+        grads = torch.autograd.grad(out, inputs, case.grad)
+    else:
+        grads = torch.autograd.grad((out, lse), inputs, (case.grad, case.grad_lse.to(lse.dtype)))
+    assert all(x.device.type == "cpu" for x in (out, lse, *grads))
+    assert [x.dtype for x in (out, *grads)] == [case.q.dtype] * 4
+    return Result(out.detach(), lse.detach(), grads)
+
+
+def truth_of(case: Case, pattern: Pattern, oracle=dense) -> Result:  # type: ignore[no-untyped-def]
+    tokens, heads = case.q.shape[2], case.q.shape[1]
+    return oracle(case, torch.from_numpy(pattern.mask(tokens, heads)), pattern.bind(heads, tokens).output_scale)
+
+
+def same_lse(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> None:
+    assert torch.equal(found == -torch.inf, truth == -torch.inf)
+    some = truth != -torch.inf
+    assert error(found[some], truth[some]) <= tolerance
+
+
+@pytest.mark.parametrize("chunk", [12, 50, 101])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_equals_the_oracle(pattern: Pattern, chunk: int) -> None:
+    """Chunks that do not divide N, and one chunk; grouped-query heads, another value dim, dlse."""
+    case = make_case(TOKENS, HEADS, KV_HEADS, torch.float64, dim=8, value_dim=6, lse=True)
+    truth, found = truth_of(case, pattern), attend(case, pattern, chunk=chunk)
+    assert max(errors(found, truth)) <= 1e-12
+    same_lse(found.lse, truth.lse, 1e-12)
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Strided(3)], ids=repr)
+def test_a_chunk_may_be_one_token(pattern: Pattern) -> None:
+    case = make_case(23, HEADS, KV_HEADS, torch.float64, lse=True)
+    assert max(errors(attend(case, pattern, chunk=1), truth_of(case, pattern))) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("aten_cpu", torch.float32), ("aten_cpu", torch.bfloat16), ("reference", torch.float16)],
+)
+@pytest.mark.parametrize("pattern", PATTERNS[:-1], ids=repr)
+def test_no_worse_than_one_call(pattern: Pattern, dtype: torch.dtype, kernel: str) -> None:
+    case = make_case(TOKENS, HEADS, KV_HEADS, dtype)
+    truth = truth_of(case, pattern)
+    base = errors(truth_of(case, pattern, single_device), truth)
+    found = attend(case, pattern, chunk=13, kernel=kernel)
+    assert all(a <= 2 * b + 1e-6 for a, b in zip(errors(found, truth), base, strict=True))
+    same_lse(found.lse, truth.lse, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_bits_are_those_of_virtual_ranks(pattern: Pattern, dtype: torch.dtype) -> None:
+    """out, lse and dq are gathered in the same order. dk and dv are where a key has no more than two chunks' queries."""
+    case = make_case(TOKENS, HEADS, KV_HEADS, dtype, lse=True)
+    found, virtual = attend(case, pattern, chunk=21), attend(case, pattern, ranks=5)
+    assert torch.equal(found.out, virtual.out) and torch.equal(found.lse, virtual.lse)
+    assert torch.equal(found.grads[0], virtual.grads[0])
+    if pattern == Window(20, 5) & Causal() or pattern == Sinks(0):
+        assert all(torch.equal(a, b) for a, b in zip(found.grads[1:], virtual.grads[1:], strict=True))
+
+
+def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
+    """dv, which no rounding of out has a part in, has the error of fp32; each chunk adds its own keys' part to others'."""
+    case = make_case(TOKENS, HEADS, KV_HEADS, torch.bfloat16)
+    truth, stream = truth_of(case, Full()), stream_of(Full(), *case.inputs, chunk=34)
+    result = stream.forward(*case.inputs, keep=True)
+    names = ("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
+    sums = [torch.full_like(x, torch.nan, dtype=torch.float32) for x in case.inputs]
+    stored = dict(zip(names, (*case.inputs, case.grad, result.out, result.lse, *sums), strict=True))
+    stream.differentiate(Whole(stored))
+    assert error(stored["dv"], truth.grads[2]) <= 1e-6
+    for name, x in zip(("dq", "dk"), truth.grads, strict=False):
+        assert error(stored[name], x) <= 2.0**-7
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_scales(scale: float) -> None:
+    case = replace(make_case(TOKENS, HEADS, KV_HEADS, torch.float64, lse=True), scale=scale)
+    assert max(errors(attend(case, Window(20), chunk=1000 if scale > 1 else 13), truth_of(case, Window(20)))) <= 1e-12
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Dilated((16, 50), (1, 3))], ids=repr)
+@pytest.mark.parametrize("lse", [False, True])
+def test_padding(pattern: Pattern, lse: bool) -> None:
+    """The oracle of each element of the batch with its own mask; what padded keys hold does not matter."""
+    case = make_case(TOKENS, HEADS, KV_HEADS, torch.float64, lse=lse)
+    hidden = torch.zeros(2, TOKENS, dtype=torch.bool)
+    hidden[0, 60:], hidden[1, :30] = True, True
+    seen = torch.from_numpy(pattern.mask(TOKENS, HEADS))
+    dirty = [x.clone() for x in case.inputs[1:]]
+    for x in dirty:
+        x.transpose(1, 2)[hidden] = torch.nan
+    found = attend(replace(case, k=dirty[0], v=dirty[1]), pattern, chunk=17, key_padding_mask=hidden)
+    for i in range(2):
+        one = Case(*(x[i : i + 1] for x in (*case.inputs, case.grad)), case.grad_lse[i : i + 1] if lse else None)
+        truth = dense(one, seen * ~hidden[i])
+        mine = Result(found.out[i : i + 1], found.lse[i : i + 1], tuple(x[i : i + 1] for x in found.grads))
+        assert max(errors(mine, truth)) <= 1e-12
+        same_lse(mine.lse, truth.lse, 1e-12)
+
+
+def test_no_tokens_and_no_batch() -> None:
+    for shape in ((2, 2, 0, 8), (0, 2, 5, 8)):
+        x = torch.zeros(shape, requires_grad=True)
+        out, lse = ra.attention(x, x, x, Causal(), stream="host", chunk=2, device="cpu", return_lse=True)
+        assert out.shape == shape and lse.shape == shape[:3]
+        assert torch.autograd.grad(out.sum(), x)[0].shape == shape
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------
+
+
+def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> Stream:
+    call = Call(pattern, "contiguous", "direct", "auto", tensors[0].shape[-1] ** -0.5, False)
+    return make_stream(call, *tensors, chunk=chunk, device=CPU, backward=backward)
+
+
+@pytest.mark.parametrize(("chunk", "dtype"), [(10, torch.bfloat16), (34, torch.float32)])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_needed_rows_are_copied_and_no_others(pattern: Pattern, chunk: int, dtype: torch.dtype) -> None:
+    """Counted by the transport, by the plan, and here on the dense mask: rows of other chunks that a chunk sees."""
+    case = make_case(TOKENS, HEADS, KV_HEADS, dtype, dim=8, value_dim=4)
+    stream = stream_of(pattern, *case.inputs, chunk=chunk)
+    edges = [TOKENS * i // stream.plan.ranks for i in range(stream.plan.ranks + 1)]
+    assert max(np.diff(edges)) <= chunk
+    mask = pattern.mask(TOKENS, HEADS).reshape(KV_HEADS, HEADS // KV_HEADS, TOKENS, TOKENS).any(1)
+    rows = 0
+    for first, stop in pairwise(edges):
+        needed = mask[:, first:stop].any(1)
+        needed[:, first:stop] = False
+        rows += int(needed.sum())
+    pairs = rows * case.q.shape[0] * (8 + 4)
+    result = stream.forward(*case.inputs, keep=True)
+    assert (stream.counters.received_bytes, stream.counters.sent_bytes) == (pairs * dtype.itemsize, 0)
+    assert stream.plan.bytes_sent() == pairs * dtype.itemsize
+    stream.counters.reset()
+    stream.backward(case.grad, None, *case.inputs, result)
+    assert (stream.counters.received_bytes, stream.counters.sent_bytes) == (pairs * dtype.itemsize, pairs * 4)
+    assert stream.plan.bytes_sent(backward=True) == pairs * (dtype.itemsize + 4)
+    counted = stream.plan.messages(), stream.plan.messages(backward=True)
+    assert counted[1] == 2 * counted[0] == stream.counters.received_messages + stream.counters.sent_messages
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all tensors that are made in this context and still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and (key := x.untyped_storage()._cdata) not in given | self.known:
+                store = x.untyped_storage()
+                self.known.add(key)
+                self.now += store.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(store, self._gone, key, store.nbytes())
+        return result
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@dataclass(frozen=True)
+class Apart(Whole):
+    """What a rank reads of its own rows is a copy, as on a device that has memory of its own."""
+
+    def rows(self, name: str, r: range) -> torch.Tensor:
+        x = super().rows(name, r)
+        return x if name in ("dq", "dk", "dv") else x.clone()
+
+
+def device_peak(pattern: Pattern, tokens: int, chunk: int, dtype: torch.dtype, *, backward: bool) -> int:
+    """The most bytes that lived at a time beside the whole tensors."""
+    q, k, v, out, dout = (torch.randn(1, h, tokens, 32).to(dtype) for h in (4, 2, 2, 4, 4))
+    lse, dq = torch.zeros(1, 4, tokens), torch.empty_like(q)
+    storage = Apart({
+        "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dq": dq, "dk": k.float(), "dv": v.float()
+    })  # fmt: skip
+    stream = stream_of(pattern, q, k, v, chunk=chunk)
+    pool = ra.memory_pool()
+    limit, pool.limit = pool.limit, 0  # what is idle is gone
+    pool.clear()
+    try:
+        for _ in range(2):  # masks that kernels remember are there the second time
+            with Live() as live:
+                stream.differentiate(storage) if backward else stream.compute(storage)
+    finally:
+        pool.limit = limit
+    assert live.peak > 0
+    return live.peak
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("pattern", [Causal(), Window(50, 20), Dilated((128, 512), (1, 4))], ids=repr)
+def test_the_device_holds_nothing_that_grows_with_tokens(pattern: Pattern, backward: bool) -> None:
+    peaks = [device_peak(pattern, tokens, 32, torch.float32, backward=backward) for tokens in (256, 768)]
+    assert max(peaks) <= 1.01 * peaks[0]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chosen_chunk_fits(dtype: torch.dtype, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`row_bytes` is enough for what lives on the device, and not far too much; a chosen chunk takes half of it."""
+    facts = {"heads": 4, "kv_heads": 2, "head_dim": 32, "value_dim": 32, "dtype": str(dtype)[6:], "batch": 1}
+    per_row = row_bytes(**facts, backward=backward)
+    for pattern in (Causal(), Full()):
+        peak = device_peak(pattern, 4096, 1024, dtype, backward=backward)
+        assert 0.5 * 1024 * per_row <= peak <= 1.2 * 1024 * per_row  # `Apart` copies blocks that hops read, too
+    results = 4096 * (4 * (32 * dtype.itemsize + 4))
+    if backward:
+        results += 4096 * (4 * 32 * dtype.itemsize + 2 * 64 * (4 + dtype.itemsize))
+    for room, rows in ((1024, 1024), (1100, 1024), (300, 256), (100, 100), (9999, 4096)):
+        monkeypatch.setattr("ringattn.stream.available", lambda room=room: results + 2 * room * per_row)
+        assert chunk_rows(4096, device=CPU, backward=backward, **facts) == rows
+    monkeypatch.setattr("ringattn.stream.available", lambda: results)
+    with pytest.raises(OutOfMemory, match="and host memory has 0 left; free memory, or give chunk="):
+        chunk_rows(4096, device=CPU, backward=backward, **facts)
+
+
+def test_without_a_chunk_the_memory_of_this_machine_decides() -> None:
+    assert available() > 0
+    case = make_case(TOKENS, HEADS, KV_HEADS, torch.float64)
+    assert max(errors(attend(case, Causal()), truth_of(case, Causal()))) <= 1e-12
+
+
+# -- files ----------------------------------------------------------------------------------------------------
+
+
+def test_tensors_mapped_from_a_file_are_streamed(tmp_path: Path) -> None:
+    case = make_case(TOKENS, HEADS, KV_HEADS, torch.bfloat16)
+    save_file(dict(zip("qkv", case.inputs, strict=True)), tmp_path / "x.safetensors")
+    stored = read_safetensors(tmp_path / "x.safetensors", "qkv")
+    mapped = Case(*(stored[name].rows(range(TOKENS)) for name in "qkv"), case.grad)
+    for a, b in zip(mapped.inputs, case.inputs, strict=True):
+        assert torch.equal(a, b)
+    found, truth = attend(mapped, Window(9), chunk=10), attend(case, Window(9), chunk=10)
+    assert torch.equal(found.out, truth.out) and all(map(torch.equal, found.grads, truth.grads))
+
+
+def test_rows_that_are_written_are_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    wanted = {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        for name, shape, dtype in (
+            ("out", (2, 3, 17, 5), torch.bfloat16), ("lse", (2, 3, 17), torch.float32), ("dq", (2, 3, 17, 5), torch.float64)
+        )
+    }  # fmt: skip
+    made = create_safetensors(path, {name: (x.shape, x.dtype) for name, x in wanted.items()})
+    assert all((x == 0).all() for x in load_file(path).values())
+    for name, x in wanted.items():
+        for rows in (range(9, 17), range(9)):
+            made[name].rows(rows).copy_(x[:, :, rows.start : rows.stop])
+    found = load_file(path)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in wanted.items())
+
+
+# -- errors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"stream": "disk"}, InvalidInput, "stream='disk': expected 'host'; tensors mapped from a file are host tensors"),
+        ({"stream": "host", "chunk": 0}, InvalidInput, "chunk=0 must be an integer >= 1"),
+        ({"stream": "host", "chunk": 2.0}, InvalidInput, "chunk=2.0 must be an integer >= 1"),
+        ({"stream": "host", "device": "meta"}, InvalidInput, "device=meta: attention is streamed to cpu or cuda"),
+        ({"stream": "host", "device": "gpu"}, InvalidInput, "device='gpu' is no device"),
+        ({"stream": "host", "device": "cuda:99"}, InvalidInput, "there is no such CUDA device"),
+        ({"stream": "host", "device": "cpu", "kernel": "aten_cuda"}, Unsupported, "needs tensors on a cuda device"),
+        ({"chunk": 4}, InvalidInput, "chunk=4 belongs to stream='host'"),
+        ({"device": "cpu"}, InvalidInput, "device=cpu belongs to stream='host'"),
+        ({"stream": "host", "device": "cpu", "key_padding_mask": torch.zeros(1, 9)}, InvalidInput, "must be a bool tensor"),
+    ],
+)  # fmt: skip
+def test_errors(options: dict[str, object], kind: type[Exception], words: str) -> None:
+    x = torch.zeros(1, 1, 9, 8)
+    with pytest.raises(kind) as caught:
+        ra.attention(x, x, x, Full(), **options)  # type: ignore[arg-type]
+    assert words in str(caught.value)
+
+
+def test_wrong_tensors() -> None:
+    x = torch.zeros(1, 1, 9, 8)
+    options = {"stream": "host", "chunk": 4, "device": "cpu"}
+    with pytest.raises(InvalidInput, match="k is on meta; pass CPU tensors"):
+        ra.attention(x, x.to("meta"), x, Full(), **options)
+    with pytest.raises(InvalidInput, match="the same batch and the same tokens"):
+        ra.attention(x, x, x[:, :, :8], Full(), **options)
+    with pytest.raises(InvalidInput, match="q must be a tensor"):
+        ra.attention(None, x, x, Full(), **options)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="must be a ringattn pattern"):
+        ra.attention(x, x, x, "causal", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_on_a_cuda_device(pattern: Pattern) -> None:
+    case = make_case(1000, HEADS, KV_HEADS, torch.float32, dim=64, lse=True)
+    pattern = pattern if not isinstance(pattern, Documents | ra.BlockSparse) else Causal()
+    truth = truth_of(case, pattern)
+    for kernel, chunk in (("reference", 130), ("auto", 130), ("auto", None)):
+        found = attend(case, pattern, chunk=chunk, device="cuda", kernel=kernel)
+        assert max(errors(found, truth)) <= (2e-3 if kernel == "auto" else 1e-4)
+        same_lse(found.lse, truth.lse, 1e-3)

@@ -1,0 +1,213 @@
+"""ringattn run stream=host|disk as a user meets it: files by rows, whole or not at all."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Case, Result, dense, error, errors, make_case
+from safetensors.torch import load_file, save_file
+
+import ringattn as ra
+from ringattn.commands.run import main
+from ringattn.config import (
+    Group,
+    InputGroup,
+    LayoutGroup,
+    MachineGroup,
+    OutputGroup,
+    PatternGroup,
+    RunConfig,
+    ScheduleGroup,
+    TransportGroup,
+    prepare,
+)
+from ringattn.data import open_source
+from ringattn.errors import InvalidInput, RingAttentionError
+
+TOKENS = 301
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ringattn", "run", "threads=1", *arguments]
+
+
+def ringattn(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def stored(folder: Path, dtype: torch.dtype, *, dout: bool = True, tokens: int = TOKENS) -> Case:
+    case = make_case(tokens, 4, 2, dtype, dim=8, value_dim=6)
+    names = ("q", "k", "v", "dout") if dout else ("q", "k", "v")
+    save_file(dict(zip(names, (*case.inputs, case.grad), strict=False)), folder / "in.safetensors")
+    return case
+
+
+DISK = ("stream=disk", "input=file", "input.path=in.safetensors", "output.path=results/out.safetensors", "repeat=1")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "tolerance"),
+    [
+        ("Causal() & Window(70)", torch.float64, 1e-12),
+        ("Dilated((64, 301), (1, 3), mix='group')", torch.float32, 1e-6),
+        ("Causal()", torch.bfloat16, 8e-3),
+    ],
+)
+def test_disk_round_trip(
+    pattern: str, dtype: torch.dtype, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    case = stored(tmp_path, dtype)
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
+    main(config(stream="disk", path="results/out.safetensors", backward=True, pattern=PatternGroup(pattern)))
+    printed = capsys.readouterr().out
+    assert [p.name for p in (tmp_path / "results").iterdir()] == ["out.safetensors"]
+    found = load_file(tmp_path / "results/out.safetensors")
+    seen = ra.parse_pattern(pattern)
+    truth = dense(case, torch.from_numpy(seen.mask(TOKENS, 4)), seen.bind(4, TOKENS).output_scale)
+    mine = Result(found["out"], found["lse"], tuple(found[name] for name in ("dq", "dk", "dv")))
+    assert max(errors(mine, truth)) <= tolerance
+    seeing = truth.lse != -torch.inf
+    assert torch.equal(mine.lse != -torch.inf, seeing)
+    assert float((mine.lse - truth.lse)[seeing].abs().max()) <= max(tolerance, 1e-5)
+    gathered = torch.float64 if dtype == torch.float64 else torch.float32
+    assert [x.dtype for x in (mine.out, mine.lse, *mine.grads)] == [dtype] + [gathered] * 4
+    plan = ra.make_plan(
+        seen, tokens=TOKENS, ranks=5, layout="contiguous", schedule="direct", heads=4, kv_heads=2, head_dim=8,
+        value_dim=6, dtype=dtype, batch=2,
+    )  # fmt: skip
+    assert f"forward bytes copied        {plan.bytes_sent():,} = " in printed and "(as planned;" in printed
+    assert "NOT AS PLANNED" not in printed
+    assert "streamed from in.safetensors in 5 chunks of at most 61 rows on cpu" in " ".join(printed.split())
+    shown = re.search(r"error +(\S+) of the largest output", printed)
+    assert shown is not None and float(shown[1]) <= tolerance
+
+
+def test_host(tmp_path: Path) -> None:
+    arguments = ("input=random", "tokens=500", "heads=4", "kv_heads=2", "head_dim=8", "repeat=1", "backward=true")
+    done = ringattn(
+        "stream=host",
+        "chunk=128",
+        "output.path=a.safetensors",
+        "pattern=Causal() & Window(70)",
+        *arguments,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "streamed from host memory in 4 chunks of at most 125 rows on cpu" in " ".join(done.stdout.split())
+    assert "backward bytes copied" in done.stdout and "NOT AS PLANNED" not in done.stdout
+    source = open_source(RunConfig(input=InputGroup("random"), tokens=500, heads=4, kv_heads=2, head_dim=8))
+    q, k, v = (source.rows(name, range(500)) for name in "qkv")
+    truth = dense(Case(q, k, v, q), torch.from_numpy((ra.Causal() & ra.Window(70)).mask(500, 4)))
+    found = load_file(tmp_path / "a.safetensors")
+    assert error(found["out"], truth.out) <= 1e-6 and error(found["lse"], truth.lse) <= 1e-6
+
+
+def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
+    stored(tmp_path, torch.float32, tokens=2000)
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "out.safetensors").write_text("from before")
+    run = subprocess.Popen(
+        command(*DISK, "chunk=20", "repeat=100000"), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while len(list(results.iterdir())) < 2 and time.monotonic() < deadline and run.poll() is None:
+            time.sleep(0.05)
+        assert run.poll() is None and len(list(results.iterdir())) == 2, "results are being written"
+        run.send_signal(signal.SIGINT)
+        _, told = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 130 and b"interrupted" in told and b"Traceback" not in told
+    assert [p.name for p in results.iterdir()] == ["out.safetensors"]
+    assert (results / "out.safetensors").read_text() == "from before"
+
+
+def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
+    stored(tmp_path, torch.float32)
+    (tmp_path / "results").mkdir()
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
+        f"sys.argv = ['ringattn', 'run', *{DISK!r}, 'hydra.output_subdir=null', 'hydra/job_logging=none']; "
+        "from ringattn.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "results (File too large); give another output.path=" in done.stderr
+    assert not list((tmp_path / "results").iterdir())
+
+
+def config(**options: object) -> RunConfig:
+    """What the command line gives `main`, of a small causal run on files in the working directory."""
+    path = options.pop("path", None)
+    groups = {
+        "pattern": PatternGroup("Causal()"), "layout": LayoutGroup("zigzag"), "schedule": ScheduleGroup("auto"),
+        "machine": MachineGroup("auto"), "transport": TransportGroup("gloo"), "kernel": Group("auto"),
+        "input": InputGroup("file", "in.safetensors"), "threads": torch.get_num_threads(), "repeat": 1, "chunk": 64,
+        "output": OutputGroup(None if path is None else str(path)),
+    }  # fmt: skip
+    return RunConfig(**{**groups, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stream": "tape"}, "stream=tape: expected host or disk"),
+        ({"stream": "disk", "input": InputGroup("text")}, "stream=disk reads input=file input.path=..., not input=text"),
+        ({"stream": "disk"}, "name it with output.path="),
+        ({"stream": "disk", "path": "results/x", "backward": True}, "no tensor 'dout', the gradient of the output"),
+        ({"stream": "disk", "path": "results/x", "backward": True, "input": InputGroup("file", "short.safetensors")},
+         "short.safetensors: dout must be torch.float32 (2, 4, 301, 6) as out is, but is torch.float32 (2, 4, 300, 6)"),
+        ({"stream": "disk", "path": "no/x"}, "the folder no does not exist"),
+        ({"stream": "host", "chunk": 0}, "chunk=0 must be an integer >= 1"),
+        ({"stream": "host", "chunk": "many"}, "chunk=many: not a whole number"),
+        ({"stream": "host", "device": "tpu"}, "device='tpu' is no device"),
+        ({"stream": "host", "ranks": 4}, "ranks=4 has no meaning with stream=host"),
+        ({"stream": "host", "wire_dtype": "bfloat16"}, "wire_dtype=bfloat16 has no meaning with stream=host"),
+        ({"stream": "host", "transport": TransportGroup("virtual")}, "transport=virtual has no meaning with stream=host"),
+        ({}, "chunk=64 is an option of stream=host and stream=disk"),
+        ({"chunk": None, "device": "cpu"}, "device=cpu is an option of stream=host and stream=disk"),
+    ],
+)  # fmt: skip
+def test_wrong_calls(options: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = stored(tmp_path, torch.float32, dout=False)
+    tensors = dict(zip("qkv", case.inputs, strict=True), dout=case.grad[:, :, 1:].clone())
+    save_file(tensors, tmp_path / "short.safetensors")
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RingAttentionError) as caught:
+        main(config(**options))
+    assert words in str(caught.value)
+    assert not list((tmp_path / "results").iterdir())
+
+
+@pytest.mark.parametrize(
+    "override", ["ranks=2", "transport=gloo", "transport.gpu_aware=false", "layout=zigzag", "schedule=ring",
+                 "machine.beta=1e9", "wire_dtype=bfloat16", "rotate=keys", "timeout=5", "progress=true"],
+)  # fmt: skip
+def test_what_rings_know_is_refused_with_stream(override: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        prepare("run", ["stream=host", override])
+    assert f"{override} has no meaning with stream=host: one process computes chunk after chunk" in str(caught.value)
+    assert prepare("run", [override]) == [override]
+    assert prepare("run", ["stream=null", override]) == ["stream=null", override]
+
+
+def test_stream_is_not_for_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInput, match="stream=host is one process, not torchrun's"):
+        main(config(stream="host"))
