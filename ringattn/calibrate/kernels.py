@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..kernels.base import Kernel, wide
+from ..kernels.base import Kernel, finite, wide
 from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
 from ..pool import memory_pool
-from ..rows import Inputs, batches
+from ..rows import Inputs, add_, batches
 from ..timing import BACKWARD
 from ..timing.speed import lowered
 from ..work import Work
@@ -47,7 +47,7 @@ def sample(
 def calls(
     kernel: Kernel, work: Work, head_dim: int, dtype: torch.dtype, device: torch.device, *, backward: bool
 ) -> Callable[[], None]:
-    """A function that computes a work on random inputs, as the executor would, and drops the result."""
+    """A function that computes a work on random inputs as the executor does: the output is dropped, gradients are added."""
     heads = len(work.heads)
     q, grad, out = (torch.randn(1, heads, len(work.q), head_dim, device=device).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
@@ -56,17 +56,26 @@ def calls(
     split = list(kernel.split(work))
     inputs = Inputs(memory_pool(device))
 
+    banded = not work.dense
+
     def forward_() -> None:
+        clean = banded and finite(k, v)
         for call in split:
             for batch in batches(call, q):
                 x, y, z = inputs.of(call, batch, (q,), (k, v))
-                kernel_forward(kernel, x, y, z, call, scale, clean=True)
+                kernel_forward(kernel, x, y, z, call, scale, clean=clean)
+
+    dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
 
     def backward_() -> None:
+        clean = banded and finite(k, v)
         for call in split:
             for batch in batches(call, q):
                 g, x, o, total, y, z = inputs.of(call, batch, (grad, q, out, lse), (k, v))
-                kernel_backward(kernel, g, x, y, z, o, total, call, scale, clean=True)
+                parts = kernel_backward(kernel, g, x, y, z, o, total, call, scale, clean=clean)
+                add_(dq[batch], call.heads, (call.q,), call, call.q_shift, parts[0])
+                add_(dk[batch], call.kv, call.k, call, call.k_shift, parts[1])
+                add_(dv[batch], call.kv, call.k, call, call.k_shift, parts[2])
 
     return backward_ if backward else forward_
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from statistics import median
 
 import torch
@@ -12,6 +13,10 @@ from ..softmax import merge_
 from ..timing.rates import MERGE_PASSES
 from .team import Team
 
+#: Outputs of so many bytes in all are merged in turn, so that each has left the caches: in a pass, a visit lies between
+#: two merges. Of the smallest ones, fewer will do.
+COLD, MOST_SETS = 1 << 27, 64
+
 
 def measure(
     team: Team, rows: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype, repeat: int
@@ -19,16 +24,25 @@ def measure(
     """(bytes of an output and its lse in the wider dtype, seconds of merging one into it on all ranks) by size."""
     found = []
     for n in rows:
-        out, part = (torch.randn(1, heads, n, head_dim, device=team.device, dtype=wide(dtype)) for _ in range(2))
-        lse, part_lse = (torch.randn(1, heads, n, device=team.device, dtype=wide(dtype)) for _ in range(2))
-        size = (out.numel() + lse.numel()) * out.element_size()
+        size = n * heads * (head_dim + 1) * torch.empty((), dtype=wide(dtype)).element_size()
+        sets = [_partials(team, n, heads, head_dim, dtype) for _ in range(max(2, min(COLD // (2 * size), MOST_SETS)))]
+        turn = cycle(sets)
 
-        def merge(out=out, lse=lse, part=part, part_lse=part_lse) -> None:  # type: ignore[no-untyped-def]
-            merge_(out, lse, part, part_lse)
+        def merge(turn: Iterator[tuple[torch.Tensor, ...]] = turn) -> None:
+            merge_(*next(turn))
 
         seconds = team.repeated(merge, repeat)
         found.append((size, [t for rank in team.everyone(seconds) for t in rank]))
     return found
+
+
+def _partials(team: Team, rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(out, lse) and another partial of the same rows."""
+    found: list[torch.Tensor] = []
+    for _ in range(2):
+        found.append(torch.randn(1, heads, rows, head_dim, device=team.device, dtype=wide(dtype)))
+        found.append(torch.randn(1, heads, rows, device=team.device, dtype=wide(dtype)))
+    return tuple(found)
 
 
 def rate(found: Sequence[tuple[int, Sequence[float]]]) -> float:
