@@ -49,6 +49,9 @@ def main(config: RunConfig) -> None:
         raise InvalidInput(
             f"transport.gpu_aware=true is an option of transport=mpi, not of {config.transport.spec}; leave it out"
         )
+    here, there = config.input.path, config.output.path
+    if here and there and Path(here).resolve() == Path(there).resolve():
+        raise InvalidInput(f"output.path={there} is the input, which would be lost; give another path")
     if config.stream is not None:
         if launch.kind != "none":
             raise InvalidInput(
