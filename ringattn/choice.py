@@ -21,8 +21,8 @@ MANY = 256
 #: A candidate whose sampled ranks take more lookups of tiles to plan is left out: many small or far pieces move. Above
 #: MANY ranks, where only local patterns can be planned at all, less is spent on finding out.
 LOOKUPS, FEWER = 20_000, 5_000
-#: What `within_reach` spends: a few seconds.
-REACH = 200_000
+#: What `within_reach` spends: about a second.
+REACH = 60_000
 #: A lookup between rows with steps costs as much as this many others.
 STRIDED = 10
 #: So does an answer that a pattern gives of a whole rectangle, without tiles.
@@ -148,15 +148,15 @@ def choose(
     return plans[best], Choice(tuple(found), best, _reason(best, rest), machine)
 
 
-def within_reach(plan: Plan, rank: int) -> Plan | None:
-    """The plan with the steps of a rank made, or None where they take more lookups of tiles than are spent on one."""
+def within_reach(plan: Plan, rank: int) -> tuple[Plan, int] | None:
+    """The plan with the steps of a rank made, and the lookups of tiles that they took; None where they take too many."""
     metered = Metered(plan.pattern, REACH)
     asked = replace(plan.demand, pattern=cast(Pattern, metered))
     try:
         plan.asking(asked).for_rank(rank)
     except TooMany:
         return None
-    return plan.asking(_sharing(plan.demand, asked))
+    return plan.asking(_sharing(plan.demand, asked)), REACH - metered.left
 
 
 def _idle(plan: Plan) -> str:

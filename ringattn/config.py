@@ -25,6 +25,8 @@ from .groups import (
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
 #: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
 ROWS, WIDTHS, MESSAGES = (64, 256, 1024, 4096), (64, 256, 1024), (256, "4k", "64k", "1M", "4M", "16M")
+#: Groups whose options take parameters.
+PARAMETERS = ("pattern", "layout", "schedule")
 #: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
 RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -174,9 +176,40 @@ SCHEMAS: dict[str, type] = {
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
     """The overrides as Hydra wants them: written patterns quoted, unknown keys and options refused with a hint."""
     prepared = [part for override in overrides for part in _prepare(verb, override)]
+    _check_used(verb, overrides)
     if verb == "run":
         _check_stream(overrides)
     return prepared
+
+
+def _check_used(verb: str, overrides: Sequence[str]) -> None:
+    """Refuse parameters of a pattern, a layout or a schedule that the chosen option does not take."""
+    given = dict(override.partition("=")[::2] for override in overrides if "=" in override)
+    for key, value in given.items():
+        group, _, name = key.partition(".")
+        if group not in PARAMETERS or name in ("", "spec") or group not in _names(SCHEMAS[verb]):
+            continue
+        if group not in given and "experiment" in given:
+            continue  # the experiment chooses
+        text = given.get(group) or _default(verb, group)
+        chosen = ["custom"] if "(" in text or ":" in text else text.split(",")
+        takers = [path.stem for path in sorted((conf_dir() / group).glob("*.yaml")) if _takes(path, name)]
+        if not set(chosen) & set(takers):
+            raise InvalidInput(
+                f"{key}={value} has no meaning with {group}={text}; {group}s that take {name}: {', '.join(takers)}"
+            )
+
+
+def _default(verb: str, group: str) -> str:
+    """The option of a group that a verb starts from."""
+    text = (conf_dir() / f"{verb}.yaml").read_text(encoding="utf-8")
+    found = re.search(rf"^ *- {group}: *(\S+)", text, re.MULTILINE)
+    assert found, f"conf/{verb}.yaml names no default of {group}"
+    return found[1]
+
+
+def _takes(path: Path, name: str) -> bool:
+    return re.search(rf"^{name}:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def _check_stream(overrides: Sequence[str]) -> None:

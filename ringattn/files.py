@@ -15,6 +15,7 @@ from .errors import InvalidInput
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, renamed to it at the end; removed, and `path` untouched, on an error."""
     check_writable(path)
+    path = path.resolve()  # what a link points to is replaced, not the link
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -36,6 +37,8 @@ def check_writable(path: Path) -> None:
     """Raise InvalidInput where `path` cannot be written."""
     if path.is_dir():
         raise InvalidInput(f"output {path}: is a folder; give the path of a file")
+    if path.exists() and not path.is_file():
+        raise InvalidInput(f"output {path}: is no ordinary file, which could be replaced; give another path")
     if not path.parent.is_dir():
         raise InvalidInput(f"output {path}: the folder {path.parent} does not exist; make it first")
     if path.exists() and not os.access(path, os.W_OK):

@@ -33,6 +33,8 @@ class Layout(ABC):
     ranks: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tokens, int | np.integer) or not isinstance(self.ranks, int | np.integer):
+            raise InvalidInput(f"a layout needs whole numbers, got tokens={self.tokens!r} and ranks={self.ranks!r}")
         if self.tokens < 0 or self.ranks < 1:
             raise InvalidInput(
                 f"a layout needs tokens >= 0 and ranks >= 1, got tokens={self.tokens} and ranks={self.ranks}"

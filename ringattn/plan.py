@@ -266,6 +266,10 @@ def make_plan(
     layout="auto" and schedule="auto" take what the timing model predicts to be fastest in the forward, on `machine` (a
     Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why. Raises InvalidInput.
     """
+    if not isinstance(pattern, Pattern):
+        raise InvalidInput(
+            f"make_plan: pattern={pattern!r} is no Pattern; try ringattn.Causal(), or parse_pattern(text)"
+        )
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
     for name, value, least in (

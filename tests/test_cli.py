@@ -66,6 +66,9 @@ def test_written_groups(override: str, wanted: list[str]) -> None:
         ("run", "pattern=casual", "pattern=casual: unknown option; did you mean 'causal'? expected one of causal, "),
         ("run", "transport=glo", "did you mean 'gloo'?"),
         ("bench", "suit=ring", "did you mean 'suite'?"),
+        ("plan", "pattern.left=5", "pattern.left=5 has no meaning with pattern=causal; patterns that take left: "),
+        ("run", "schedule.inner=2", "schedules that take inner: double_ring"),
+        ("run", "layout.block=3", "has no meaning with layout=zigzag; layouts that take block: striped"),
     ],
 )
 def test_did_you_mean(verb: str, override: str, words: str) -> None:
@@ -76,10 +79,19 @@ def test_did_you_mean(verb: str, override: str, words: str) -> None:
 
 def test_sizes_are_understood_everywhere() -> None:
     found = prepare(
-        "plan", ["ranks=2,8k", "pattern.left=4k", "kv_heads=null", "machine.inner=1e1", "tokens=1M", "ranks=range(1,3)"]
+        "plan",
+        [
+            "ranks=2,8k",
+            "pattern=window",
+            "pattern.left=4k",
+            "kv_heads=null",
+            "machine.inner=1e1",
+            "tokens=1M",
+            "ranks=range(1,3)",
+        ],
     )
     assert found == [
-        "ranks=2,8192", "pattern.left=4096", "kv_heads=null", "machine.inner=10", "tokens=1M", "ranks=range(1,3)"
+        "ranks=2,8192", "pattern=window", "pattern.left=4096", "kv_heads=null", "machine.inner=10", "tokens=1M", "ranks=range(1,3)"
     ]  # fmt: skip
 
 
@@ -122,6 +134,8 @@ def test_help_version_and_wrong_verbs(tmp_path: Path) -> None:
         (("plan", "ranks=four"), 2, "ranks=four: not a whole number"),
         (("plan", "tokens=1e30"), 2, "positions are 64-bit integers"),
         (("plan", "output.path=/proc/p.json"), 2, "no file can be made in /proc"),
+        (("plan", "output.path=/dev/null"), 2, "is no ordinary file"),
+        (("run", "input=file", "input.path=./x.npz", "output.path=x.npz"), 2, "is the input, which would be lost"),
         (("run", "kernel=aten_cuda", "tokens=64", "input=random"), 2, "needs tensors on a cuda device"),
         (("plan", "tokens=12x"), 2, "tokens=12x: not a whole number"),
         (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),

@@ -165,3 +165,13 @@ def test_one_rank_of_many_is_planned_without_looking_at_the_others(pattern: Patt
     assert set(visits(rank_plan.forward)) >= {ranks // 2}
     assert len(rank_plan.forward) <= 8
     assert len(CALLS) < 40_000 < ranks
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    for arguments, words in (
+        (("Causal()", 10), "is no Pattern; try ringattn.Causal"),
+        ((Causal(), 10.5), "needs whole numbers, got tokens=10.5"),
+        ((Causal(), 1 << 62), "positions are 64-bit integers"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            make_plan(arguments[0], tokens=arguments[1], ranks=2, layout="zigzag")  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ from ..pattern import parse_pattern
 from ..plan import Plan, make_plan
 from ..report import Number, console, grid, show, show_choice, size
 
-#: More ranks than this are counted by a sample, and totals are left out: they would need every rank's plan.
-ALL_RANKS = 1024
+#: Of up to this many ranks all are counted, and of more where that takes no more than so many lookups of tiles.
+ALL_RANKS, LOOKUPS = 64, 1_500_000
 
 
 def main(config: PlanConfig) -> None:
@@ -38,7 +38,7 @@ def main(config: PlanConfig) -> None:
     lines.print(
         f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} ranks", highlight=False
     )
-    found = within_reach(plan, plan.ranks // 2) if plan.ranks > ALL_RANKS else plan
+    found = within_reach(plan, plan.ranks // 2) if plan.ranks > ALL_RANKS else (plan, 0)
     if found is None:
         lines.print(
             f"One rank of these {plan.ranks:,} has so many steps that they are neither drawn nor counted; a pattern that "
@@ -46,10 +46,10 @@ def main(config: PlanConfig) -> None:
             highlight=False,
         )
     else:
-        plan = found
+        plan = found[0]
         lines.print(plan.picture(ascii=config.ascii), highlight=False, markup=False, soft_wrap=True)
         _ranks(plan)
-    show("", _totals(plan))
+    show("", _totals(plan, whole=found is not None and found[1] * plan.ranks <= LOOKUPS))
     if plan.choice is not None:
         show_choice(plan.choice)
 
@@ -65,7 +65,7 @@ def _ranks(plan: Plan) -> None:
     grid("", ("[counted]", "tokens", "pairs", "sends forward", "sends backward"), rows)
 
 
-def _totals(plan: Plan) -> list[Number]:
+def _totals(plan: Plan, *, whole: bool) -> list[Number]:
     pairs = plan.pairs()
     full = plan.heads * plan.tokens**2
     numbers = [
@@ -73,12 +73,12 @@ def _totals(plan: Plan) -> list[Number]:
         Number("pairs", f"{pairs:,} = {pairs / full:.4f} of dense" if full else "0", "counted"),
         Number("plan hash", plan.hash),
     ]
-    if plan.ranks > ALL_RANKS:
-        return numbers
+    if not whole:
+        return [*numbers, Number("totals", "left out: they need the steps of every rank")]
     numbers.insert(2, Number("imbalance", f"{plan.imbalance:.4f} (busiest rank / mean)", "counted"))
     for backward in (False, True):
-        sent, whole = plan.bytes_sent(backward=backward), plan.full_ring_bytes(backward=backward)
-        share = f" = {sent / whole:.4f} of a full ring" if whole else ""
+        sent, full = plan.bytes_sent(backward=backward), plan.full_ring_bytes(backward=backward)
+        share = f" = {sent / full:.4f} of a full ring" if full else ""
         name = "backward sends" if backward else "forward sends"
         messages = plan.messages(backward=backward)
         numbers.insert(-1, Number(name, f"{size(sent)}{share}, {messages:,} messages", "counted"))

@@ -34,6 +34,9 @@ def main(config: RunConfig) -> None:
     for name, value, least in (("repeat", config.repeat, 1), ("sample", config.sample, 0)):
         if value < least:
             raise InvalidInput(f"{name}={value}: must be at least {least}")
+    here, there = config.input.path, config.output.path
+    if here and there and Path(here).resolve() == Path(there).resolve():
+        raise InvalidInput(f"output.path={there} is the input, which would be lost; give another path")
     if config.stream is not None:
         kind = detect().kind
         if kind != "none":
