@@ -54,12 +54,16 @@ def weights(positions: np.ndarray) -> np.ndarray:
     return (scramble(positions, 7) % np.uint64(WEIGHTS)).astype(np.int64) + 1
 
 
-def entry(owner: np.ndarray, count: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """What a visit adds: int64 or uint64 moments of its keys, broadcast; uint64."""
+def coefficients(owner: np.ndarray) -> np.ndarray:
+    """a, b, c of owners: uint64 [3, ...]."""
+    salts = np.arange(3, dtype=np.int64).reshape(3, *[1] * owner.ndim)
+    return scramble(owner[None] * 4 + salts, 0)
+
+
+def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """What a visit adds: moments of its keys, which broadcast with `coefficient[0]`; uint64."""
     with np.errstate(over="ignore"):
-        parts = (scramble(owner, salt) * m.astype(np.uint64) for salt, m in enumerate((count, first, second)))
-        a, b, c = parts
-        return a + b + c
+        return coefficient[0] * count.astype(np.uint64) + coefficient[1] * first + coefficient[2] * second
 
 
 class Book:
@@ -139,9 +143,7 @@ class Witness(Kernel):
     def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> None:
         query, place = self._read(q[..., Q_TAG]), self._keys(k, v)
         rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-        first = place[..., 0]
-        flat = [self.layout.owner(int(p)) if 0 <= p < self.layout.tokens else STRAY for p in first.ravel()]
-        owner = np.array(flat).reshape(*first.shape, 1)
+        known = self._coefficients(place[..., 0])
         wide = place.astype(np.uint64)
         with np.errstate(over="ignore"):
             if work.dense:
@@ -151,7 +153,7 @@ class Witness(Kernel):
                 low, high = _bounds(np.arange(rows), keys, work.lo, work.hi)
                 count = (high - low)[None, None]
                 sums = [_between(m, low, high) for m in (wide, wide * wide)]
-            seen = np.broadcast_to(entry(owner, count, *sums), (*first.shape, rows))
+            seen = np.broadcast_to(entry(known, count, *sums), (*place.shape[:2], rows))
         pairs = np.broadcast_to(count, seen.shape)
         for i, head in enumerate(work.heads):
             at = query[:, i].ravel()
@@ -163,10 +165,18 @@ class Witness(Kernel):
         agree = of_k == (of_v if self.source.period is None else of_v % self.source.period)
         return of_v if agree.all() else np.where(agree, of_v, STRAY)
 
+    def _coefficients(self, first: np.ndarray) -> np.ndarray:
+        """Those of the owners of the blocks that begin at positions `first` [B, K]: [3, B, K, 1]."""
+        tokens = self.layout.tokens
+        owners = [self.layout.owner(p) if 0 <= p < tokens else STRAY for p in first.ravel().tolist()]
+        return coefficients(np.array(owners).reshape(*first.shape, 1))
+
     def _read(self, tags: torch.Tensor) -> np.ndarray:
         read = tags.double().numpy() * (1 / self.source.unit)
-        place = np.nan_to_num(read, nan=STRAY, posinf=STRAY, neginf=STRAY).astype(np.int64)
-        return place if (place == read).all() else np.where(place == read, place, STRAY)
+        with np.errstate(invalid="ignore"):
+            place = read.astype(np.int64)
+        valid = place == read  # what is no number is no position
+        return place if valid.all() else np.where(valid, place, STRAY)
 
 
 def _bounds(i: np.ndarray, keys: int, lo: int | None, hi: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -224,7 +234,7 @@ def expect(pattern: Pattern, layout: Layout, q: range, heads: int, book: Book) -
         rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)
         for owner, first, count, step in _seen(tile, layout):
             with np.errstate(over="ignore"):
-                hashes = entry(owner, *_moments(first, count, step)).sum(-1, dtype=np.uint64)
+                hashes = entry(coefficients(owner), *_moments(first, count, step)).sum(-1, dtype=np.uint64)
             for head in tile.heads:
                 book.add(head, rows, hashes, count.sum(-1))
             met.append(owner[(count > 0).any(0)])
