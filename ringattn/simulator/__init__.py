@@ -3,6 +3,7 @@
 from .mutate import FAULTS, Mutation
 from .result import NumericsReport
 from .sampled import chosen_rows, sample
-from .source import PERIOD, Source, make_source
+from .source import PERIOD, Source, Whole, make_source
+from .whole import Outcome, execute, make_groups, whole
 
-__all__ = ["FAULTS", "PERIOD", "Mutation", "NumericsReport", "Source", "chosen_rows", "make_source", "sample"]
+__all__ = ["FAULTS", "PERIOD", "Mutation", "NumericsReport", "Outcome", "Source", "Whole", "chosen_rows", "execute", "make_groups", "make_source", "sample", "whole"]

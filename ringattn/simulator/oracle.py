@@ -42,7 +42,7 @@ def exact_row(pattern: Pattern, source: Source, position: int, scale: float) -> 
         seen = _keys(bound, position, source.tokens, head)
         if not seen:
             continue
-        if source.period is None:
+        if source.period is None or sum(map(len, seen)) <= source.period:
             k, v, count, total = _listed(source, seen, head // group)
         else:
             k, v, count, total = _classes(source, seen, head // group)

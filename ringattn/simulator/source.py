@@ -182,6 +182,8 @@ class Whole(Source):
         return made
 
     def rows(self, name: Name, r: range) -> torch.Tensor:
+        if r.stop > self.tokens:  # the rest of a period
+            return self._fresh(name, r)
         return self.tensors[name][:, :, r.start : r.stop : r.step]
 
 
