@@ -17,7 +17,7 @@ ORDER = (
     "schedules", "rotation", "picture", "timing", "choice", "plan", "softmax", "pool", "kernels", "buffers", "transport",
     "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "functional", "nn",
     "factories",
-    "memory", "files", "config", "data", "sampling", "bench", "report", "job", "commands", "cli", "__main__",
+    "memory", "files", "config", "data", "sampling", "bench", "report", "simulator", "job", "commands", "cli", "__main__",
 )  # fmt: skip
 NO_TORCH = (*ORDER[: ORDER.index("softmax")], "launcher", "files", "config", "report", "cli", "__main__")
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -136,8 +136,8 @@ class Witness(Kernel):
         # Key j is seen by row i iff -hi <= j - i <= -lo.
         low, high = _bounds(j, rows, *(None if bound is None else -bound for bound in (work.hi, work.lo)))
         seen = _between(of_queries, low, high)
-        seen = torch.from_numpy(seen.reshape(len(seen), k.shape[1], group, keys).sum(2))
-        dk[..., K_TAG], dv[..., RAMP] = seen.to(dk.dtype), seen.to(dv.dtype)
+        carried = torch.from_numpy(seen.reshape(len(seen), k.shape[1], group, keys).sum(2))
+        dk[..., K_TAG], dv[..., RAMP] = carried.to(dk.dtype), carried.to(dv.dtype)
         return dq, dk, dv
 
     def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> None:
@@ -220,8 +220,8 @@ def pieces(layout: Layout) -> Pieces:
             else:
                 others.append((r, rank))
     order = np.argsort(np.frombuffer(starts, dtype=np.int64)) if starts else np.empty(0, dtype=np.int64)
-    columns = (np.array(column, dtype=np.int64)[order] for column in (starts, stops, owners))
-    return Pieces(*columns, tuple(others))
+    start, stop, owner = (np.array(column, dtype=np.int64)[order] for column in (starts, stops, owners))
+    return Pieces(start, stop, owner, tuple(others))
 
 
 def expect(pattern: Pattern, layout: Layout, q: range, heads: int, book: Book) -> np.ndarray:

@@ -56,7 +56,9 @@ class Mutation:
         near = (self.rank, self.owner, *(self._neighbour(way, plan.ranks) for way in (+1, -1)))
         replaced = self.fault in ("owner", "swap", "stale", "hop")
         if replaced and len({plan.layout.rows(owner) for owner in near}) > 1:
-            raise InvalidInput(f"fault {self.fault!r} puts a block in place of another: shards must be equally long here")
+            raise InvalidInput(
+                f"fault {self.fault!r} puts a block in place of another: shards must be equally long here"
+            )
 
     def delivered(self, rank: int, owner: int, ranks: int) -> tuple[int, int]:
         """The owners whose keys and whose values arrive at `rank` for the block of `owner`."""

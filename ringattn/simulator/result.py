@@ -62,7 +62,9 @@ class NumericsReport:
         ledger = "not kept"
         if self.wrong is not None:
             ledger = "complete" if self.complete else "NOT COMPLETE"
-            ledger += f": {self.visits:,} of {self.visits_expected:,} visits, {self.pairs:,} of {self.pairs_expected:,} pairs"
+            ledger += (
+                f": {self.visits:,} of {self.visits_expected:,} visits, {self.pairs:,} of {self.pairs_expected:,} pairs"
+            )
             ledger += f", {self.wrong:,} rows differ"
         found = [
             Number("executed", f"{self.ranks:,} of {plan.ranks:,} ranks, {self.calls:,} calls of the kernel", "counted"),
@@ -76,7 +78,9 @@ class NumericsReport:
         if self.wrong_gradients is not None:
             found.append(Number("gradient ledger", f"{self.wrong_gradients:,} rows differ", "counted"))
         if self.answered:
-            found.append(Number("from the source", f"{self.answered:,} messages of ranks that were not executed", "counted"))
+            found.append(
+                Number("from the source", f"{self.answered:,} messages of ranks that were not executed", "counted")
+            )
         what = "shards of K/V" if self.mode == "sample" else "ranks"
         return [
             *found,

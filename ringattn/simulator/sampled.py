@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 
 import numpy as np
@@ -25,6 +25,8 @@ from ..plan import Plan
 from ..pool import memory_pool
 from ..rows import Inputs
 from ..schedules import planner
+from ..schedules.allgather import AllGather
+from ..schedules.route import Route
 from ..softmax import merge_
 from ..work import Work
 from .ledger import Book, Witness, expect
@@ -77,6 +79,8 @@ class _Rank:
 
 @dataclass
 class _Sweep:
+    """The sampled rows and what they have seen so far."""
+
     plan: Plan
     source: Source
     kernel: Kernel
@@ -89,12 +93,13 @@ class _Sweep:
 
     def run(self, ranks: list[_Rank]) -> None:
         """Visit owner after owner, the nearest one that a rank waits for first, until no rank waits."""
-        size, at, hops = self.plan.ranks, None, 0
+        size, at, hops = self.plan.ranks, ranks[0].rank, 0
         for one in ranks:
             one.next = next(one.stream, None)
         while waiting := [one for one in ranks if one.next is not None]:
             wanted = sorted({one.next[0] for one in waiting if one.next is not None})
-            at = wanted[0] if at is None else min(wanted, key=lambda o, at=at: min((o - at) % size, (at - o) % size))
+            if at not in wanted:
+                at = min(wanted, key=partial(_apart, at, size))
             here = [one for one in waiting if one.next is not None and one.next[0] == at]
             groups: dict[tuple[tuple[int, int], Cuts], list[_Rank]] = {}
             for one in here:
@@ -154,6 +159,11 @@ class _Sweep:
                     self.out[:, heads, index], self.lse[:, heads, index] = total, lse
 
 
+def _apart(a: int, ranks: int, b: int) -> int:
+    """Hops between two of `ranks` ranks around the ring."""
+    return min((a - b) % ranks, (b - a) % ranks)
+
+
 @lru_cache(maxsize=4096)
 def _slots(slots: tuple[int, ...]) -> Slots:
     if slots[-1] - slots[0] == len(slots) - 1 and list(slots) == sorted(slots):
@@ -199,10 +209,15 @@ def sample(
     plan is one of fp64 without teams, forward only. Raises InvalidInput or Unsupported.
     """
     check_plan(plan)
+    _route(plan)
     if plan.dtype != "float64":
-        raise InvalidInput(f"dtype {plan.dtype}: sampled rows are exact in fp64 only; make the plan with dtype='float64'")
+        raise InvalidInput(
+            f"dtype {plan.dtype}: sampled rows are exact in fp64 only; make the plan with dtype='float64'"
+        )
     if not rows or any(not 0 <= row < plan.tokens for row in rows) or len(set(rows)) != len(rows):
-        raise InvalidInput(f"rows must be distinct query positions 0 .. {plan.tokens - 1}, at least one; got {rows[:8]}")
+        raise InvalidInput(
+            f"rows must be distinct query positions 0 .. {plan.tokens - 1}, at least one; got {rows[:8]}"
+        )
     if mutation is not None:
         mutation.check(plan, backward=False)
     begun = time.perf_counter()
@@ -215,7 +230,9 @@ def sample(
     inner = get_kernel(kernel, q, q, q)
     witness = Witness(inner, source, plan.layout, book)
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype)
-    sweep = _Sweep(plan, source, witness, factor, mutation, q, out, torch.full(out.shape[:3], -torch.inf, dtype=q.dtype))
+    sweep = _Sweep(
+        plan, source, witness, factor, mutation, q, out, torch.full(out.shape[:3], -torch.inf, dtype=q.dtype)
+    )
     ranks, slot = [], 0
     for rank, local in homes:
         stream = _visits(plan, rank)
@@ -240,7 +257,9 @@ def sample(
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise Unsupported where a plan's ranks exchange heads."""
+    """Raise Unsupported where a plan's ranks exchange heads, or round what they send."""
+    if plan.wire is not None:
+        raise Unsupported(f"wire_dtype={plan.wire} would round the tags that tell positions; make the plan without it")
     if plan.team > 1:
         raise Unsupported(
             f"schedule {plan.schedule}: teams exchange tokens for heads, which the numerics simulator does not execute; "
@@ -260,9 +279,19 @@ def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tupl
     return order, [(rank, tuple(local for local, _ in found)) for rank, found in homes]
 
 
+def _route(plan: Plan) -> Route:
+    route = planner(plan.schedule, plan.demand)
+    if isinstance(route, AllGather):
+        raise Unsupported(
+            "schedule allgather brings all blocks at once: there are no hops to follow one by one; try ring, direct or "
+            "double_ring, or mode='all'"
+        )
+    return route
+
+
 def _visits(plan: Plan, rank: int) -> Iterator[tuple[int, Cuts]]:
     """(owner, cuts) of the blocks that a rank has or gets: its own, then arrivals as the route lists them."""
-    route = planner(plan.schedule, plan.demand)
+    route = _route(plan)
     yield rank, WHOLE
     for edge in route.arrivals(rank):
         yield edge.owner, route.cuts(edge)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -124,7 +125,7 @@ class Source:
         """The shards of some ranks, which have equally many rows, as a batch: [ranks, heads, rows, width]."""
         shards = [layout.shard(rank) for rank in ranks]
         if all(len(s) == 1 and s[0].step == 1 for s in shards) and all(
-            a[0].stop == b[0].start for a, b in zip(shards, shards[1:], strict=False)
+            a[0].stop == b[0].start for a, b in pairwise(shards)
         ):
             whole = self.rows(name, range(shards[0][0].start, shards[-1][0].stop))
             return whole[0].unflatten(1, (len(ranks), -1)).transpose(0, 1)

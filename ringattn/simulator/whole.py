@@ -18,7 +18,7 @@ from ..errors import InvalidInput
 from ..executor import Forward, Job, backward, forward
 from ..kernels import get_kernel
 from ..kernels.base import Kernel
-from ..pattern import Pattern
+from ..pattern import Pattern, Tile
 from ..plan import Plan
 from ..steps import Part
 from .ledger import Book, Witness, expect, expected_counts
@@ -112,18 +112,29 @@ def execute(
 
     harm = None if mutation is None else tamper
     harmed = None if mutation is None else mutation.rank
-    inputs = [tuple(source.stacked(name, layout, c.ranks) for name in ("q", "k", "v")) for c in group.cohorts]
+    inputs = [
+        (
+            source.stacked("q", layout, c.ranks),
+            source.stacked("k", layout, c.ranks),
+            source.stacked("v", layout, c.ranks),
+        )
+        for c in group.cohorts
+    ]
     jobs = [Job(c.plan, c.first, kernel(), scale) for c in group.cohorts]
     ring = Lockstep(group.cohorts, answer, tamper=harm, harmed=harmed)
-    results: list[Forward] = ring.run([forward(j, *x, keep=grads) for j, x in zip(jobs, inputs, strict=True)])
-    factor, given = plan.pattern.output_scale, [()] * len(jobs)
+    results: list[Forward] = ring.run(
+        [forward(j, q, k, v, keep=grads) for j, (q, k, v) in zip(jobs, inputs, strict=True)]
+    )
+    factor = plan.pattern.output_scale
+    given: Sequence[Tensors] = [()] * len(jobs)
     if grads:
         back = Lockstep(group.cohorts, answer, backward=True, tamper=harm, harmed=harmed)
         cotangents = [source.stacked("grad", layout, c.ranks) * factor for c in group.cohorts]
         programs = [
-            backward(j, g, None, *x, r) for j, g, x, r in zip(jobs, cotangents, inputs, results, strict=True)
-        ]  # fmt: skip
-        given = back.run(programs)  # type: ignore[assignment]
+            backward(j, g, None, q, k, v, r)
+            for j, g, (q, k, v), r in zip(jobs, cotangents, inputs, results, strict=True)
+        ]
+        given = back.run(programs)
     outs = [r.out if factor == 1.0 else r.out * factor for r in results]
     return [
         Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group.cohorts, outs, results, given, strict=True)
@@ -224,7 +235,7 @@ def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(queries, 1), np.concatenate(keys, 1)
 
 
-def _tiles(pattern: Pattern, q: range, k: range, heads: range) -> Iterator:  # type: ignore[type-arg]
+def _tiles(pattern: Pattern, q: range, k: range, heads: range) -> Iterator[Tile]:
     for tile in pattern.tiles(q, k, heads):
         yield from tile.refine()
 
@@ -291,4 +302,3 @@ def _planned(plan: Plan, ranks: Sequence[int]) -> int:
     """Blocks that ranks visit in the forward of their plans."""
     steps = (step for rank in ranks for step in plan.for_rank(rank).forward)
     return sum(len({part.owner for part in step.visits}) for step in steps)
-
