@@ -219,15 +219,18 @@ def test_fp32_is_compared_with_single_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", [ra.Full(), ra.Causal(), ra.Window(40), ra.Dilated((128,), (2,), causal=True)], ids=repr
+    ("pattern", "ranks"),
+    [(ra.Full(), 64), (ra.Causal(), 16), (ra.Window(40), 64), (ra.Dilated((128,), (2,), causal=True), 64)],
+    ids=repr,
 )
-def test_every_fault_is_caught_in_both_modes(pattern: Pattern) -> None:
-    plan = make(pattern, tokens=512, ranks=64, heads=1, kv_heads=1)
-    rows = [49 * 8, 49 * 8 + 6, 511]
+def test_every_fault_is_caught_in_both_modes(pattern: Pattern, ranks: int) -> None:
+    plan = make(pattern, tokens=8 * ranks, ranks=ranks, heads=1, kv_heads=1)
+    hurt = ranks * 3 // 4 + 1
+    rows = [hurt * 8, hurt * 8 + 6, 8 * ranks - 1]
     assert numerics(plan, rows=rows, period=PERIOD).passed
     assert numerics(plan, mode="all", backward=True, period=PERIOD).passed
     for fault in FAULTS:
-        where = Mutation(fault, 49, 49 if fault == "lost" else 48)
+        where = Mutation(fault, hurt, hurt if fault == "lost" else hurt - 1)
         found = [numerics(plan, mode="all", backward=True, period=PERIOD, mutation=where)]
         if fault != "lost":  # rows alone have no dK and dV
             found.append(numerics(plan, rows=rows, period=PERIOD, mutation=where))

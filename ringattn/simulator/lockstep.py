@@ -9,7 +9,7 @@ those of the executor; thousands of ranks take the calls of a few.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from ..buffers import Buffer
 from ..errors import CommFailure, InvalidInput
 from ..plan import Plan
-from ..steps import Hop, Part, Step
+from ..steps import Hop, Part, RankPlan, Step
 from ..transport.base import Message, Post, Program, Wait
 from ..transport.virtual import WATCHED
 
@@ -42,8 +42,27 @@ class Cohort:
     @cached_property
     def plan(self) -> Plan:
         """The plan with one element of the batch per member."""
-        batched = replace(self.whole, batch=len(self.ranks), rotate=self.whole.rotates)
-        return batched.asking(self.whole.demand)
+        return Batched.of(self.whole, batch=len(self.ranks))
+
+
+@dataclass(frozen=True)
+class Batched(Plan):
+    """A plan of several elements of a batch that asks another of one, `base`, for its steps, which are the same."""
+
+    base: Plan | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, **changes: Any) -> Batched:
+        """The plan with other sizes, and its steps and demand as they are known already."""
+        made = cls(
+            **{f.name: getattr(plan, f.name) for f in fields(Plan)} | {"rotate": plan.rotates} | changes, base=plan
+        )
+        vars(made)["demand"] = plan.demand
+        return made
+
+    def for_rank(self, rank: int) -> RankPlan:
+        assert self.base is not None
+        return self.base.for_rank(rank)
 
 
 def shape(plan: Plan, rank: int, *, backward: bool) -> object:

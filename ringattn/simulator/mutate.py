@@ -7,7 +7,7 @@ arrives (swap, stale, hop, lost); executor and kernels do not know of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from ..cut import WHOLE, Cut, Cuts
 from ..demand import Demand
@@ -15,6 +15,7 @@ from ..errors import InvalidInput, did_you_mean
 from ..plan import Plan
 from ..steps import Part, RankPlan, Step
 from ..work import Work
+from .lockstep import Batched
 
 #: What each fault does.
 FAULTS = {
@@ -112,7 +113,7 @@ def _off_by_one(work: Work) -> Work:
 
 
 @dataclass(frozen=True)
-class Tampered(Plan):
+class Tampered(Batched):
     """A plan with a fault."""
 
     mutation: Mutation | None = None
@@ -141,9 +142,7 @@ def tampered(plan: Plan, mutation: Mutation) -> Plan:
     """The plan with a fault; the plan itself where the fault is one of what arrives."""
     if mutation.fault not in _PLANNED:
         return plan
-    same = {f.name: getattr(plan, f.name) for f in fields(Plan)}
-    made = Tampered(**same, mutation=mutation)
-    d = plan.demand
-    skewed = _Skewed(d.pattern, d.layout, d.heads, d.kv_heads, mutation) if mutation.fault == "band" else d
-    vars(made)["demand"] = skewed
+    made, d = Tampered.of(plan, mutation=mutation), plan.demand
+    if mutation.fault == "band":
+        vars(made)["demand"] = _Skewed(d.pattern, d.layout, d.heads, d.kv_heads, mutation)
     return made
