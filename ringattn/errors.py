@@ -38,6 +38,10 @@ class LaunchFailure(CommFailure):
     """A rank that this process started has failed, was killed, or did not end in time."""
 
 
+class NumericsFailure(RingAttentionError, RuntimeError):
+    """A simulation found numbers, or a ledger, that are not what they must be."""
+
+
 def did_you_mean(name: object, options: Iterable[str]) -> str:
     """The words "did you mean 'x'? " for the option that is nearest to a wrong name, or nothing."""
     near = difflib.get_close_matches(str(name), list(options), n=1)

@@ -1,0 +1,26 @@
+"""The numerics simulator: a plan's own hops, kernels and merges over virtual ranks, with inputs made on demand."""
+
+from .mutate import FAULTS, Mutation
+from .numerics import MODES, numerics
+from .result import NumericsReport
+from .sampled import chosen_rows, sample
+from .source import PERIOD, Source, Whole, make_source
+from .whole import Outcome, execute, make_groups, whole
+
+__all__ = [
+    "FAULTS",
+    "MODES",
+    "PERIOD",
+    "Mutation",
+    "NumericsReport",
+    "Outcome",
+    "Source",
+    "Whole",
+    "chosen_rows",
+    "execute",
+    "make_groups",
+    "make_source",
+    "numerics",
+    "sample",
+    "whole",
+]

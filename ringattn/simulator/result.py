@@ -1,0 +1,89 @@
+"""What a simulation of the numerics found, with the kind of every number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..plan import Plan
+from ..report import Number
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """Errors are the largest absolute ones over the largest entry of the truth, or over 1 where that is smaller."""
+
+    plan: Plan
+    #: "sample" or "all".
+    mode: str
+    #: Ranks that were executed, and query rows that were compared with an oracle.
+    ranks: int
+    rows: int
+    #: Blocks that the executed ranks visited, and those that the pattern asks for.
+    visits: int
+    visits_expected: int
+    #: (query, key, head, branch) pairs that were computed, of the compared rows (sample) or executed ranks (all).
+    pairs: int
+    pairs_expected: int
+    #: Rows, of all heads, whose ledger is not the expected one; None where no ledger was kept.
+    wrong: int | None
+    #: Rows of gradients, of all heads, whose counts are not the expected ones; None without a backward or a ledger.
+    wrong_gradients: int | None
+    error: float
+    lse_error: float
+    #: Of dq, dk, dv together, on rows where there is a dense oracle; None without a backward.
+    gradient_error: float | None
+    #: The most that `error`, `lse_error` and `gradient_error` may be.
+    tolerance: float
+    seconds: float
+    calls: int
+    #: The most shards of K/V that existed at a time in `sample`; ranks that were executed at a time in `all`.
+    live: int
+    #: Messages from ranks that were not executed, which the source answered.
+    answered: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the ledger is exactly the expected one, as far as one was kept."""
+        return not self.wrong and not self.wrong_gradients and self.visits == self.visits_expected
+
+    @property
+    def accurate(self) -> bool:
+        """Whether no error is above the tolerance; NaN is."""
+        errors = (self.error, self.lse_error, self.gradient_error or 0.0)
+        return all(error <= self.tolerance for error in errors)
+
+    @property
+    def passed(self) -> bool:
+        return self.complete and self.accurate
+
+    def numbers(self) -> list[Number]:
+        """The report as lines for `report.show`."""
+        plan = self.plan
+        ledger = "not kept"
+        if self.wrong is not None:
+            ledger = "complete" if self.complete else "NOT COMPLETE"
+            ledger += (
+                f": {self.visits:,} of {self.visits_expected:,} visits, {self.pairs:,} of {self.pairs_expected:,} pairs"
+            )
+            ledger += f", {self.wrong:,} rows differ"
+        found = [
+            Number("executed", f"{self.ranks:,} of {plan.ranks:,} ranks, {self.calls:,} calls of the kernel", "counted"),
+            Number("compared", f"{self.rows:,} of {plan.tokens:,} query rows, {plan.heads} heads", "counted"),
+            Number("ledger", ledger, "counted"),
+            Number("error", f"{self.error:.2e} (out), {self.lse_error:.2e} (lse), at most {self.tolerance:.2e} allowed",
+                   "measured"),
+        ]  # fmt: skip
+        if self.gradient_error is not None:
+            found.append(Number("gradients", f"{self.gradient_error:.2e} (dq, dk, dv)", "measured"))
+        if self.wrong_gradients is not None:
+            found.append(Number("gradient ledger", f"{self.wrong_gradients:,} rows differ", "counted"))
+        if self.answered:
+            found.append(
+                Number("from the source", f"{self.answered:,} messages of ranks that were not executed", "counted")
+            )
+        what = "shards of K/V" if self.mode == "sample" else "ranks"
+        return [
+            *found,
+            Number("at a time", f"{self.live:,} {what} at most", "counted"),
+            Number("time", f"{self.seconds:.1f} s", "measured"),
+        ]
