@@ -16,7 +16,7 @@ FORMAT = "ringattn machine 1"
 UNITS = {
     "flops": "flop/s", "alpha": "s", "beta": "bytes/s", "inner": "ranks per node", "inner_alpha": "s",
     "inner_beta": "bytes/s", "shared": "true or false", "merge": "bytes/s", "buffers": "receive slots",
-    "gamma": "part of a visit", "jitter": "standard deviation / mean", "call": "s", "memory": "bytes", "watts": "W",
+    "gamma": "part of a message's time", "jitter": "standard deviation / mean", "call": "s", "memory": "bytes", "watts": "W",
     "price": "currency / h", "mtbf": "s", "checkpoint": "bytes/s", "restart": "s",
 }  # fmt: skip
 REQUIRED = ("flops", "alpha", "beta")

@@ -236,8 +236,11 @@ def test_jitter_is_recovered_and_its_scale_does_not_matter() -> None:
 
 
 def test_interference_is_the_middle_of_the_slowdowns() -> None:
-    assert fits.interference([1.0, 2.0, 4.0], [1.3, 2.2, 4.08]) == pytest.approx(0.1)
-    assert fits.interference([1.0], [0.9]) == 0.0
+    one = ([1.0, 1.1, 9.0], [0.5, 0.5, 0.5], [1.2, 1.3, 9.2])  # 0.2 more under a message of 0.5
+    assert fits.interference([one]) == pytest.approx(0.4)
+    short = ([0.1], [0.4], [0.16])  # the visit ends first
+    assert fits.interference([one, short, ([1.0], [1.0], [1.0])]) == pytest.approx(0.4)
+    assert fits.interference([([1.0], [0.5], [0.9])]) == 0.0
 
 
 def test_intervals_are_order_statistics() -> None:

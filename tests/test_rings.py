@@ -71,11 +71,16 @@ def clocks_of(ring: Ring) -> list[Clock]:
             }
             busy = []
             for r in range(ring.ranks):
-                moves = any(
-                    row[r] is not None or row[(r - sign) % ring.ranks] is not None for sign, row in messages.items()
-                )
+                travels = [
+                    both[0]
+                    for sign, row in messages.items()
+                    for both in (row[r], row[(r - sign) % ring.ranks])
+                    if both is not None
+                ]
                 late = sum(s.seconds for s in ring.stalls if (s.rank, s.clock) == (r, len(found)))
-                busy.append(at(phase.compute, r) * (1 + ring.gamma * moves) + at(phase.merge, r) + late)
+                visit = at(phase.compute, r)
+                taken = ring.gamma * min(visit, max(travels)) if travels else 0.0
+                busy.append(visit + taken + at(phase.merge, r) + late)
             found.append(Clock(busy, messages))
     return found
 

@@ -76,9 +76,16 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     return Line(alpha, 1 / slope, median(errors), max(errors))
 
 
-def interference(alone: Sequence[float], together: Sequence[float]) -> float:
-    """By which part messages slow a visit down: the median over sizes of together / alone - 1, and not below 0."""
-    return max(0.0, median(b / a - 1 for a, b in zip(alone, together, strict=True)))
+def interference(found: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
+    """The part of a message's time that it takes from a visit, from (visit alone, message alone, visit under the message)
+    of repetitions in turn: by size, the median of what a visit under a message takes longer than the one before it, over
+    the time that they share; of these the median, and not below 0.
+    """
+    parts = [
+        median(b - a for a, b in zip(visit, together, strict=True)) / min(median(visit), median(message))
+        for visit, message, together in found
+    ]
+    return max(0.0, median(parts))
 
 
 def jitter(samples: Sequence[Sequence[float]]) -> float:

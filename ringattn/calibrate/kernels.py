@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from ..timing import BACKWARD
 from ..timing.speed import lowered
 from ..work import Work
 from .fits import Sample
-from .team import Team
+from .team import ENOUGH, ROUNDS, Team
 
 
 def tiles(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
@@ -32,12 +33,30 @@ def tiles(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Wo
             yield Work(every, every, range(n), (range(n + width - 1),), lo=1 - width, hi=0)
 
 
+def samples(
+    team: Team, kernel: Kernel, works: Sequence[Work], head_dim: int, dtype: torch.dtype, repeat: int
+) -> list[Sample]:
+    """Samples of works, forward and then backward, measured in rounds over all of them."""
+    kinds = [(work, backward) for backward in (False, True) for work in works]
+    rounds = [
+        [
+            sample(team, kernel, work, head_dim, dtype, backward=backward, repeat=-(-repeat // ROUNDS))
+            for work, backward in kinds
+        ]
+        for _ in range(ROUNDS)
+    ]
+    return [
+        replace(same[0], seconds=tuple(seconds for one in same for seconds in one.seconds))
+        for same in zip(*rounds, strict=True)
+    ]
+
+
 def sample(
     team: Team, kernel: Kernel, work: Work, head_dim: int, dtype: torch.dtype, *, backward: bool, repeat: int
 ) -> Sample:
     """Seconds of all ranks for one work, which all of them compute at the same time."""
     call = calls(kernel, work, head_dim, dtype, team.device, backward=backward)
-    seconds = team.repeated(call, repeat)
+    seconds = team.repeated(call, repeat, ENOUGH / ROUNDS)
     (tile,) = lowered(work)
     shape, rows, keys, pairs = tile
     flops = pairs * 4 * head_dim * (BACKWARD if backward else 1.0)

@@ -12,10 +12,9 @@ import torch
 
 from ..errors import InvalidInput
 from ..kernels import get_kernel
-from ..kernels.base import Kernel
 from ..timing import Machine
 from . import kernels, links, merge, noise, overlap
-from .fits import Line, Sample, interference, jitter, kernel_times, line
+from .fits import Line, interference, jitter, kernel_times, line
 from .passes import Pass, Settings
 from .team import Team
 
@@ -56,7 +55,8 @@ def calibrate(team: Team, settings: Settings, sizes: Sizes, base: Machine, tell:
     dtype = settings.torch_dtype
     tell("kernels")
     empty = kernels.overheads(team, kernel, settings.head_dim, dtype, settings.repeat)
-    samples = _samples(team, kernel, settings, sizes)
+    works = list(kernels.tiles(sizes.rows, sizes.widths, settings.heads))
+    samples = kernels.samples(team, kernel, works, settings.head_dim, dtype, settings.repeat)
     times = kernel_times(samples, (median(empty[0]), median(empty[1])), settings.head_dim, settings.dtype)
     tell("merging")
     merges = merge.measure(team, sizes.rows, settings.heads, settings.head_dim, dtype, settings.repeat)
@@ -75,9 +75,8 @@ def calibrate(team: Team, settings: Settings, sizes: Sizes, base: Machine, tell:
         tell("overlap")
         found = overlap.measure(team, kernel, sizes.rows, settings.heads, settings.head_dim, dtype, settings.repeat)
         raw["overlap"] = [asdict(one) for one in found]
-        # Of the smallest blocks a message takes as long as a visit, which is not what a ring is for.
-        typical = found[1:]
-        values["gamma"] = interference([median(o.visit) for o in typical], [median(o.together) for o in typical])
+        # Of the smallest blocks a message takes longer than a visit, which is not what a ring is for.
+        values["gamma"] = interference([(one.visit, one.message, one.together) for one in found[1:]])
     machine = base.changed(
         **values,
         kernel=times,
@@ -90,7 +89,7 @@ def calibrate(team: Team, settings: Settings, sizes: Sizes, base: Machine, tell:
     passes: list[Pass] = []
     if team.size > 1:
         tell("calls")
-        short = noise.calls(team, machine, settings)
+        short = noise.calls(team, machine, sizes.rows, settings)
         raw["calls"] = [{**asdict(one.case), "seconds": list(one.seconds), "modelled": one.modelled} for one in short]
         machine = machine.changed(call=noise.beside(short), sources=(*machine.sources, ("call", "measured")))
         tell("noise")
@@ -99,16 +98,6 @@ def calibrate(team: Team, settings: Settings, sizes: Sizes, base: Machine, tell:
         machine = machine.changed(residuals=ratios, sources=(*machine.sources, ("residuals", "measured")))
         raw["passes"] = [{**asdict(one.case), "seconds": list(one.seconds), "modelled": one.modelled} for one in passes]
     return Calibration(machine, _plain(raw), _plain(fits), passes)
-
-
-def _samples(team: Team, kernel: Kernel, settings: Settings, sizes: Sizes) -> list[Sample]:
-    return [
-        kernels.sample(
-            team, kernel, work, settings.head_dim, settings.torch_dtype, backward=backward, repeat=settings.repeat
-        )
-        for backward in (False, True)
-        for work in kernels.tiles(sizes.rows, sizes.widths, settings.heads)
-    ]
 
 
 def _links(

@@ -8,14 +8,14 @@ from itertools import pairwise
 from statistics import mean, median
 
 from ..timing import Machine
-from .passes import Case, Pass, Settings, cases, measure, modelled
+from .passes import Pass, Settings, cases, measure, modelled
 from .team import Team
 
 #: Patterns and layouts of the passes whose ratios a calibration keeps.
 GRID: tuple[tuple[str, str], ...] = (("Full()", "contiguous"), ("Causal()", "zigzag"))
 
 
-#: The least number of calls of next to no work.
+#: The least number of calls of little work.
 CALLS = 20
 
 
@@ -26,11 +26,12 @@ def between(rows: Sequence[int]) -> list[int]:
     return means[1:] or means
 
 
-def calls(team: Team, machine: Machine, settings: Settings) -> list[Pass]:
-    """Passes of one row per rank, which are nothing but what a call takes beside its work."""
+def calls(team: Team, machine: Machine, rows: Sequence[int], settings: Settings) -> list[Pass]:
+    """Passes of one row per rank, which are nothing but what a call takes beside its work, and of the two smallest blocks:
+    where ranks compute, their threads for messages wait for a core.
+    """
     found = []
-    for backward in (False, True):
-        case = Case("Full()", "contiguous", team.size, backward)
+    for case in cases(GRID[:1], (1, *rows[:2]), team.size):
         seconds = measure(team, case, replace(settings, repeat=max(settings.repeat, CALLS)))
         found.append(Pass(case, tuple(seconds), modelled(case, machine, team.size, settings)))
     return found

@@ -11,12 +11,12 @@ import torch
 from ..kernels.base import Kernel
 from ..work import Work
 from .kernels import calls
-from .team import Team
+from .team import ENOUGH, Team
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds by repetition, of all ranks: a visit alone, a message alone, the posting of
+    """Seconds by repetition, in turn, of all ranks: a visit alone, a message alone, the posting of
     the message and the visit while it travels, and both until the message is there."""
 
     rows: int
@@ -60,8 +60,6 @@ def _one(team: Team, kernel: Kernel, rows: int, heads: int, head_dim: int, dtype
         team.finish(ticket)
         both.append(time.perf_counter() - start)
 
-    alone = team.repeated(visit, repeat)
-    message = team.repeated(send, repeat)
-    team.repeated(overlapped, repeat)
+    alone, message, _ = team.alternating((visit, send, overlapped), repeat, 3 * ENOUGH)
     everyone = team.everyone((alone, message, together[1:], both[1:]))  # the first one is the warm-up
     return Overlap(rows, size, *(tuple(t for rank in everyone for t in rank[i]) for i in range(4)))

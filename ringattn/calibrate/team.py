@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from ..transport.base import Message, Post, Transport
 
 #: Seconds that the repetitions of one measurement may take, beyond the least number of them, and the most of them.
 ENOUGH, MOST = 0.1, 50
+#: Measurements are made in so many rounds, so that a busy moment of the machine does not meet all repetitions of one.
+ROUNDS = 3
 
 
 class Team:
@@ -45,13 +47,20 @@ class Team:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def repeated(self, call: Callable[[], Any], least: int) -> list[float]:
+    def repeated(self, call: Callable[[], Any], least: int, enough: float = ENOUGH) -> list[float]:
         """Seconds of equally many calls on every rank, all ranks at the same time, after one that does not count."""
+        return self.alternating((call,), least, enough)[0]
+
+    def alternating(
+        self, calls: Sequence[Callable[[], Any]], least: int, enough: float = ENOUGH
+    ) -> tuple[list[float], ...]:
+        """Seconds of each of some calls, made one after the other, again and again, after one of each that does not count."""
         self.barrier()
-        first = max(self.everyone(self.timed(call)))
-        count = max(least, min(MOST, int(ENOUGH / first)))
+        first = max(self.everyone(sum(self.timed(call) for call in calls)))
+        count = max(least, min(MOST, int(enough / first)))
         self.barrier()
-        return [self.timed(call) for _ in range(count)]
+        turns = [[self.timed(call) for call in calls] for _ in range(count)]
+        return tuple(list(seconds) for seconds in zip(*turns, strict=True))
 
     def exchange(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> Any:
         """Start one message to and from each of some peers; the ticket is for `finish`."""

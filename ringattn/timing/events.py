@@ -154,6 +154,7 @@ def _prepare(rates: Rates, faults: Faults, noise: np.random.Generator | None) ->
     loads = Loads.none(plan.ranks)
     ranks: list[_Rank] = []
     count = 0
+    visits_of: list[list[float]] = [[] for _ in range(plan.ranks)]
     for index in range(plan.ranks):
         steps, rank = _steps(rates, index), _Rank([], [])
         count += sum(1 + len(step.sends) for step in steps)
@@ -166,13 +167,19 @@ def _prepare(rates: Rates, faults: Faults, noise: np.random.Generator | None) ->
                 )
         for number, step in enumerate(steps):
             seconds = (*_work(rates, faults, index, step, noise), _late(faults, index, number))
-            for load, more in zip((loads.compute, loads.merge, loads.interference, loads.stalls), seconds, strict=True):
+            for load, more in zip((loads.compute, loads.merge, loads.stalls), seconds, strict=True):
                 load[index] += more
+            visits_of[index].append(seconds[0])
             rank.busy.append(sum(seconds))
             rank.posts.append(_posts(rates, faults, index, step, known, links))
             for message in rank.posts[-1]:
                 rank.open[message.until[index]] += 1
         ranks.append(rank)
+    for index, rank in enumerate(ranks):  # by now, both sides of every message have said how long it takes
+        for number, (visit, posts) in enumerate(zip(visits_of[index], rank.posts, strict=True)):
+            taken = rates.gamma * min(visit, max((message.seconds for message in posts), default=0.0))
+            loads.interference[index] += taken
+            rank.busy[number] += taken
     sizes = [size for size in links.values() if size]
     messages = sum(len(step.sends) for index in range(plan.ranks) for step in _steps(rates, index))
     return ranks, loads, Traffic(sum(sizes), max(sizes, default=0), len(sizes), messages)
@@ -180,15 +187,15 @@ def _prepare(rates: Rates, faults: Faults, noise: np.random.Generator | None) ->
 
 def _work(
     rates: Rates, faults: Faults, index: int, step: Step, noise: np.random.Generator | None
-) -> tuple[float, float, float]:
-    """Seconds of the visits of a step, of merging them, and of messages in their way."""
+) -> tuple[float, float]:
+    """Seconds of the visits of a step, and of merging them."""
     counts = visits(rates.plan, index, step, rates.backward)
     slow = faults.factor(index)
     compute = slow * rates.pair * sum(pairs for pairs, _ in counts)
     if noise is not None and rates.machine.jitter:
         compute *= float(factor(rates.machine.jitter, noise, 1)[0])
     merge = slow * sum(rates.merge(rows) for pairs, rows in counts if pairs)
-    return compute, merge, compute * rates.gamma if step.sends or step.recvs else 0.0
+    return compute, merge
 
 
 def _late(faults: Faults, index: int, number: int) -> float:

@@ -19,7 +19,7 @@ _FIELDS = {
     "inner_alpha": ("seconds >= 0, or None for alpha", 1e-5),
     "inner_beta": ("bytes per second, > 0, or None for beta", 1e10),
     "merge": ("bytes per second, > 0, or None: merging is not modelled", 1e10),
-    "gamma": ("the part >= 0 by which messages slow down a visit, or None: not modelled", 0.05),
+    "gamma": ("the part >= 0 of a message's time that it takes from a visit, or None: not modelled", 0.05),
     "jitter": ("standard deviation over mean of a visit's time, >= 0, or None: not modelled", 0.05),
     "call": ("seconds of a call beside its visits and messages, >= 0, or None: not modelled", 1e-3),
     "memory": ("bytes of one rank's memory, > 0, or None: not modelled", 80e9),
@@ -59,7 +59,7 @@ class Machine:
     merge: float | None = None
     #: Receive slots beyond the block in use; None: 1, as the executor posts them.
     buffers: int | None = None
-    #: A visit takes 1 + gamma times as long while the rank sends or receives.
+    #: A visit takes gamma times the time longer that the longest message of the rank travels during it.
     gamma: float | None = None
     #: Standard deviation over mean of the time of one visit, independent from visit to visit.
     jitter: float | None = None

@@ -5,9 +5,10 @@ of its message to the next rank, g_r = m_r / beta_r the part of it that occupies
 
     X_r(k)    = max(S_r(k), S_next(k - B + 1))          the sender has the block, the receiver a slot
     A_next(k) = max(X_r(k) + l_r(k), A_next(k') + g_r(k))     k': the message before on this link
-    S_r(k+1)  = max(S_r(k) + c_r(k) (1 + gamma) + mu_r(k), A_r(k), and, where ranks wait for sends, A_next(k - B + 1))
+    S_r(k+1)  = max(S_r(k) + c_r(k) + gamma min(c_r(k), l) + mu_r(k), A_r(k), and, where ranks wait for sends, A_next(k - B + 1))
 
-Each direction of travel has such messages of its own. With B = 1, where l >= g, this is a stencil of three ranks:
+l in the last line is the longest message that r sends or receives in clock k: gamma is the part of its time that messages
+take from a visit. Each direction of travel has messages of its own. With B = 1, where l >= g, this is a stencil of three ranks:
 S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r).
 """
 
@@ -115,15 +116,14 @@ class Ring:
         """Seconds that ranks are busy in a clock of a phase: visit, interference, merging."""
         compute = phase.compute
         if self.gamma:
-            compute = compute * (1 + self.gamma * self.moving(phase))
+            compute = compute + self.gamma * smallest(compute, self.travel(phase))
         return compute + phase.merge
 
-    def moving(self, phase: Phase) -> Value:
-        """1.0 for ranks that send or receive in a clock of a phase, else 0.0."""
+    def travel(self, phase: Phase) -> Value:
+        """Seconds of the longest message that a rank sends or receives in a clock of a phase, 0 where there is none."""
         found: Value = 0.0
         for lane in phase.lanes:
-            sends = np.isfinite(lane.seconds).astype(np.float64)
-            found = largest(found, _plain(sends), _plain(shifted(sends, lane.sign)))
+            found = largest(found, lane.seconds, shifted(lane.seconds, lane.sign))
         return found
 
     def stencil(self, phase: Phase) -> tuple[Value, Value, Value]:
@@ -158,8 +158,9 @@ def largest(*values: Any) -> Any:
     return found
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, np.ndarray) and value.ndim else float(value)
+def smallest(one: Value, other: Value) -> Any:
+    """The elementwise minimum; a number where both are numbers."""
+    return np.minimum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else min(one, other)
 
 
 def _split(phase: Phase, first: int, stalls: list[Stall], ranks: int) -> Iterator[Phase]:
