@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import mean, median
 
 from ..timing import Machine
-from .passes import Pass, Settings, cases, measure, modelled
+from .passes import Pass, Settings, cases, measured
 from .team import Team
 
 #: Patterns and layouts of the passes whose ratios a calibration keeps.
@@ -27,14 +27,11 @@ def between(rows: Sequence[int]) -> list[int]:
 
 
 def calls(team: Team, machine: Machine, rows: Sequence[int], settings: Settings) -> list[Pass]:
-    """Passes of one row per rank, which are nothing but what a call takes beside its work, and of the two smallest blocks:
-    where ranks compute, their threads for messages wait for a core.
+    """Passes of the two smallest blocks, for what a call takes beside its work. Without work it would take less: where
+    ranks compute, their threads for messages wait for a core.
     """
-    found = []
-    for case in cases(GRID[:1], (1, *rows[:2]), team.size):
-        seconds = measure(team, case, replace(settings, repeat=max(settings.repeat, CALLS)))
-        found.append(Pass(case, tuple(seconds), modelled(case, machine, team.size, settings)))
-    return found
+    often = replace(settings, repeat=max(settings.repeat, CALLS))
+    return measured(team, cases(GRID[:1], rows[:2], team.size), machine, often)
 
 
 def beside(passes: Sequence[Pass]) -> float:
@@ -44,8 +41,4 @@ def beside(passes: Sequence[Pass]) -> float:
 
 def residuals(team: Team, machine: Machine, rows: Sequence[int], settings: Settings) -> list[Pass]:
     """Passes at sizes between those of the kernel times, with the machine that has just been measured."""
-    found = []
-    for case in cases(GRID, between(rows), team.size):
-        seconds = measure(team, case, settings)
-        found.append(Pass(case, tuple(seconds), modelled(case, machine, team.size, settings)))
-    return found
+    return measured(team, cases(GRID, between(rows), team.size), machine, settings)

@@ -8,8 +8,7 @@ from itertools import pairwise
 from statistics import mean, median
 
 from ..timing import Machine
-from .passes import Case, Pass, Settings, cases, measure, modelled
-from .team import Team
+from .passes import Case, Pass, cases
 
 #: Patterns and layouts: those of a calibration's passes, and two that it never saw.
 GRID = (
@@ -72,14 +71,6 @@ def quantile(ascending: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ascending) - 1)
     return ascending[low] + (place - low) * (ascending[high] - ascending[low])
-
-
-def measured(team: Team, machine: Machine, chosen: Sequence[Case], settings: Settings, slow: float) -> list[Pass]:
-    """The passes of some cases on this team, predicted with `slow` as the factor on visits. Collective."""
-    return [
-        Pass(case, tuple(measure(team, case, settings)), modelled(case, machine, team.size, settings, slow))
-        for case in chosen
-    ]
 
 
 def chosen(rows: Sequence[int], ranks: int) -> list[Case]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..calibrate.noise import between
-from ..calibrate.passes import Pass, Settings
+from ..calibrate.passes import Pass, Settings, measured
 from ..calibrate.published import published
 from ..calibrate.team import Team
-from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, measured, oversubscribed
+from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, oversubscribed
 from ..choice import duration
 from ..config import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
@@ -118,7 +118,7 @@ def _rank(
     rank: int, rows: Sequence[int], machine: Machine, settings: Settings, slow: float, timeout: float
 ) -> list[Pass]:
     team = Team(TorchDist(timeout=timeout), torch.device("cpu"))
-    return measured(team, machine, chosen(rows, team.size), settings, slow)
+    return measured(team, chosen(rows, team.size), machine, settings, slow)
 
 
 def _plain(one: Pass) -> dict[str, Any]:
