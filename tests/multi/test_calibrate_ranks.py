@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
             == [256, 32 << 20]
             == [one["bytes"] for one in samples["ping_pong"]]
         )
-        assert len(samples["passes"]) == 4 and len(machine.residuals) == 4 * 2
+        assert len(samples["passes"]) == 4 and len(machine.residuals) == 4 * 3
         assert [one["rows"] for one in samples["overlap"]] == [16, 64]
         assert all(len(one["together"]) == len(one["both"]) >= 2 * ranks for one in samples["overlap"])
     plan = ra.make_plan(ra.Causal(), tokens=128, ranks=2, layout="zigzag", schedule="ring", heads=2, head_dim=16)
@@ -84,7 +85,7 @@ def test_validation_calibrates_and_compares_held_out_passes(tmp_path: Path) -> N
         assert words in done.stdout
     (found,) = json.loads(out.read_text())["ranks"]
     assert found["ranks"] == 2 and found["passes"] and found["coverage"] is not None
-    errors = [one["modelled"] / sorted(one["seconds"])[2] - 1 for one in found["passes"]]
+    errors = [one["modelled"] / median(one["seconds"]) - 1 for one in found["passes"]]
     assert found["bias"] == pytest.approx(sum(errors) / len(errors))
     assert {one["tokens"] for one in found["passes"]} == {48}
 
