@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.config import SCHEMAS, parse_size, prepare
+from ringattn.config import SCHEMAS, parse_size
 from ringattn.errors import InvalidInput
+from ringattn.overrides import prepare
 
 
 def ringattn(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -139,7 +140,9 @@ def test_help_version_and_wrong_verbs(tmp_path: Path) -> None:
         (("run", "kernel=aten_cuda", "tokens=64", "input=random"), 2, "needs tensors on a cuda device"),
         (("plan", "tokens=12x"), 2, "tokens=12x: not a whole number"),
         (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),
-        (("plan", "pattern=documents"), 2, "give the list of lengths"),
+        (("plan", "pattern=documents"), 2, "needs pattern.lengths=..., such as"),
+        (("plan", "experiment=window_64k"), 0, "over 65,536 tokens, zigzag on 4 ranks"),
+        (("plan", "machine.inner=3", "tokens=64"), 2, "8 ranks do not fill nodes of 3 evenly"),
         (("plan", "ranks=2", "output.path=no/such/p.json"), 2, "the folder no/such does not exist"),
     ):
         done = ringattn(*arguments, cwd=tmp_path)

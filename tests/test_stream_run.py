@@ -26,10 +26,10 @@ from ringattn.config import (
     RunConfig,
     ScheduleGroup,
     TransportGroup,
-    prepare,
 )
 from ringattn.data import open_source
 from ringattn.errors import InvalidInput, RingAttentionError
+from ringattn.overrides import prepare
 
 TOKENS = 301
 
