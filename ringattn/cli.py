@@ -18,7 +18,7 @@ from .overrides import prepare, swept
 
 VERBS = {
     "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
-    "plan": "who computes what and who sends what to whom; answers at once, without torch",
+    "plan": "who computes what and who sends what to whom, counted, without torch",
     "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
     "bench": "a suite of alternating measurements, written to benchmarks/",
     "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
