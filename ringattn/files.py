@@ -30,10 +30,11 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def writing(path: Path, *failures: type[Exception]) -> Iterator[Path]:
     """`replacing` for a block that only writes: its OSErrors and `failures`, such as of a full disk, are InvalidInput."""
+    known: tuple[type[Exception], ...] = (OSError, *failures)
     with replacing(path) as temporary:
         try:
             yield temporary
-        except (OSError, *failures) as error:
+        except known as error:
             reason = getattr(error, "strerror", None) or error
             raise InvalidInput(
                 f"output {path}: could not be written ({reason}), and nothing is left of it; make room in "

@@ -52,7 +52,9 @@ def test_only_failures_to_write_are_told_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("more", [("transport=virtual",), ("ranks=2",), ("stream=host", "chunk=500")], ids=lambda m: m[0])
+@pytest.mark.parametrize(
+    "more", [("transport=virtual",), ("ranks=2",), ("stream=host", "chunk=500")], ids=lambda m: m[0]
+)
 def test_a_disk_that_gets_full(tmp_path: Path, more: tuple[str, ...]) -> None:
     """The output is 1 MiB and the files that a run needs are less than a tenth of that."""
     common = ("tokens=2k", "heads=8", "head_dim=16", "repeat=1", "threads=1", "input=random", "sample=0")
@@ -74,7 +76,13 @@ def test_a_reader_that_is_gone(tmp_path: Path, arguments: tuple[str, ...]) -> No
     os.close(read)
     try:
         done = subprocess.run(
-            [*COMMAND, *arguments], cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+            [*COMMAND, *arguments],
+            cwd=tmp_path,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
         )
     finally:
         os.close(write)

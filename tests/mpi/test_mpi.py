@@ -148,7 +148,7 @@ def test_control_c_is_told_in_a_line(mpirun_path: str, tmp_path: Path) -> None:
 
 
 #: ringattn, with a file for every rank that has begun to measure.
-STARTED = '''
+STARTED = """
 import os
 import ringattn.commands.run as command
 from ringattn.cli import main
@@ -161,7 +161,7 @@ def measure(self):
 
 command._Ranks.measure = measure
 main()
-'''
+"""
 
 
 def test_ranks_of_another_mpi_are_told_so(start: Run, tmp_path: Path) -> None:

@@ -79,12 +79,12 @@ def test_a_rank_that_goes_wrong_later_is_found_at_once(run_ranks: Run) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "stays away"])
-def test_a_lost_rank_makes_the_others_raise(run_ranks: Run, how: str, tmp_path: Path) -> None:
+def test_a_lost_rank_makes_the_others_raise(new_ranks: Run, how: str, tmp_path: Path) -> None:
     if how == "dies":
         with pytest.raises(LaunchFailure, match="rank 2 of 3 was killed by SIGKILL"):
-            run_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50, grace=15)
+            new_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50, grace=15)
     else:
-        run_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50)
+        new_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50)
     told = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     for rank, text in enumerate(told):
         assert re.match(rf"rank {rank} of 3: forward step \d+: (send to|receive from) rank \d, [\d,]+ bytes: ", text)

@@ -20,8 +20,8 @@ multi = pytest.mark.multi
 
 
 @multi
-def test_results_come_in_rank_order(run_ranks: Run) -> None:
-    assert run_ranks(rank_cases.fail, 2, "not") == [f"rank {rank} of 2, 1 threads" for rank in range(2)]
+def test_results_come_in_rank_order(new_ranks: Run) -> None:
+    assert new_ranks(rank_cases.fail, 2, "not") == [f"rank {rank} of 2, 1 threads" for rank in range(2)]
     assert active_children() == []
 
 
@@ -34,10 +34,10 @@ def test_results_come_in_rank_order(run_ranks: Run) -> None:
         ("hang", ["did not end within 20 s", "rank 1 still ran", "about to hang"]),
     ],
 )
-def test_a_failing_rank_is_named(run_ranks: Run, how: str, words: list[str]) -> None:
+def test_a_failing_rank_is_named(new_ranks: Run, how: str, words: list[str]) -> None:
     start = time.monotonic()
     with pytest.raises(LaunchFailure) as caught:
-        run_ranks(rank_cases.fail, 2, how, timeout=20 if how == "hang" else 40)
+        new_ranks(rank_cases.fail, 2, how, timeout=20 if how == "hang" else 40)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert time.monotonic() - start < 30
     assert active_children() == []
