@@ -52,13 +52,10 @@ def test_only_failures_to_write_are_told_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    "more", [("transport=virtual",), ("ranks=2",), ("stream=host", "chunk=500")], ids=lambda m: m[0]
-)
-def test_a_disk_that_gets_full(tmp_path: Path, more: tuple[str, ...]) -> None:
-    """The output is 1 MiB and the files that a run needs are less than a tenth of that."""
+def test_a_disk_that_gets_full(tmp_path: Path) -> None:
+    """The output is 1 MiB, and the files that a run needs are less than a tenth of that. Every rank is told."""
     common = ("tokens=2k", "heads=8", "head_dim=16", "repeat=1", "threads=1", "input=random", "sample=0")
-    arguments = [*COMMAND, "run", *common, *more, "output.path=o.safetensors"]
+    arguments = [*COMMAND, "run", "ranks=2", *common, "output.path=o.safetensors"]
     with room(200_000):
         done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
@@ -90,10 +87,7 @@ def test_a_reader_that_is_gone(tmp_path: Path, arguments: tuple[str, ...]) -> No
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("number", "status", "said"), [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "ringattn: interrupted\n")]
-)
-def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: int, status: int, said: str) -> None:
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(
@@ -101,16 +95,16 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: int, status: int
         stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)},
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         while not list(temporary.glob("ringattn-*/rank_0001.log")):
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()
             time.sleep(0.05)
-        process.send_signal(number)
+        process.terminate()
         _, told = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, told) == (status, said)
+    assert (process.returncode, told) == (143, "")
     assert not list(temporary.glob("ringattn-*"))
 
 
