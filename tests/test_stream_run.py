@@ -211,3 +211,5 @@ def test_stream_is_not_for_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidInput, match="stream=host is one process, not torchrun's"):
         main(config(stream="host"))
+    with pytest.raises(InvalidInput, match="transport=virtual is one process, not torchrun's"):
+        main(config(chunk=None, transport=TransportGroup("virtual")))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import byte_table
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,10 +25,6 @@ pytestmark = pytest.mark.mpi
 )
 def test_mpi_equals_virtual_and_the_plan(mpirun: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
     assert mpirun("equals_virtual", ranks, dtype, heads, timeout=120) == [64] * ranks
-
-
-def test_byte_table(mpirun: Run) -> None:
-    byte_table.check(mpirun("byte_counts", byte_table.RANKS, timeout=120))
 
 
 def test_every_rank_is_told_before_the_first_message(mpirun: Run) -> None:
@@ -113,7 +108,6 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, tmp_path: Path) 
         ),
         (True, ("input=file", "input.path=none.safetensors"), "no such file"),
         (True, ("ranks=3",), "ranks=3: mpich started 2, and as many take part"),
-        (True, ("transport=virtual",), "transport=virtual is one process, not mpich's"),
     ],
 )
 def test_errors_of_the_command(

@@ -23,8 +23,8 @@ def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str
     assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [128] * ranks
 
 
-def test_byte_table(run_ranks: Run) -> None:
-    byte_table.check(run_ranks(rank_cases.byte_counts, byte_table.RANKS, timeout=120))
+def test_byte_table(new_ranks: Run) -> None:
+    byte_table.check(new_ranks(rank_cases.byte_counts, byte_table.RANKS, timeout=120))
 
 
 def test_balanced_shards_on_real_ranks(run_ranks: Run) -> None:
