@@ -164,7 +164,11 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("plan", "output.path=/dev/null"), 2, "is no ordinary file"),
         (("run", "input=file", "input.path=./x.npz", "output.path=x.npz"), 2, "is the input, which would be lost"),
         (("run", "input=random", "output.path=x.pt"), 2, "output.path=x.pt: safetensors is what is written"),
-        (("run", "kernel=aten_cuda", "transport=virtual", "tokens=64", "input=random"), 2, "needs tensors on a cuda device"),
+        (
+            ("run", "kernel=aten_cuda", "transport=virtual", "tokens=64", "input=random"),
+            2,
+            "needs tensors on a cuda device",
+        ),
         (("plan", "tokens=12x"), 2, "tokens=12x: not a whole number"),
         (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),
         (("plan", "pattern=documents"), 2, "needs pattern.lengths=..., such as"),

@@ -17,8 +17,13 @@ Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(("dtype", "heads"), [("float32", (4, 2)), ("bfloat16", (2, 2)), ("float64", (3, 1))])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "heads"),
+    [
+        (2, "float32", (4, 2)), (2, "bfloat16", (2, 2)), (3, "float64", (3, 1)), (3, "float32", (4, 2)),
+        (4, "bfloat16", (2, 2)), (4, "float64", (3, 1)),
+    ],
+)  # fmt: skip  # the third dtype of each number of ranks: tests/mpi/test_mpi.py
 def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
     assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [128] * ranks
 
