@@ -230,16 +230,15 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_run_on_a_file(tmp_path: Path, layout: str) -> None:
+def test_run_on_a_file(tmp_path: Path) -> None:
     tensors = inputs(77, torch.bfloat16)
     save_file(tensors, tmp_path / "x.safetensors")
     done = ringattn(
-        "run", "input=file", "input.path=x.safetensors", "ranks=2", "backward=true", f"layout={layout}", "repeat=1",
+        "run", "input=file", "input.path=x.safetensors", "ranks=2", "backward=true", "layout=striped", "repeat=1",
         "output.path=y.safetensors", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    wanted = ra.virtual_attention(*tensors.values(), ra.Causal(), ranks=2, layout=layout)
+    wanted = ra.virtual_attention(*tensors.values(), ra.Causal(), ranks=2, layout="striped")
     assert torch.equal(load_file(tmp_path / "y.safetensors")["out"], wanted)
     assert "backward time" in done.stdout
 

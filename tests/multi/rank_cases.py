@@ -298,7 +298,7 @@ def fail(rank: int, how: str) -> str:
         os.kill(os.getpid(), 9)
     if rank == 1 and how == "hang":
         print("about to hang", flush=True)
-        time.sleep(60)
+        time.sleep(150)
     return f"rank {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads"
 
 
