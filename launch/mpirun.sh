@@ -4,6 +4,8 @@
 # pip install 'ringattn[mpi]' brings mpi4py and an mpirun; MPIRUN=... chooses another one.
 set -euo pipefail
 
+ranks="${RANKS:-2}"
+[[ "$ranks" =~ ^[1-9][0-9]*$ ]] || { echo "RANKS=$ranks is not a number of ranks; try RANKS=2" >&2; exit 2; }
 python="$(command -v "${PYTHON:-python3}")" || {
     echo "no ${PYTHON:-python3} found; PYTHON=... chooses another" >&2
     exit 2
@@ -19,4 +21,4 @@ fi
 # One run directory per job on all nodes: their clocks may differ by a second.
 export RINGATTN_RUN_ID="${RINGATTN_RUN_ID:-mpi-$(date +%Y-%m-%d-%H-%M-%S)-$$}"
 # shellcheck disable=SC2086  # MPIRUN_ARGS is a list of words
-exec "$mpirun" ${MPIRUN_ARGS:-} -n "${RANKS:-2}" "$python" -m ringattn run transport=mpi "$@"
+exec "$mpirun" ${MPIRUN_ARGS:-} -n "$ranks" "$python" -m ringattn run transport=mpi "$@"

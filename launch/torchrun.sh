@@ -6,6 +6,7 @@ set -euo pipefail
 
 gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
 ranks="${RANKS:-$((gpus > 0 ? gpus : 2))}"
+[[ "$ranks" =~ ^[1-9][0-9]*$ ]] || { echo "RANKS=$ranks is not a number of ranks; try RANKS=2" >&2; exit 2; }
 
 # One node finds itself a free port; several meet at HEAD.
 place=(--standalone)

@@ -1,6 +1,6 @@
 """Exact ring attention for any pattern, layout and number of ranks, real or virtual.
 
-Nothing here imports torch until a name that needs it is used: plans answer at once.
+Nothing here imports torch until a name that needs it is used: plans and models do without.
 """
 
 from __future__ import annotations

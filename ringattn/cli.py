@@ -9,15 +9,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
-from .config import SCHEMAS, conf_dir, prepare
+from .config import SCHEMAS, conf_dir
 from .errors import InvalidInput, RingAttentionError, did_you_mean
-from .launcher import detect
+from .launcher import UNREAD, detect, drop_output
+from .overrides import prepare, swept
 
 VERBS = {
     "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
-    "plan": "who computes what and who sends what to whom; answers at once, without torch",
+    "plan": "who computes what and who sends what to whom, counted, without torch",
     "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
     "bench": "a suite of alternating measurements, written to benchmarks/",
     "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
@@ -33,20 +34,28 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Entry point of `ringattn` and `python -m ringattn`."""
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())  # noqa: T201
-        raise SystemExit(0 if arguments else USAGE_ERROR)
-    if arguments[0] == "--version":
-        print(import_module("ringattn").__version__)  # noqa: T201
-        return
     try:
-        _run(arguments[0], arguments[1:])
+        _main(sys.argv[1:])
+        sys.stdout.flush()
     except RingAttentionError as error:
         _fail(error)
+    except BrokenPipeError:
+        drop_output()
+        raise SystemExit(UNREAD) from None
     except KeyboardInterrupt:
         sys.stderr.write("ringattn: interrupted\n")
         raise SystemExit(INTERRUPTED) from None
+
+
+def _main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())  # noqa: T201
+        if not arguments:
+            raise SystemExit(USAGE_ERROR)
+    elif arguments[0] == "--version":
+        print(import_module("ringattn").__version__)  # noqa: T201
+    else:
+        _run(arguments[0], arguments[1:])
 
 
 def _usage() -> str:
@@ -72,7 +81,7 @@ def _run(verb: str, overrides: list[str]) -> None:
         hint = did_you_mean(verb, VERBS)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
     launch = detect()
-    prepared = prepare(verb, overrides)
+    prepared = prepare(verb, overrides, launch if verb in EVERYWHERE else None)
     if verb not in EVERYWHERE and (launch.local_rank if verb == "doctor" else launch.rank):
         return  # one rank says it for all; doctor, which tells of a machine, on every node once
     if launch.rank > 0:  # one run directory, one log, one .hydra, whatever the launcher
@@ -80,14 +89,9 @@ def _run(verb: str, overrides: list[str]) -> None:
     with ExitStack() as ended:
         if launch.rank > 0 and launch.kind in ("mpich", "openmpi"):
             # No name of the job is in their environment, and clocks differ. Hydra writes into the folder of a sweep.
-            scratch = ended.enter_context(TemporaryDirectory(prefix="ringattn-")) if _swept(overrides) else "."
+            scratch = ended.enter_context(TemporaryDirectory(prefix="ringattn-")) if swept(overrides) else "."
             prepared += ["hydra.run.dir=.", f"hydra.sweep.dir={scratch}"]
         _hand_to_hydra(verb, prepared)
-
-
-def _swept(overrides: list[str]) -> bool:
-    """Whether the command line asks for one job per value."""
-    return bool({"-m", "--multirun"} & set(overrides))
 
 
 def _hand_to_hydra(verb: str, prepared: list[str]) -> None:
@@ -113,13 +117,17 @@ def _task(verb: str) -> Callable[[Any], None]:
             except MissingMandatoryValue as error:
                 raise InvalidInput(f"a value is missing: {str(error).splitlines()[0]}") from None
             import_module(f".commands.{verb}", __package__).main(config)
+            sys.stdout.flush()
         except RingAttentionError as error:
             _fail(error)
+        except BrokenPipeError:  # here, since Hydra would show its traceback
+            drop_output()
+            raise SystemExit(UNREAD) from None
 
     return task
 
 
-def _fail(error: RingAttentionError) -> None:
+def _fail(error: RingAttentionError) -> NoReturn:
     if os.environ.get("RINGATTN_TRACEBACK") == "1":
         raise error
     sys.stderr.write(f"ringattn: {error}\n")

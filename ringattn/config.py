@@ -1,15 +1,13 @@
-"""Schemas of the command line, sizes such as 64k, and errors that name the key."""
+"""Schemas of the command line, and sizes such as 64k."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidInput, did_you_mean
+from .errors import InvalidInput
 from .groups import (
     Group,
     InputGroup,
@@ -21,14 +19,8 @@ from .groups import (
     TransportGroup,
 )
 
-#: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
-WRITTEN = ("pattern", "layout", "schedule", "kernel")
 #: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
 ROWS, WIDTHS, MESSAGES = (64, 256, 1024, 4096), (64, 256, 1024), (256, "4k", "64k", "1M", "4M", "16M")
-#: Groups whose options take parameters.
-PARAMETERS = ("pattern", "layout", "schedule")
-#: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
-RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -171,116 +163,3 @@ SCHEMAS: dict[str, type] = {
     "calibrate": CalibrateConfig,
     "doctor": DoctorConfig,
 }
-
-
-def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides as Hydra wants them: written patterns quoted, unknown keys and options refused with a hint."""
-    prepared = [part for override in overrides for part in _prepare(verb, override)]
-    _check_used(verb, overrides)
-    if verb == "run":
-        _check_stream(overrides)
-    return prepared
-
-
-def _check_used(verb: str, overrides: Sequence[str]) -> None:
-    """Refuse parameters of a pattern, a layout or a schedule that the chosen option does not take."""
-    given = dict(override.partition("=")[::2] for override in overrides if "=" in override)
-    for key, value in given.items():
-        group, _, name = key.partition(".")
-        if group not in PARAMETERS or name in ("", "spec") or group not in _names(SCHEMAS[verb]):
-            continue
-        if group not in given and "experiment" in given:
-            continue  # the experiment chooses
-        text = given.get(group) or _default(verb, group)
-        chosen = ["custom"] if "(" in text or ":" in text else text.split(",")
-        takers = [path.stem for path in sorted((conf_dir() / group).glob("*.yaml")) if _takes(path, name)]
-        if not set(chosen) & set(takers):
-            raise InvalidInput(
-                f"{key}={value} has no meaning with {group}={text}; {group}s that take {name}: {', '.join(takers)}"
-            )
-
-
-def _default(verb: str, group: str) -> str:
-    """The option of a group that a verb starts from."""
-    text = (conf_dir() / f"{verb}.yaml").read_text(encoding="utf-8")
-    found = re.search(rf"^ *- {group}: *(\S+)", text, re.MULTILINE)
-    assert found, f"conf/{verb}.yaml names no default of {group}"
-    return found[1]
-
-
-def _takes(path: Path, name: str) -> bool:
-    return re.search(rf"^{name}:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
-
-
-def _check_stream(overrides: Sequence[str]) -> None:
-    """Refuse what is given beside `stream` and cannot be honoured with it, be it the default."""
-    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
-    stream = given.get("stream", "null")
-    for key in given:
-        name = re.split(r"[./@]", key)[0]
-        if stream != "null" and name in RINGS:
-            raise without_meaning(f"{key}={given[key]}", stream)
-
-
-def without_meaning(option: str, stream: str) -> InvalidInput:
-    """The error of an option of rings that is given beside `stream`."""
-    return InvalidInput(
-        f"{option} has no meaning with stream={stream}: one process computes chunk after chunk and sends nothing to "
-        "others; leave it out (chunk= says how many rows a chunk has)"
-    )
-
-
-def _prepare(verb: str, override: str) -> list[str]:
-    match = re.fullmatch(r"([~+]{0,2})([\w./@-]+)=(.*)", override, re.DOTALL)
-    if match is None or match[2].startswith("hydra"):
-        return [override]
-    prefix, key, value = match.groups()
-    schema = SCHEMAS[verb]
-    _check_key(verb, schema, key.replace("/", "."))
-    if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
-        return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
-    folder = conf_dir() / key
-    if prefix or not folder.is_dir() or key not in _names(schema):
-        return [override]
-    options = sorted(path.stem for path in folder.glob("*.yaml"))
-    if key in WRITTEN and ("(" in value or ":" in value):
-        return [f"{key}=custom", f"{key}.spec={value!r}"]
-    for option in value.split(","):
-        if option not in options and option != "null":
-            shown = [name for name in options if name != "custom"]
-            raise InvalidInput(
-                f"{key}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
-            )
-    return [override]
-
-
-def _kind(schema: type, key: str) -> str:
-    """The annotation of a key."""
-    first, _, rest = key.partition(".")
-    found = _names(schema)[first]
-    if rest:
-        found = _names(found.default_factory)[rest]
-    return str(found.type)
-
-
-def _whole(key: str, text: str) -> str:
-    """A whole number in digits: sizes are understood everywhere."""
-    return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
-
-
-def _check_key(verb: str, schema: type, key: str) -> None:
-    names = _names(schema)
-    first, _, rest = key.partition(".")
-    if first not in names:
-        raise InvalidInput(
-            f"unknown key {first!r}; {did_you_mean(first, list(names))}keys of {verb}: {', '.join(names)} "
-            f"(ringattn {verb} --cfg job shows their values)"
-        )
-    inner = names[first].default_factory
-    if rest and dataclasses.is_dataclass(inner) and rest not in _names(inner):
-        shown = list(_names(inner))
-        raise InvalidInput(f"unknown key {key!r}; {did_you_mean(rest, shown)}keys of {first}: {', '.join(shown)}")
-
-
-def _names(schema: Any) -> dict[str, Any]:
-    return {f.name: f for f in dataclasses.fields(schema)}

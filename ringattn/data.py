@@ -53,7 +53,9 @@ class Source(Protocol):
 def open_source(config: RunConfig) -> Source:
     """The input that a config names, checked as far as can be without reading its numbers."""
     if config.input.name == "file":
-        return _open_file(Path(str(config.input.path)))
+        if config.input.path is None:
+            raise InvalidInput("input=file needs input.path=..., a .safetensors or .npz file with q, k and v")
+        return _open_file(Path(config.input.path))
     shape = _asked(config)
     if config.input.name == "text":
         return _Text(shape, _read_text(config.input.path, shape.tokens), config.input.seed)

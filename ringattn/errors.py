@@ -35,7 +35,14 @@ class CommFailure(RingAttentionError, RuntimeError):
 
 
 class LaunchFailure(CommFailure):
-    """A rank that this process started has failed, was killed, or did not end in time."""
+    """A rank that this process started has failed, was killed, or did not end in time.
+
+    `status` is the exit status of the rank that is blamed, below 0 for a signal; None where none is.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class NumericsFailure(RingAttentionError, RuntimeError):

@@ -27,9 +27,24 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def writing(path: Path, *failures: type[Exception]) -> Iterator[Path]:
+    """`replacing` for a block that only writes: its OSErrors and `failures`, such as of a full disk, are InvalidInput."""
+    known: tuple[type[Exception], ...] = (OSError, *failures)
+    with replacing(path) as temporary:
+        try:
+            yield temporary
+        except known as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidInput(
+                f"output {path}: could not be written ({reason}), and nothing is left of it; make room in "
+                f"{path.parent.absolute()}, or choose another path"
+            ) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
-    with replacing(path) as temporary:
+    with writing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

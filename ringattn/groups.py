@@ -70,8 +70,11 @@ class MachineGroup(Group):
     checkpoint: float | None = None
     restart: float | None = None
 
-    def made(self, device: str = "cpu") -> Machine:
-        """The machine; the preset `auto` is that of the device type, `file` what `path` holds."""
+    def made(self, device: str = "cpu", ranks: int | None = None) -> Machine:
+        """The machine; the preset `auto` is that of the device type, `file` what `path` holds.
+
+        Raises InvalidInput where nodes that are asked for do not fit each other, or `ranks`.
+        """
         if (self.spec == "file") != (self.path is not None):
             raise InvalidInput(
                 f"machine={self.spec} and machine.path={self.path}: a file needs both machine=file and its path; make one "
@@ -85,9 +88,25 @@ class MachineGroup(Group):
         if "flops" in given:
             given["kernel"] = None  # what was measured of the kernel is not to be used
         machine = machine.changed(**given)
+        _check_nodes(machine, given, ranks)
         if self.extrapolate and machine.kernel is not None:
             machine = replace(machine, kernel=replace(machine.kernel, extrapolate=True))
         return machine
+
+
+def _check_nodes(machine: Machine, given: dict[str, Any], ranks: int | None) -> None:
+    inner = machine.inner
+    if "inner" in given and ranks is not None and ranks > inner and ranks % inner:
+        raise InvalidInput(
+            f"machine.inner={inner}: {ranks} ranks do not fill nodes of {inner} evenly; give a divisor of {ranks}, or another "
+            "number of ranks"
+        )
+    for name in ("inner_alpha", "inner_beta", "shared"):
+        if given.get(name) not in (None, False) and inner == 1:
+            raise InvalidInput(
+                f"machine.{name}={given[name]} is of nodes with several ranks, and here every rank is a node by itself; "
+                "give machine.inner=, the ranks of a node"
+            )
 
 
 @dataclass

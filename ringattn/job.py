@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from . import memory
 from .config import RunConfig
 from .data import Source, open_source
-from .errors import InvalidInput
-from .files import check_writable, replacing
+from .files import check_writable, writing
 from .pattern import parse_pattern
 from .plan import Plan, make_plan
 from .report import Number, show, show_choice, size
@@ -32,7 +32,7 @@ def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
         parse_pattern(config.pattern.spec), tokens=shape.tokens, ranks=ranks, layout=config.layout.spec,
         schedule=config.schedule.spec, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch, wire_dtype=config.wire_dtype,
-        machine=config.machine.made("cuda" if cuda else "cpu"), rotate=config.rotate,
+        machine=config.machine.made("cuda" if cuda else "cpu", ranks), rotate=config.rotate,
     )  # fmt: skip
 
 
@@ -202,8 +202,5 @@ class Run:
 
 
 def save(path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-    with replacing(path) as temporary:
-        try:
-            save_file({"out": out.contiguous(), "lse": lse.contiguous()}, temporary)
-        except OSError as error:
-            raise InvalidInput(f"output {path}: {error.strerror or error}; nothing was written") from None
+    with writing(path, SafetensorError) as temporary:
+        save_file({"out": out.contiguous(), "lse": lse.contiguous()}, temporary)

@@ -10,9 +10,11 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, get_context
@@ -23,6 +25,10 @@ from .errors import InvalidInput, LaunchFailure
 
 #: Lines of a failed rank's stderr that the error repeats.
 TAIL = 30
+#: Exit statuses after SIGTERM, and where nobody reads standard output any more, as of a shell.
+TERMINATED, UNREAD = 143, 141
+#: Seconds in which new ranks must find each other, however short their messages may take: they import torch meanwhile.
+MEETING = 60.0
 
 
 @dataclass(frozen=True)
@@ -104,12 +110,13 @@ def run_local(
     per rank. After one rank has failed the others get `grace` seconds to end by themselves. stderr and
     stdout of a rank go to `log_dir`/rank_0001.log, but for the stdout of the ranks in `passthrough`.
 
-    Raises LaunchFailure with the stderr of the rank that failed first; no process is left behind.
+    Raises LaunchFailure with the stderr of the rank that failed first; no process is left behind, nor any file, also
+    where this process gets a SIGTERM, which ends it with SystemExit.
     """
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
     context = get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
+    with terminable(), tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         logs = Path(scratch) if log_dir is None else log_dir
         logs.mkdir(parents=True, exist_ok=True)
         group: dict[str, Any] = {
@@ -142,6 +149,30 @@ def run_local(
                 member.pipe.close()
 
 
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the block, so that what it holds is given back; unless somebody else handles it."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(TERMINATED)
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def drop_output() -> None:
+    """Let what is still to be written to standard output vanish: its reader is gone, as `head` is."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
 def _watch(team: list[_Rank], timeout: float, grace: float) -> None:
     """Collect results until every rank has ended well, one has failed, or the time is over."""
     failed: list[int] = []
@@ -168,20 +199,24 @@ def _watch(team: list[_Rank], timeout: float, grace: float) -> None:
                     failed.append(rank)
                     deadline = min(deadline, time.monotonic() + grace)
     if failed:
-        raise LaunchFailure(_report(team, failed))
+        first = _first(team, failed)
+        raise LaunchFailure(_report(team, failed, first), team[first].process.exitcode)
     late = [rank for rank, member in enumerate(team) if not member.done]
     if late:
         parts = [f"rank {rank} still ran{tail(team[rank].log)}" for rank in late[:4]]
         raise LaunchFailure(f"the ranks did not end within {timeout:g} s: " + "\n".join(parts))
 
 
-def _report(team: list[_Rank], failed: list[int]) -> str:
-    """The failure to blame: a killed rank first, then one that does not itself complain of a lost peer."""
+def _first(team: list[_Rank], failed: list[int]) -> int:
+    """The rank to blame: a killed one first, then one that does not itself complain of a lost peer."""
 
     def innocent(rank: int) -> bool:
         return "CommFailure" in tail(team[rank].log)
 
-    first = min(failed, key=lambda rank: (team[rank].process.exitcode >= 0, innocent(rank)))
+    return min(failed, key=lambda rank: (team[rank].process.exitcode >= 0, innocent(rank)))
+
+
+def _report(team: list[_Rank], failed: list[int], first: int) -> str:
     code = team[first].process.exitcode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
     if code == 0:
@@ -219,9 +254,9 @@ def _child(parent: int, pipe: Any, log: str, shown: bool, group: dict[str, Any],
     if group["threads"]:
         torch.set_num_threads(group["threads"])
     store = dist.FileStore(group["store"], group["world"])
-    timeout = timedelta(seconds=group["timeout"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=group["world"], timeout=timeout)
+    timeout = timedelta(seconds=max(group["timeout"], MEETING))
     try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=group["world"], timeout=timeout)
         fn, args = pickle.loads(work)
         pipe.send_bytes(pickle.dumps(fn(rank, *args)))
         pipe.close()
@@ -229,7 +264,8 @@ def _child(parent: int, pipe: Any, log: str, shown: bool, group: dict[str, Any],
         failure = sys.exc_info()[1]
         if failure is not None and not isinstance(failure, SystemExit):  # that has said what there is to say
             traceback.print_exception(failure)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
         # Not by way of the interpreter's end: there torch's Gloo threads abort the process now and then.

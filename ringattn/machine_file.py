@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput, did_you_mean
-from .files import replacing
+from .files import writing
 from .timing import Grid, KernelTimes, Machine
 
 #: The first key of a machine file; another number is another arrangement of the keys.
@@ -66,7 +66,7 @@ def write_machine(path: Path, machine: Machine, **more: Any) -> None:
         record["residuals"] = {
             "unit": "measured s / modelled s", "source": "measured", "values": list(machine.residuals)
         }  # fmt: skip
-    with replacing(path) as temporary:
+    with writing(path) as temporary:
         OmegaConf.save(OmegaConf.create({**record, **more}), temporary)
 
 

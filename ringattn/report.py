@@ -73,5 +73,12 @@ def show_choice(choice: Choice, most: int = 8) -> None:
 
 def console() -> Console:
     """Standard output; wide enough for a table where it is not a terminal."""
-    found = Console()
-    return found if found.is_terminal else Console(width=120)
+    found = _Console()
+    return found if found.is_terminal else _Console(width=120)
+
+
+class _Console(Console):
+    """Where the reader of standard output is gone, that is an error, which the command line knows how to end with."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +20,8 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
-def run_ranks() -> Callable[..., list[Any]]:
-    """run_ranks(fn, n, *args, timeout=60): fn(rank, *args) on n real Gloo ranks with one thread each.
+def new_ranks() -> Callable[..., list[Any]]:
+    """new_ranks(fn, n, *args, timeout=60): fn(rank, *args) on n new Gloo ranks with one thread each.
 
     `fn` is a module-level function of an importable test module. A hang is killed; the error carries the stderr
     of the rank that failed.
@@ -32,3 +32,20 @@ def run_ranks() -> Callable[..., list[Any]]:
         return run_local(fn, n, *args, timeout=timeout, **{"threads": 1, **options})
 
     return run
+
+
+@pytest.fixture(scope="module")
+def run_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """As `new_ranks`, on ranks that the tests of a module share; for functions that leave their group in order."""
+    from rank_pool import Pool
+
+    pools: dict[int, Pool] = {}
+
+    def run(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+        if n not in pools or not pools[n].thread.is_alive():
+            pools[n] = Pool(n)
+        return pools[n].run(fn, *args, timeout=timeout)
+
+    yield run
+    for pool in pools.values():
+        pool.close()

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +16,39 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.config import SCHEMAS, parse_size, prepare
+from ringattn import cli
+from ringattn.config import SCHEMAS, parse_size
 from ringattn.errors import InvalidInput
+from ringattn.overrides import prepare
 
 
 def ringattn(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [*(launcher or (sys.executable,)), "-m", "ringattn", *arguments]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env=env, check=False)
+
+
+Inside = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
+    """As `ringattn`, in this process, where torch has been imported already: for calls that start no ranks."""
+
+    def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["ringattn", *arguments])
+        status: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = end.code or 0
+        told = capsys.readouterr()
+        return subprocess.CompletedProcess(list(arguments), status, told.out, told.err)
+
+    return call
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
@@ -95,10 +122,10 @@ def test_sizes_are_understood_everywhere() -> None:
     ]  # fmt: skip
 
 
-def test_a_plan_of_too_many_steps_says_so(tmp_path: Path) -> None:
-    done = ringattn("plan", "tokens=1073741824", "ranks=262144", "schedule=ring", "layout=contiguous", cwd=tmp_path)
+def test_a_plan_of_too_many_steps_says_so(inside: Inside, tmp_path: Path) -> None:
+    done = inside("plan", "tokens=1073741824", "ranks=262144", "schedule=ring", "layout=contiguous", cwd=tmp_path)
     assert done.returncode == 0 and "neither drawn nor counted" in done.stdout and "rank 0" not in done.stdout
-    done = ringattn("plan", "tokens=1G", "ranks=256k", "pattern=window", "layout=contiguous", cwd=tmp_path)
+    done = inside("plan", "tokens=1G", "ranks=256k", "pattern=window", "layout=contiguous", cwd=tmp_path)
     assert done.returncode == 0 and "rank 245760" in done.stdout
 
 
@@ -112,18 +139,18 @@ def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json"], "plan leaves nothing else behind"
 
 
-def test_balanced_layouts_are_written_in_three_ways(tmp_path: Path) -> None:
+def test_balanced_layouts_are_written_in_three_ways(inside: Inside, tmp_path: Path) -> None:
     for override, name in (
         (("layout=balanced",), "balanced(31)"),
         (("layout=balanced", "layout.chunk=50"), "balanced(50)"),
         (("layout=balanced(20)",), "balanced(20)"),
     ):
-        done = ringattn("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])", *override, cwd=tmp_path)
+        done = inside("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])", *override, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert f"{name} on 4 ranks" in done.stdout
 
 
-def test_help_version_and_wrong_verbs(tmp_path: Path) -> None:
+def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
     for arguments, code, words in (
         (("--help",), 0, "ringattn <verb>"),
         (("--version",), 0, ra.__version__),
@@ -136,26 +163,33 @@ def test_help_version_and_wrong_verbs(tmp_path: Path) -> None:
         (("plan", "output.path=/proc/p.json"), 2, "no file can be made in /proc"),
         (("plan", "output.path=/dev/null"), 2, "is no ordinary file"),
         (("run", "input=file", "input.path=./x.npz", "output.path=x.npz"), 2, "is the input, which would be lost"),
-        (("run", "kernel=aten_cuda", "tokens=64", "input=random"), 2, "needs tensors on a cuda device"),
+        (("run", "input=random", "output.path=x.pt"), 2, "output.path=x.pt: safetensors is what is written"),
+        (
+            ("run", "kernel=aten_cuda", "transport=virtual", "tokens=64", "input=random"),
+            2,
+            "needs tensors on a cuda device",
+        ),
         (("plan", "tokens=12x"), 2, "tokens=12x: not a whole number"),
         (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),
-        (("plan", "pattern=documents"), 2, "give the list of lengths"),
+        (("plan", "pattern=documents"), 2, "needs pattern.lengths=..., such as"),
+        (("plan", "experiment=window_64k"), 0, "over 65,536 tokens, zigzag on 4 ranks"),
+        (("plan", "machine.inner=3", "tokens=64"), 2, "8 ranks do not fill nodes of 3 evenly"),
         (("plan", "ranks=2", "output.path=no/such/p.json"), 2, "the folder no/such does not exist"),
     ):
-        done = ringattn(*arguments, cwd=tmp_path)
+        done = inside(*arguments, cwd=tmp_path)
         assert done.returncode == code, (arguments, done.stderr)
         assert words in done.stdout + done.stderr, (arguments, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
 
 
-def test_sweep(tmp_path: Path) -> None:
-    done = ringattn("plan", "-m", "ranks=2,3", "tokens=64", cwd=tmp_path)
+def test_sweep(inside: Inside, tmp_path: Path) -> None:
+    done = inside("plan", "-m", "ranks=2,3", "tokens=64", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout and "on 3 ranks" in done.stdout
 
 
-def test_doctor(tmp_path: Path) -> None:
-    done = ringattn("doctor", cwd=tmp_path)
+def test_doctor(inside: Inside, tmp_path: Path) -> None:
+    done = inside("doctor", cwd=tmp_path)
     assert done.returncode == 0
     for words in ("launcher", "none, rank 0 of 1", "gloo", "kernel aten_cpu", "pip install 'ringattn[mpi]'"):
         assert words in done.stdout or "mpi4py" in done.stdout
@@ -196,22 +230,20 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_run_on_a_file(tmp_path: Path, layout: str) -> None:
+def test_run_on_a_file(tmp_path: Path) -> None:
     tensors = inputs(77, torch.bfloat16)
     save_file(tensors, tmp_path / "x.safetensors")
     done = ringattn(
-        "run", "input=file", "input.path=x.safetensors", "ranks=2", "backward=true", f"layout={layout}", "repeat=1",
+        "run", "input=file", "input.path=x.safetensors", "ranks=2", "backward=true", "layout=striped", "repeat=1",
         "output.path=y.safetensors", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    wanted = ra.virtual_attention(*tensors.values(), ra.Causal(), ranks=2, layout=layout)
+    wanted = ra.virtual_attention(*tensors.values(), ra.Causal(), ranks=2, layout="striped")
     assert torch.equal(load_file(tmp_path / "y.safetensors")["out"], wanted)
     assert "backward time" in done.stdout
 
 
-@pytest.mark.multi
-def test_wrong_files_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+def test_wrong_files_are_refused_and_nothing_is_written(inside: Inside, tmp_path: Path) -> None:
     good = inputs(40)
     save_file(good, tmp_path / "good.safetensors")
     whole = (tmp_path / "good.safetensors").read_bytes()
@@ -233,7 +265,7 @@ def test_wrong_files_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
         ("cut.npz", "not a whole npz file"),
         ("x.txt", "expected a .safetensors or .npz file"),
     ):
-        done = ringattn("run", "input=file", f"input.path={name}", "output.path=y.safetensors", cwd=tmp_path)
+        done = inside("run", "input=file", f"input.path={name}", "output.path=y.safetensors", cwd=tmp_path)
         assert done.returncode == 2 and words in done.stderr, (name, done.stderr)
         assert "Traceback" not in done.stderr
         assert not (tmp_path / "y.safetensors").exists()
@@ -247,16 +279,15 @@ def test_an_error_under_torchrun_is_told_by_every_rank(tmp_path: Path) -> None:
     assert "not a whole safetensors file" in done.stderr
 
 
-@pytest.mark.multi
-def test_an_unwritable_output_is_refused_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    done = ringattn("run", "ranks=2", "tokens=64", "output.path=folder", cwd=tmp_path)
+def test_an_unwritable_output_is_refused_before_the_run(inside: Inside, tmp_path: Path) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    done = inside("run", "ranks=2", "tokens=64", "output.path=folder.safetensors", cwd=tmp_path)
     assert done.returncode == 2 and "is a folder" in done.stderr
 
 
-def test_text_that_is_too_short(tmp_path: Path) -> None:
+def test_text_that_is_too_short(inside: Inside, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("abc")
-    done = ringattn("run", "input.path=t.txt", "tokens=10", cwd=tmp_path)
+    done = inside("run", "input.path=t.txt", "tokens=10", cwd=tmp_path)
     assert done.returncode == 2
     assert "has only 3 bytes; try tokens=3" in done.stderr
 

@@ -1,4 +1,7 @@
-"""Every pattern x layout x ranks x dtype x head sharing against the fp64 oracle, forward and backward."""
+"""Every pattern x layout x ranks x dtype x head sharing against the fp64 oracle, forward and backward.
+
+In fp64 all of them; the narrower dtypes meet every number of ranks, each with some of the head sharings.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +72,10 @@ def truth(name: str, heads: tuple[int, int], dtype: torch.dtype) -> tuple[Case, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_cell(name: str, layout: str, dtype: torch.dtype) -> None:
-    for heads in HEADS:
+    for place, heads in enumerate(HEADS):
         case, oracle, allowed = truth(name, heads, dtype)
-        for ranks in RANKS:
+        some = RANKS[(place + LAYOUTS.index(layout)) % 2 :: 2]
+        for ranks in RANKS if dtype == torch.float64 else some:
             schedule = fitting(SCHEDULES[LAYOUTS.index(layout) % 2][ranks], heads)
             rotate = ROTATE[(ranks + heads[0] + len(name)) % 3]
             q, k, v = case.leaves()

@@ -26,10 +26,10 @@ from ringattn.config import (
     RunConfig,
     ScheduleGroup,
     TransportGroup,
-    prepare,
 )
 from ringattn.data import open_source
 from ringattn.errors import InvalidInput, RingAttentionError
+from ringattn.overrides import prepare
 
 TOKENS = 301
 
@@ -168,10 +168,10 @@ def config(**options: object) -> RunConfig:
         ({"stream": "tape"}, "stream=tape: expected host or disk"),
         ({"stream": "disk", "input": InputGroup("text")}, "stream=disk reads input=file input.path=..., not input=text"),
         ({"stream": "disk"}, "name it with output.path="),
-        ({"stream": "disk", "path": "results/x", "backward": True}, "no tensor 'dout', the gradient of the output"),
-        ({"stream": "disk", "path": "results/x", "backward": True, "input": InputGroup("file", "short.safetensors")},
+        ({"stream": "disk", "path": "results/x.safetensors", "backward": True}, "no tensor 'dout', the gradient of the output"),
+        ({"stream": "disk", "path": "results/x.safetensors", "backward": True, "input": InputGroup("file", "short.safetensors")},
          "short.safetensors: dout must be torch.float32 (2, 4, 301, 6) as out is, but is torch.float32 (2, 4, 300, 6)"),
-        ({"stream": "disk", "path": "no/x"}, "the folder no does not exist"),
+        ({"stream": "disk", "path": "no/x.safetensors"}, "the folder no does not exist"),
         ({"stream": "host", "chunk": 0}, "chunk=0 must be an integer >= 1"),
         ({"stream": "host", "chunk": "many"}, "chunk=many: not a whole number"),
         ({"stream": "host", "device": "tpu"}, "device='tpu' is no device"),
@@ -211,3 +211,5 @@ def test_stream_is_not_for_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidInput, match="stream=host is one process, not torchrun's"):
         main(config(stream="host"))
+    with pytest.raises(InvalidInput, match="transport=virtual is one process, not torchrun's"):
+        main(config(chunk=None, transport=TransportGroup("virtual")))

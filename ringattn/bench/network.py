@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput, LaunchFailure
-from ..launcher import run_local, tail
+from ..launcher import run_local, tail, terminable
 from ..transport.torchdist import TorchDist
 from .links import Board, Delayed, Links
 
@@ -106,7 +106,7 @@ def run_nodes(
             return run_local(
                 _modelled, links.ranks, *rest, timeout=timeout, group_timeout=group_timeout, threads=threads
             )
-    with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch, namespaces(links) as inside:
+    with terminable(), tempfile.TemporaryDirectory(prefix="ringattn-") as scratch, namespaces(links) as inside:
         folder = Path(scratch)
         (folder / "work").write_bytes(pickle.dumps((group_timeout or timeout, threads, pickle.dumps((fn, args)))))
         # Nobody else is in the namespace, so the port stays free until torchrun takes it.

@@ -43,10 +43,11 @@ def main(config: NumericsConfig) -> NumericsReport:
     torch.set_num_threads(config.threads)
     if config.batch != 1:
         raise InvalidInput(f"batch={config.batch}: simulated numerics are of one element; leave it out")
+    ranks = parse_size(config.ranks, "ranks")
     plan = make_plan(
-        parse_pattern(config.pattern.spec), tokens=config.size(), ranks=parse_size(config.ranks, "ranks"),
+        parse_pattern(config.pattern.spec), tokens=config.size(), ranks=ranks,
         layout=config.layout.spec, schedule=config.schedule.spec, heads=config.heads, kv_heads=config.kv_heads,
-        head_dim=config.head_dim, dtype=config.dtype, wire_dtype=config.wire_dtype, machine=config.machine.made(),
+        head_dim=config.head_dim, dtype=config.dtype, wire_dtype=config.wire_dtype, machine=config.machine.made(ranks=ranks),
         rotate=config.rotate,
     )  # fmt: skip
     fault = None if config.fault is None else Mutation(config.fault, config.fault_rank, config.fault_owner)

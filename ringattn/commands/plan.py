@@ -29,7 +29,7 @@ def main(config: PlanConfig) -> None:
         dtype=config.dtype,
         batch=config.batch,
         wire_dtype=config.wire_dtype,
-        machine=config.machine.made(),
+        machine=config.machine.made(ranks=config.ranks),
         rotate=config.rotate,
     )
     if config.output.path:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
 from ..groups import TransportGroup
-from ..launcher import Launch, detect, init_process_group, run_local
+from ..launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local
 from ..transport.base import Transport
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
@@ -87,6 +87,8 @@ def _local(config: Any, work: Worker) -> None:
             passthrough=(0,),
         )  # fmt: skip
     except LaunchFailure as error:
+        if error.status == UNREAD:
+            raise BrokenPipeError from None
         raise RingAttentionError(str(error)) from None
 
 
@@ -97,6 +99,9 @@ def _started(rank: int, config: Any, work: Worker) -> None:
     except RingAttentionError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
+    except BrokenPipeError:
+        drop_output()
+        raise SystemExit(UNREAD) from None
 
 
 def _launched(launch: Launch, config: Any, work: Worker) -> None:

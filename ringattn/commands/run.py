@@ -37,21 +37,30 @@ def main(config: RunConfig) -> None:
     here, there = config.input.path, config.output.path
     if here and there and Path(here).resolve() == Path(there).resolve():
         raise InvalidInput(f"output.path={there} is the input, which would be lost; give another path")
+    if there and Path(there).suffix != ".safetensors":
+        raise InvalidInput(
+            f"output.path={there}: safetensors is what is written; give a path that ends in .safetensors"
+        )
+    single = f"stream={config.stream}" if config.stream else "transport=virtual" if _is_virtual(config) else None
+    kind = detect().kind
+    if single and kind != "none":
+        raise InvalidInput(f"{single} is one process, not {kind}'s; start ringattn run without it")
     if config.stream is not None:
-        kind = detect().kind
-        if kind != "none":
-            raise InvalidInput(f"stream={config.stream} is one process, not {kind}'s; start ringattn run without it")
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         Streamed(config).run()
         return
     for name, given in (("chunk", config.chunk), ("device", config.device)):
         if given is not None:
             raise InvalidInput(f"{name}={given} is an option of stream=host and stream=disk; leave it out, or stream")
-    if config.transport.spec == "virtual":
+    if _is_virtual(config):
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         _Virtual(config).run()
     else:
         start(config, _worker, "run", _before)
+
+
+def _is_virtual(config: RunConfig) -> bool:
+    return config.transport.spec == "virtual"
 
 
 def _before(config: RunConfig) -> None:

@@ -34,7 +34,7 @@ def main(config: SimulateConfig) -> None:
         return
     if config.output.path:
         check_writable(Path(config.output.path))
-    machine = config.machine.made()
+    machine = config.machine.made(ranks=config.ranks)
     plan = make_plan(
         parse_pattern(config.pattern.spec),
         tokens=config.size(),

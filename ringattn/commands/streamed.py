@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from ..agreement import Call
-from ..config import RunConfig, parse_size, without_meaning
+from ..config import RunConfig, parse_size
 from ..data import NAMES, File, open_source, random_source
 from ..errors import InvalidInput
 from ..files import check_writable, replacing
 from ..job import Measured, Run, save
 from ..kernels.base import wide
+from ..overrides import without_meaning
 from ..pattern import parse_pattern
 from ..stored import Stored, create_safetensors
 from ..stream import Whole, check_chunk, get_device, make_stream

@@ -39,6 +39,8 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
     kind, number = _parse(name)
     if number is None:
         return kind
+    if ranks == 1 and number > 1:
+        raise InvalidInput(f"schedule {name!r}: one rank cannot be nodes of {number}; try ring, or more ranks")
     if ranks is not None and (number < 1 or ranks % number):
         raise InvalidInput(
             f"schedule {name!r}: nodes of {number} ranks do not divide {ranks} ranks evenly; try {kind} with "
@@ -62,6 +64,12 @@ def planner(name: str, wanted: Wanted) -> Schedule:
 
 def _check_teams(name: str, size: int, ranks: int | None, heads: int, kv_heads: int) -> None:
     for what, number in (("ranks", ranks), ("query heads", heads), ("key/value heads", kv_heads)):
+        if number == 1 and size > 1:
+            what = what.removesuffix("s")
+            raise InvalidInput(
+                f"schedule {name!r}: teams of {size} ranks exchange tokens for heads, and here is only one {what}; try ring, "
+                f"or more {what}s"
+            )
         if size < 1 or (number and number % size):
             raise InvalidInput(
                 f"schedule {name!r}: teams of {size} ranks do not divide {number} {what} evenly; try ulysses with "

@@ -174,6 +174,12 @@ class AbortOnError:
         if error is None:
             return
         world, told = load().COMM_WORLD, isinstance(error, RingAttentionError)
+        if isinstance(error, KeyboardInterrupt):
+            if world.Get_rank() == 0:  # Ctrl-C reaches all of them
+                sys.stderr.write("ringattn: interrupted\n")
+                sys.stderr.flush()
+            time.sleep(HEARD)
+            world.Abort(130)
         if told:
             sys.stderr.write(f"ringattn: rank {world.Get_rank()}: {error}\n")
         if not told or os.environ.get("RINGATTN_TRACEBACK") == "1":

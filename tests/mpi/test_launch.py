@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ringattn.config import prepare
 from ringattn.machine_file import read_machine, read_record
+from ringattn.overrides import prepare
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 TINY = ("tokens=96", "heads=2", "head_dim=16", "repeat=1", "threads=1", "layout=striped")
@@ -76,6 +76,13 @@ def test_torchrun_shows_the_traceback(start: Callable[..., Any], tmp_path: Path)
 def test_torchrun_on_many_nodes_asks_for_their_place(start: Callable[..., Any]) -> None:
     done = start([str(LAUNCH / "torchrun.sh")], env={"NODES": "2"}, timeout=10)
     assert done.returncode != 0 and "HEAD=host:port of the first node is needed" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "mpirun.sh", "slurm.sbatch"])
+@pytest.mark.parametrize("ranks", ["x", "0", "-1", "2.5"])
+def test_ranks_that_are_no_number_are_refused(start: Callable[..., Any], name: str, ranks: str) -> None:
+    done = start([str(LAUNCH / name)], env={"RANKS": ranks}, timeout=10)
+    assert done.returncode == 2 and f"RANKS={ranks} is not a number of ranks; try RANKS=" in done.stderr
 
 
 def test_slurm_starts_one_torchrun_per_node() -> None:

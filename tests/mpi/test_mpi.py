@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import byte_table
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,10 +25,6 @@ pytestmark = pytest.mark.mpi
 )
 def test_mpi_equals_virtual_and_the_plan(mpirun: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
     assert mpirun("equals_virtual", ranks, dtype, heads, timeout=120) == [64] * ranks
-
-
-def test_byte_table(mpirun: Run) -> None:
-    byte_table.check(mpirun("byte_counts", byte_table.RANKS, timeout=120))
 
 
 def test_every_rank_is_told_before_the_first_message(mpirun: Run) -> None:
@@ -111,6 +107,7 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, tmp_path: Path) 
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
         ),
         (True, ("input=file", "input.path=none.safetensors"), "no such file"),
+        (True, ("ranks=3",), "ranks=3: mpich started 2, and as many take part"),
     ],
 )
 def test_errors_of_the_command(
@@ -120,6 +117,45 @@ def test_errors_of_the_command(
     done = start([*launcher, sys.executable, "-m", "ringattn", "run", "transport=mpi", *arguments], cwd=tmp_path)
     assert done.returncode != 0
     assert words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_control_c_is_told_in_a_line(mpirun_path: str, tmp_path: Path) -> None:
+    """As a terminal does it: SIGINT to the whole process group, while the ranks exchange messages."""
+    arguments = ("transport=mpi", "tokens=64", "repeat=1000000", "threads=1", "input=random")
+    process = subprocess.Popen(
+        [mpirun_path, "-n", "2", sys.executable, "-c", STARTED, "run", *arguments], cwd=tmp_path, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 100
+        while len(list(tmp_path.glob("measuring_*"))) < 2:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 130
+    assert told.count("ringattn: interrupted") == 1 and "Traceback" not in told, told
+
+
+#: ringattn, with a file for every rank that has begun to measure.
+STARTED = """
+import os
+import ringattn.commands.run as command
+from ringattn.cli import main
+
+before = command._Ranks.measure
+
+def measure(self):
+    open(f"measuring_{self.rank}", "w").close()
+    return before(self)
+
+command._Ranks.measure = measure
+main()
+"""
 
 
 def test_ranks_of_another_mpi_are_told_so(start: Run, tmp_path: Path) -> None:

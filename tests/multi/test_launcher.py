@@ -20,8 +20,8 @@ multi = pytest.mark.multi
 
 
 @multi
-def test_results_come_in_rank_order(run_ranks: Run) -> None:
-    assert run_ranks(rank_cases.fail, 2, "not") == [f"rank {rank} of 2, 1 threads" for rank in range(2)]
+def test_results_come_in_rank_order(new_ranks: Run) -> None:
+    assert new_ranks(rank_cases.fail, 2, "not") == [f"rank {rank} of 2, 1 threads" for rank in range(2)]
     assert active_children() == []
 
 
@@ -31,15 +31,15 @@ def test_results_come_in_rank_order(run_ranks: Run) -> None:
     [
         ("raise", ["rank 1 of 2 exited with status 1", "ValueError: a bad day on rank one"]),
         ("kill", ["rank 1 of 2 was killed by SIGKILL"]),
-        ("hang", ["did not end within 20 s", "rank 1 still ran", "about to hang"]),
+        ("hang", ["did not end within 30 s", "rank 1 still ran", "about to hang"]),
     ],
 )
-def test_a_failing_rank_is_named(run_ranks: Run, how: str, words: list[str]) -> None:
+def test_a_failing_rank_is_named(new_ranks: Run, how: str, words: list[str]) -> None:
     start = time.monotonic()
     with pytest.raises(LaunchFailure) as caught:
-        run_ranks(rank_cases.fail, 2, how, timeout=20 if how == "hang" else 40)
+        new_ranks(rank_cases.fail, 2, how, timeout=30 if how == "hang" else 80)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 90
     assert active_children() == []
 
 
@@ -51,13 +51,13 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
         "import rank_cases\n"
         "from ringattn.launcher import run_local\n"
         "if __name__ == '__main__':\n"
-        f"    run_local(rank_cases.fail, 2, 'hang', timeout=50, log_dir=__import__('pathlib').Path({str(tmp_path)!r}))\n"
+        f"    run_local(rank_cases.fail, 2, 'hang', timeout=150, log_dir=__import__('pathlib').Path({str(tmp_path)!r}))\n"
     )
     main = tmp_path / "main.py"
     main.write_text(script)
     parent = subprocess.Popen([sys.executable, str(main)])
     log = tmp_path / "rank_0001.log"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not (log.exists() and "about to hang" in log.read_text()):
         assert time.monotonic() < deadline and parent.poll() is None
         time.sleep(0.1)

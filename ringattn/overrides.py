@@ -1,0 +1,227 @@
+"""Overrides of the command line: as Hydra wants them, and refused where they could not be honoured."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import SCHEMAS, conf_dir, parse_size
+from .errors import InvalidInput, did_you_mean
+from .launcher import Launch
+
+#: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
+WRITTEN = ("pattern", "layout", "schedule", "kernel")
+#: Groups whose options take parameters.
+PARAMETERS = ("pattern", "layout", "schedule", "input")
+#: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
+RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
+#: What a file says itself.
+FILES = ("tokens", "heads", "kv_heads", "head_dim", "batch", "dtype")
+#: Transports whose ranks a launcher may have started.
+LAUNCHED = ("gloo", "nccl", "mpi")
+
+
+def prepare(verb: str, overrides: Sequence[str], launch: Launch | None = None) -> list[str]:
+    """The overrides as Hydra wants them: written patterns quoted, unknown keys and options refused with a hint.
+
+    Also refused is what could not be honoured, be it beside other overrides, beside `launch`, or in a sweep.
+    """
+    prepared = [part for override in overrides for part in _prepare(verb, override)]
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides if "=" in override)
+    if "experiment" in given:
+        _check_experiment(verb, given["experiment"])
+    _check_used(verb, given)
+    _check_needed(verb, given)
+    if verb == "run":
+        _check_stream(given)
+        _check_file(given)
+    if launch is not None and launch.kind != "none":
+        _check_ranks(given, dict(part.partition("=")[::2] for part in prepared).get("ranks"), launch)
+    if swept(overrides):
+        _check_sweep(verb, given)
+    return prepared
+
+
+def swept(overrides: Sequence[str]) -> bool:
+    """Whether the command line asks for one job per value."""
+    return bool({"-m", "--multirun"} & set(overrides))
+
+
+def without_meaning(option: str, stream: str) -> InvalidInput:
+    """The error of an option of rings that is given beside `stream`."""
+    return InvalidInput(
+        f"{option} has no meaning with stream={stream}: one process computes chunk after chunk and sends nothing to "
+        "others; leave it out (chunk= says how many rows a chunk has)"
+    )
+
+
+def _check_used(verb: str, given: Mapping[str, str]) -> None:
+    """Refuse parameters of a pattern, a layout, a schedule or an input that the chosen option does not take."""
+    for key, value in given.items():
+        group, _, name = key.partition(".")
+        if group not in PARAMETERS or name in ("", "spec") or group not in _names(SCHEMAS[verb]):
+            continue
+        if group not in given and "experiment" in given:
+            continue  # the experiment chooses
+        text = given.get(group) or _default(verb, group)
+        chosen = ["custom"] if "(" in text or ":" in text else text.split(",")
+        takers = [path.stem for path in sorted((conf_dir() / group).glob("*.yaml")) if _takes(path, name)]
+        if not set(chosen) & set(takers):
+            raise InvalidInput(
+                f"{key}={value} has no meaning with {group}={text}; {group}s that take {name}: {', '.join(takers)}"
+            )
+
+
+def _check_needed(verb: str, given: Mapping[str, str]) -> None:
+    """Refuse an option whose config has a value that only the user can give, and has not given."""
+    for group, value in given.items():
+        if group not in PARAMETERS or group not in _names(SCHEMAS[verb]):
+            continue
+        for option in value.split(","):
+            path = conf_dir() / group / f"{option}.yaml"
+            if option == "custom" or not path.is_file():
+                continue
+            text = path.read_text(encoding="utf-8")
+            for name in re.findall(r"^(\w+): *\?\?\?", text, re.MULTILINE):
+                if f"{group}.{name}" not in given and "experiment" not in given:
+                    example = re.search(rf"'{group}\.{name}=.*?'", text)
+                    raise InvalidInput(
+                        f"{group}={option} needs {group}.{name}=...{f', such as {example[0]}' if example else ''}"
+                    )
+
+
+def _default(verb: str, group: str) -> str:
+    """The option of a group that a verb starts from."""
+    text = (conf_dir() / f"{verb}.yaml").read_text(encoding="utf-8")
+    found = re.search(rf"^ *- {group}: *(\S+)", text, re.MULTILINE)
+    assert found, f"conf/{verb}.yaml names no default of {group}"
+    return found[1]
+
+
+def _takes(path: Path, name: str) -> bool:
+    return re.search(rf"^{name}:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+def _check_experiment(verb: str, names: str) -> None:
+    """Refuse an experiment that sets what the verb does not have."""
+    for name in names.split(","):
+        path = conf_dir() / "experiment" / f"{name}.yaml"
+        if not path.is_file():
+            continue  # null
+        text = path.read_text(encoding="utf-8")
+        keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
+        keys |= set(re.findall(r"^ *- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
+        takers = [
+            one for one, schema in SCHEMAS.items() if "experiment" in _names(schema) and keys <= {*_names(schema)}
+        ]
+        if verb not in takers:
+            unknown = ", ".join(sorted(keys - {*_names(SCHEMAS[verb])}))
+            raise InvalidInput(
+                f"experiment={name} sets {unknown}, which ringattn {verb} does not have; it is for {', '.join(takers)}"
+            )
+
+
+def _check_stream(given: Mapping[str, str]) -> None:
+    """Refuse what is given beside `stream` and cannot be honoured with it, be it the default."""
+    stream = given.get("stream", "null")
+    for key in given:
+        name = re.split(r"[./@]", key)[0]
+        if stream != "null" and name in RINGS:
+            raise without_meaning(f"{key}={given[key]}", stream)
+
+
+def _check_file(given: Mapping[str, str]) -> None:
+    """Refuse sizes that are given beside a file, which has its own."""
+    if given.get("input") != "file":
+        return
+    for name in FILES:
+        if name in given:
+            raise InvalidInput(
+                f"{name}={given[name]} has no meaning with input=file: the tensors of input.path= say it themselves; leave "
+                "it out"
+            )
+
+
+def _check_ranks(given: Mapping[str, str], ranks: str | None, launch: Launch) -> None:
+    """Refuse a number of ranks that is not the number which a launcher started."""
+    if given.get("transport", "gloo") not in LAUNCHED or given.get("stream", "null") != "null":
+        return
+    if ranks not in (None, str(launch.world)):
+        raise InvalidInput(
+            f"ranks={ranks}: {launch.kind} started {launch.world}, and as many take part; leave ranks out, or have "
+            f"{launch.kind} start another number"
+        )
+
+
+def _check_sweep(verb: str, given: Mapping[str, str]) -> None:
+    """Refuse one output file for many jobs. A suite's records are named by themselves."""
+    path = given.get("output.path", "null" if verb != "calibrate" else "machine.yaml")
+    if verb != "bench" and path != "null" and "${" not in path:
+        raise InvalidInput(
+            f"output.path={path} with -m: every job would replace the output of the one before; let the path name the job, "
+            f"such as 'output.path={_numbered(path)}'"
+        )
+
+
+def _numbered(path: str) -> str:
+    stem, suffix = Path(path).stem, Path(path).suffix
+    return str(Path(path).with_name(f"{stem}_${{hydra:job.num}}{suffix}"))
+
+
+def _prepare(verb: str, override: str) -> list[str]:
+    match = re.fullmatch(r"([~+]{0,2})([\w./@-]+)=(.*)", override, re.DOTALL)
+    if match is None or match[2].startswith("hydra"):
+        return [override]
+    prefix, key, value = match.groups()
+    schema = SCHEMAS[verb]
+    _check_key(verb, schema, key.replace("/", "."))
+    if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
+        return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
+    folder = conf_dir() / key
+    if prefix or not folder.is_dir() or key not in _names(schema):
+        return [override]
+    options = sorted(path.stem for path in folder.glob("*.yaml"))
+    if key in WRITTEN and ("(" in value or ":" in value):
+        return [f"{key}=custom", f"{key}.spec={value!r}"]
+    for option in value.split(","):
+        if option not in options and option != "null":
+            shown = [name for name in options if name != "custom"]
+            raise InvalidInput(
+                f"{key}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
+            )
+    return [override]
+
+
+def _kind(schema: type, key: str) -> str:
+    """The annotation of a key."""
+    first, _, rest = key.partition(".")
+    found = _names(schema)[first]
+    if rest:
+        found = _names(found.default_factory)[rest]
+    return str(found.type)
+
+
+def _whole(key: str, text: str) -> str:
+    """A whole number in digits: sizes are understood everywhere."""
+    return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
+
+
+def _check_key(verb: str, schema: type, key: str) -> None:
+    names = _names(schema)
+    first, _, rest = key.partition(".")
+    if first not in names:
+        raise InvalidInput(
+            f"unknown key {first!r}; {did_you_mean(first, list(names))}keys of {verb}: {', '.join(names)} "
+            f"(ringattn {verb} --cfg job shows their values)"
+        )
+    inner = names[first].default_factory
+    if rest and dataclasses.is_dataclass(inner) and rest not in _names(inner):
+        shown = list(_names(inner))
+        raise InvalidInput(f"unknown key {key!r}; {did_you_mean(rest, shown)}keys of {first}: {', '.join(shown)}")
+
+
+def _names(schema: Any) -> dict[str, Any]:
+    return {f.name: f for f in dataclasses.fields(schema)}

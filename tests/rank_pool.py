@@ -1,0 +1,99 @@
+"""Ranks that stay from test to test: to start a process that imports torch takes longer than most tests."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, wait
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from ringattn.errors import LaunchFailure
+from ringattn.launcher import run_local
+
+#: Seconds in which the ranks must have started.
+START = 120.0
+
+
+def serve(rank: int, address: str) -> None:
+    """Run what comes, until None does. What raises ends this rank, and so all of them, with its traceback."""
+    with Client(address) as pipe:
+        pipe.send((rank, os.getpid()))
+        while (work := pipe.recv()) is not None:
+            torch.manual_seed(0)  # as in new processes, which all begin alike
+            fn, args = pickle.loads(work)
+            pipe.send(fn(rank, *args))
+
+
+class Pool:
+    """`size` Gloo ranks with one thread each."""
+
+    def __init__(self, size: int) -> None:
+        self.failure: LaunchFailure | None = None
+        self.pipes: dict[int, Connection] = {}
+        self.processes: list[int] = []
+        with tempfile.TemporaryDirectory(prefix="ringattn-") as folder, socket.socket(socket.AF_UNIX) as server:
+            address = str(Path(folder, "pool"))
+            server.bind(address)
+            server.listen(size)
+            server.settimeout(START)
+            # In a thread that lives as long as they do: ranks die with what started them.
+            self.thread = Thread(target=self._start, args=(size, address), daemon=True)
+            self.thread.start()
+            for _ in range(size):
+                pipe = Connection(server.accept()[0].detach())
+                rank, process = pipe.recv()
+                self.pipes[rank] = pipe
+                self.processes.append(process)
+
+    def _start(self, size: int, address: str) -> None:
+        try:
+            run_local(serve, size, address, timeout=math.inf, group_timeout=60.0, threads=1)
+        except LaunchFailure as error:
+            self.failure = error
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+        """fn(rank, *args) on every rank. After an error, which is that of `run_local`, the pool has ended."""
+        for pipe in self.pipes.values():
+            pipe.send(pickle.dumps((fn, args)))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in self.pipes.items() if rank not in results}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.kill()
+                raise LaunchFailure(
+                    f"{fn.__name__} did not end within {timeout:g} s on ranks {sorted(waiting.values())}"
+                )
+            for pipe in ready:
+                try:
+                    results[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
+                except (EOFError, ConnectionResetError):
+                    self.thread.join()
+                    assert self.failure is not None
+                    raise self.failure from None
+        return [results[rank] for rank in sorted(results)]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            os.kill(process, signal.SIGKILL)
+        self.thread.join()
+
+    def close(self) -> None:
+        """End the ranks, where they have not ended."""
+        if self.thread.is_alive():
+            for pipe in self.pipes.values():
+                pipe.send(None)
+            self.thread.join()
+        for pipe in self.pipes.values():
+            pipe.close()

@@ -1,0 +1,120 @@
+"""How the command line ends where it is not let to finish: full disks, readers that are gone, signals."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ringattn.errors import InvalidInput, LaunchFailure
+from ringattn.files import write_text, writing
+from ringattn.launcher import run_local
+
+COMMAND = (sys.executable, "-m", "ringattn")
+SMALL = ("tokens=64", "heads=2", "head_dim=16", "repeat=1", "threads=1", "input=random")
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: writing meets an error as on a full disk, at a byte of our choice."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("from before")
+    with room(4096), pytest.raises(InvalidInput, match=r"could not be written \(File too large\).* make room in"):
+        write_text(path, "x" * 100_000)
+    assert path.read_text() == "from before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_only_failures_to_write_are_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "x", KeyError):
+        raise ZeroDivisionError
+    with pytest.raises(InvalidInput, match="could not be written"), writing(tmp_path / "x", KeyError):
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.multi
+def test_a_disk_that_gets_full(tmp_path: Path) -> None:
+    """The output is 1 MiB, and the files that a run needs are less than a tenth of that. Every rank is told."""
+    common = ("tokens=2k", "heads=8", "head_dim=16", "repeat=1", "threads=1", "input=random", "sample=0")
+    arguments = [*COMMAND, "run", "ranks=2", *common, "output.path=o.safetensors"]
+    with room(200_000):
+        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "o.safetensors: could not be written (" in done.stderr and "make room in" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("plan", "ranks=4"), ("run", "ranks=2", *SMALL)], ids=lambda arguments: arguments[0]
+)
+def test_a_reader_that_is_gone(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*COMMAND, *arguments],
+            cwd=tmp_path,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.multi
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [*COMMAND, "run", "ranks=2", *SMALL, "repeat=1000000"], cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 100
+        while not list(temporary.glob("ringattn-*/rank_0001.log")):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.terminate()
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, told) == (143, "")
+    assert not list(temporary.glob("ringattn-*"))
+
+
+def _exit(rank: int, status: int) -> None:
+    raise SystemExit(status)
+
+
+@pytest.mark.multi
+def test_the_blamed_ranks_status_is_told() -> None:
+    """And SIGTERM is handled only while ranks run."""
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with pytest.raises(LaunchFailure) as caught:
+        run_local(_exit, 1, 7, timeout=60)
+    assert caught.value.status == 7
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

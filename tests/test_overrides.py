@@ -1,0 +1,102 @@
+"""Overrides that could not be honoured are refused, each with what to do instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ringattn as ra
+from ringattn.config import SCHEMAS, conf_dir
+from ringattn.errors import InvalidInput
+from ringattn.groups import MachineGroup
+from ringattn.launcher import Launch
+from ringattn.overrides import prepare
+
+TWO = Launch("mpich", 0, 2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("verb", "overrides", "words"),
+    [
+        ("run", ["input=file", "input.path=x.npz", "tokens=64"], "tokens=64 has no meaning with input=file"),
+        ("run", ["input=file", "input.path=x.npz", "heads=4"], "heads=4 has no meaning with input=file"),
+        ("run", ["input=random", "input.path=x.npz"], "has no meaning with input=random; inputs that take path: file, text"),
+        ("run", ["input=file"], "input=file needs input.path=..."),
+        ("plan", ["pattern=documents"], "needs pattern.lengths=..., such as 'pattern.lengths=[512,256,256]'"),
+        ("run", ["experiment=validate"], "sets mode, which ringattn run does not have; it is for simulate"),
+        ("run", ["-m", "ranks=2,4", "output.path=o/x.safetensors"], "'output.path=o/x_${hydra:job.num}.safetensors'"),
+        ("plan", ["--multirun", "ranks=2,4", "output.path=p.json"], "every job would replace the output"),
+        ("calibrate", ["-m", "heads=2,4"], "output.path=machine.yaml with -m"),
+    ],
+)  # fmt: skip
+def test_refused(verb: str, overrides: list[str], words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        prepare(verb, overrides)
+    assert words in str(caught.value)
+
+
+def test_one_output_for_each_job_of_a_sweep_is_taken() -> None:
+    for verb, overrides in (
+        ("run", ["-m", "ranks=2,4", "output.path=x_${hydra:job.num}.safetensors"]),
+        ("plan", ["-m", "ranks=2,4"]),
+        ("bench", ["-m", "repeat=2,4", "output.path=records"]),
+        ("plan", ["ranks=2", "output.path=p.json"]),
+    ):
+        assert prepare(verb, overrides) == overrides
+
+
+@pytest.mark.parametrize("ranks", ["3", "1e1", "2,3"])
+def test_a_launcher_says_how_many_ranks_there_are(ranks: str) -> None:
+    with pytest.raises(InvalidInput, match=r"ranks=[\d,]+: mpich started 2, and as many take part; leave ranks out"):
+        prepare("run", [f"ranks={ranks}"], TWO)
+    assert prepare("run", [f"ranks={ranks}"], Launch("none"))
+
+
+def test_the_number_that_was_launched_is_taken() -> None:
+    for overrides in (["ranks=2"], ["tokens=64"], []):
+        assert prepare("run", overrides, TWO) == overrides
+
+
+@pytest.mark.parametrize("path", sorted((conf_dir() / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_experiment_is_for_verbs_that_have_its_keys(path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    keys = set(content) - {"defaults"}
+    keys |= {key.removeprefix("override /") for entry in content.get("defaults", ()) for key in entry}
+    for verb in ("run", "plan", "simulate"):
+        if keys <= set(SCHEMAS[verb].__dataclass_fields__):
+            assert prepare(verb, [f"experiment={path.stem}"])
+        else:
+            with pytest.raises(InvalidInput, match=f"experiment={path.stem} sets "):
+                prepare(verb, [f"experiment={path.stem}"])
+
+
+def test_nodes_must_fit() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"machine.inner=3: 8 ranks do not fill nodes of 3 evenly; give a divisor of 8"
+    ):
+        MachineGroup("cpu", inner=3).made(ranks=8)
+    for inner in (1, 2, 4, 8, 16):  # ranks of one node need not be all that it has room for
+        assert MachineGroup("cpu", inner=inner).made(ranks=8).inner == inner
+    assert MachineGroup("h100_nvlink_ib").made(ranks=12).inner == 8, "a preset's nodes are not the user's"
+    for name, value in (("inner_alpha", 1e-6), ("inner_beta", 1e11), ("shared", True)):
+        with pytest.raises(
+            InvalidInput, match=rf"machine\.{name}=.* every rank is a node by itself; give machine\.inner="
+        ):
+            MachineGroup("cpu", **{name: value}).made(ranks=8)
+        assert getattr(MachineGroup("cpu", inner=2, **{name: value}).made(ranks=8), name) == value
+        assert MachineGroup("h100_nvlink_ib", **{name: value}).made().inner == 8
+
+
+def test_one_rank_or_one_head_makes_no_team() -> None:
+    for options, words in (
+        ({"ranks": 1, "heads": 4}, "here is only one rank; try ring, or more ranks"),
+        ({"ranks": 4, "heads": 1}, "here is only one query head; try ring, or more query heads"),
+        ({"ranks": 4, "heads": 4, "kv_heads": 1}, "only one key/value head; try ring, or more key/value heads"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            ra.make_plan(ra.Full(), tokens=64, schedule="ulysses(2)", **options)  # type: ignore[arg-type]
+        assert words in str(caught.value)
+    with pytest.raises(InvalidInput, match="one rank cannot be nodes of 2; try ring"):
+        ra.make_plan(ra.Full(), tokens=64, schedule="double_ring(2)", ranks=1)
