@@ -15,11 +15,13 @@ from .groups import (
     InputGroup,
     LayoutGroup,
     MachineGroup,
+    NumericsGroup,
     OutputGroup,
     PatternGroup,
     ScheduleGroup,
     TransportGroup,
 )
+from .modes import check_mode
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
@@ -119,6 +121,7 @@ class ValidateGroup:
 @dataclass
 class SimulateConfig(Shape):
     mode: str = "timing"
+    dtype: str = "auto"
     backward: bool = False
     slow: Any = None
     slow_links: Any = None
@@ -127,6 +130,7 @@ class SimulateConfig(Shape):
     tier: str = "auto"
     seed: int = 0
     validate: ValidateGroup = field(default_factory=ValidateGroup)
+    numerics: NumericsGroup = field(default_factory=NumericsGroup)
 
 
 @dataclass
@@ -179,6 +183,8 @@ def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
     _check_used(verb, overrides)
     if verb == "run":
         _check_stream(overrides)
+    if verb == "simulate":
+        check_mode(overrides, conf_dir())
     return prepared
 
 
