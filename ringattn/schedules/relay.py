@@ -79,8 +79,14 @@ def reach(demand: Wanted, owner: int, way: Way) -> int:
     return low
 
 
-def passing(demand: Wanted, rank: int, way: Way) -> Iterator[int]:
-    """Distances d, descending, at which the block of rank - sign * d arrives at `rank`.
+def halves(rank: int, ranks: int, way: Way) -> tuple[range, range]:
+    """The distances of a way, descending, before and after the owners rank - sign * distance pass rank 0."""
+    before = min(rank if way.sign > 0 else ranks - 1 - rank, way.limit)
+    return range(way.limit, before, -1), range(before, 0, -1)
+
+
+def passing(demand: Wanted, rank: int, way: Way, distances: range | None = None) -> Iterator[int]:
+    """Distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` where given.
 
     A block arrives where this rank or one farther on its way needs it. The distances are halved until a
     part is seen to hold no need, so that a local pattern is planned without looking at every rank.
@@ -89,7 +95,9 @@ def passing(demand: Wanted, rank: int, way: Way) -> Iterator[int]:
     def arrives(near: int, far: int) -> bool:
         return _needed(demand, way, rank, way.limit - near + 1, rank - way.sign * near, far - near + 1)
 
-    return search(arrives, 1, way.limit)
+    if distances is None:
+        return search(arrives, 1, way.limit)
+    return search(arrives, distances[-1], distances[0]) if distances else iter(())
 
 
 def sampled(ranks: int) -> list[int]:
