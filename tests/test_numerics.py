@@ -19,6 +19,7 @@ from ringattn.groups import NumericsGroup
 from ringattn.kernels import get_kernel
 from ringattn.pattern import Pattern
 from ringattn.plan import Plan
+from ringattn.schedules import planner
 from ringattn.simulator import FAULTS, Mutation, Whole, chosen_rows, execute, make_groups, make_source, numerics, whole
 from ringattn.simulator.ledger import Book, expect, expected_counts, weights
 from ringattn.simulator.oracle import exact_row
@@ -151,7 +152,38 @@ def test_sampled_shards_in_memory_do_not_depend_on_the_number_of_ranks() -> None
         report = sample(plan, source, rows=[0, 8 * ranks, 16 * ranks - 1])
         assert report.passed and report.live == 1 and source.live == 0
         assert report.visits == 3 * ranks
-        assert source.made <= 2 * ranks  # two turns around the ring bring every rank all that it needs
+        assert source.made == ranks  # one walk around the ring
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arcs_are_the_arrivals_of_a_route(pattern: Pattern, layout: str) -> None:
+    mask = pattern.mask(256, 4)
+    for ranks in (8, 20):
+        plan = make(pattern, ranks=ranks, layout=layout)
+        rows = [plan.layout.positions(rank) for rank in range(ranks)]
+        sees = np.array([[mask[:, q][:, :, k].any() for k in rows] for q in rows])
+        for rank in range(ranks):
+            for owner in range(ranks):
+                known = (
+                    plan.demand.all_needed(rank, range(owner, owner + 1)),
+                    plan.transposed.all_needed(owner, range(rank, rank + 1)),
+                )
+                assert sees[rank, owner] or not any(known)
+            for schedule in ("ring", "direct", "double_ring(4)"):
+                route = planner(schedule, plan.demand)
+                arcs, edges = [list(arc) for arc in route.arcs(rank)], list(route.arrivals(rank))
+                assert sorted(map(repr, edges)) == sorted(repr(edge) for arc in arcs for edge in arc)
+                assert all([e.time for e in arc] == sorted((e.time for e in arc), reverse=True) for arc in arcs)
+                assert {rank, *(e.owner for e in edges)} >= set(np.flatnonzero(sees[rank]).tolist())
+                if schedule == "direct":
+                    assert {e.owner for e in edges} == set(np.flatnonzero(sees[rank]).tolist()) - {rank}
+
+
+def test_ranks_without_rows_need_nothing() -> None:
+    plan = make(ra.Full(), tokens=5, ranks=8)
+    assert not plan.demand.all_needed(1, range(0, 8)) and not plan.transposed.all_needed(1, range(0, 8))
+    assert make(ra.Full()).demand.all_needed(1, range(0, 8))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
