@@ -45,7 +45,7 @@ class Mutation:
             raise InvalidInput(f"fault {self.fault!r}: {did_you_mean(self.fault, FAULTS)}expected {', '.join(FAULTS)}")
         if self.fault == "lost":
             if not backward:
-                raise InvalidInput("fault 'lost' is one of gradients; try mode='all' with backward=True")
+                raise InvalidInput("fault 'lost' is one of gradients; try backward=True")
             return
         for number in (self.rank, self.owner):
             if not 0 <= number < plan.ranks:

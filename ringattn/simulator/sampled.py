@@ -21,11 +21,12 @@ from ..pool import memory_pool
 from ..rows import Inputs
 from ..softmax import merge_
 from ..work import Work
+from .gradients import Backward, chosen_keys, expected_hashes, lost_gradients
 from .ledger import Book, Witness, expect
 from .mutate import Mutation, tampered
-from .oracle import exact_row
+from .oracle import exact_gradients, exact_row
 from .result import NumericsReport
-from .source import Source
+from .source import K_TAG, Q_TAG, RAMP, Source
 from .walk import Block, Calls, Walk, get_route, placed_slots
 
 #: fp64 errors above this are faults: 262,144 merges drift by less than 1e-12.
@@ -99,12 +100,16 @@ def sample(
     rows: list[int],
     kernel: str = "auto",
     scale: float | None = None,
+    grads: bool = False,
+    seed: int = 0,
     mutation: Mutation | None = None,
 ) -> NumericsReport:
-    """Execute every hop of the ranks of query positions `rows` for these rows, and compare them with `exact_row`.
+    """Execute every hop of the ranks of query positions `rows` for these rows, and compare them with `exact_row`; with
+    `grads` once more for dQ of the rows, and dK and dV of as many key rows, chosen by `seed`, of the loss of these rows
+    alone (see `gradients`).
 
     Memory does not depend on the number of ranks, but for 24 bytes of each that the ledger's expectation takes. The
-    plan is one of fp64 without teams, forward only. Raises InvalidInput or Unsupported.
+    plan is one of fp64 without teams. Raises InvalidInput or Unsupported.
     """
     check_plan(plan)
     get_route(plan)
@@ -117,7 +122,7 @@ def sample(
             f"rows must be distinct query positions 0 .. {plan.tokens - 1}, at least one; got {rows[:8]}"
         )
     if mutation is not None:
-        mutation.check(plan, backward=False)
+        mutation.check(plan, backward=grads)
     begun = time.perf_counter()
     source.live = source.peak = 0
     true, plan = plan, plan if mutation is None else tampered(plan, mutation)
@@ -130,13 +135,16 @@ def sample(
         slotted[mine] = row
     q = torch.cat([source.rows("q", range(row, row + 1)) for row in slotted.tolist()], 2)
     inner = get_kernel(kernel, q, q, q)
-    witness = Witness(inner, source, plan.layout, book)
+    back = Book(np.array(order), plan.heads)
+    witness = Witness(inner, source, plan.layout, book, back)
     out = torch.zeros(1, plan.heads, walk.size, plan.value_dim, dtype=q.dtype)
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype)
     sums = _Forward(witness, factor, q, out, lse, Inputs(memory_pool("cpu")))
     walk.run(sums.compute)
     sums.inputs.close()
     out, lse = sums.rows(walk.slots)
+    visits = sum(one.visits for one in walk.streams)
+    gradients = _backward(true, plan, sums, walk, slotted, (out, lse), mutation, seed) if grads else None
     wanted = Book(np.array(order), plan.heads)
     expected = 0
     for rank, local in homes:
@@ -145,11 +153,54 @@ def sample(
         expected += len(np.unique(np.concatenate(met)))
     error, lse_error = _errors(true, source, order, factor, out * plan.pattern.output_scale, lse)
     return NumericsReport(
-        plan=true, mode="sample", ranks=len(homes), rows=len(order), visits=sum(one.visits for one in walk.streams),
+        plan=true, mode="sample", ranks=len(homes), rows=len(order), visits=visits,
         visits_expected=expected, pairs=int(book.pairs.sum()), pairs_expected=int(wanted.pairs.sum()),
-        wrong=book.wrong(wanted), wrong_gradients=None, error=error, lse_error=lse_error, gradient_error=None,
+        wrong=book.wrong(wanted), wrong_gradients=None if gradients is None else gradients.wrong + back.wrong(wanted), error=error,
+        lse_error=lse_error, gradient_error=None if gradients is None else gradients.error,
+        keys=0 if gradients is None else gradients.keys,
         tolerance=TOLERANCE, seconds=time.perf_counter() - begun, calls=book.calls, live=source.peak,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Blocks of heads whose counts are wrong, the largest error, and the number of compared key rows."""
+
+    wrong: int
+    error: float
+    keys: int
+
+
+def _backward(
+    true: Plan, plan: Plan, sums: _Forward, walk: Walk, slotted: np.ndarray, found: tuple[torch.Tensor, torch.Tensor],
+    mutation: Mutation | None, seed: int,
+) -> _Gradients:  # fmt: skip
+    """The backward of the sampled rows, compared; `found` are their out and lse."""
+    source, kernel = walk.source, sums.kernel
+    assert isinstance(kernel, Witness)
+    order = [int(slotted[mine[0]]) for mine in walk.slots]
+    place = [order.index(row) for row in slotted.tolist()]
+    again = Walk(plan, source, walk.homes, mutation)
+    lost = lost_gradients(again, mutation) if mutation is not None and mutation.fault == "lost" else None
+    keys = set(chosen_keys(true, order, seed))
+    if lost is not None:
+        keys |= set(chosen_keys(true, [int(slotted[slot]) for slot in lost.slots], seed, true.layout.shard(lost.owner)))
+    grad = torch.cat([source.rows("grad", range(row, row + 1)) for row in slotted.tolist()], 2)
+    state = Backward(
+        plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q, found[0][:, :, place], found[1][:, :, place],
+        sorted(keys), Inputs(memory_pool("cpu")), lost,
+    )  # fmt: skip
+    again.run(state.compute)
+    state.inputs.close()
+    wanted = expected_hashes(true.pattern, true.layout, order, true.heads, true.kv_heads)
+    dq = torch.stack([state.dq[0][:, mine].sum(1) for mine in walk.slots], 1)
+    exact = exact_gradients(true.pattern, source, order, state.keys, sums.scale)
+    worst = 0.0
+    for x, y, tag in zip((dq, state.dk[0], state.dv[0]), exact, (Q_TAG, K_TAG, RAMP), strict=True):
+        some = x.numpy().copy()
+        some[..., tag] = y[..., tag] = 0  # holds a count
+        worst = max(worst, gap(some, y))
+    return _Gradients(int((state.hashes != wanted).sum()) + state.strays, worst, len(state.keys))
 
 
 def check_plan(plan: Plan) -> None:
