@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from ringattn.plan import Plan
 from ringattn.schedules import planner
 from ringattn.simulator import FAULTS, Mutation, Whole, chosen_rows, execute, make_groups, make_source, numerics, whole
 from ringattn.simulator.ledger import Book, expect, expected_counts, weights
-from ringattn.simulator.oracle import exact_row
+from ringattn.simulator.oracle import exact_gradients, exact_row
 from ringattn.simulator.sampled import sample
 
 PATTERNS = (
@@ -87,6 +88,21 @@ def test_a_row_of_the_oracle_is_that_of_dense_attention(pattern: Pattern, period
         np.testing.assert_allclose(row.lse, truth.lse[0, :, position].numpy(), rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("period", [None, PERIOD])
+def test_gradients_of_the_oracle_are_those_of_dense_attention(pattern: Pattern, period: int | None) -> None:
+    """The cotangent is that of the rows, and 0 elsewhere."""
+    plan, rows, keys = make(pattern), [3, 77, 200], [0, 3, 40, 76, 199]
+    case = case_of(plan, period)
+    grad = torch.zeros_like(case.grad)
+    grad[:, :, rows] = case.grad[:, :, rows]
+    mask = torch.from_numpy(pattern.mask(256, 4))
+    truth = oracle.dense(replace(case, grad=grad), mask, plan.pattern.output_scale)
+    found = exact_gradients(plan.pattern, make_source(plan, period=period), rows, keys, 8**-0.5)
+    for x, y, chosen in zip(found, truth.grads, (rows, keys, keys), strict=True):
+        np.testing.assert_allclose(x, y[0][:, chosen].numpy(), rtol=0, atol=1e-14)
+
+
 def mixed(x: int) -> int:
     """The finaliser of splitmix64 after one increment, in Python integers."""
     z = (x + 0x9E3779B97F4A7C15) % 2**64
@@ -136,8 +152,8 @@ def test_the_counts_that_gradients_carry_are_those_of_the_mask(pattern: Pattern)
 def test_sampled_rows_are_exact(pattern: Pattern, layout: str, schedule: str) -> None:
     for period in (None, PERIOD):
         plan = make(pattern, layout=layout, schedule=schedule)
-        report = numerics(plan, rows=9, period=period)
-        assert report.passed, report
+        report = numerics(plan, rows=9, period=period, backward=True)
+        assert report.passed and report.keys >= 5 and report.wrong_gradients == 0, report
         assert (report.rows, report.pairs) == (9, report.pairs_expected)
         mask = pattern.mask(256, 4)
         rows = chosen_rows(plan, 9)
@@ -268,10 +284,10 @@ def test_every_fault_is_caught_in_both_modes(pattern: Pattern, ranks: int) -> No
     assert numerics(plan, mode="all", backward=True, period=PERIOD).passed
     for fault in FAULTS:
         where = Mutation(fault, hurt, hurt if fault == "lost" else hurt - 1)
-        found = [numerics(plan, mode="all", backward=True, period=PERIOD, mutation=where)]
-        if fault != "lost":  # rows alone have no dK and dV
-            found.append(numerics(plan, rows=rows, period=PERIOD, mutation=where))
-        for report in found:
+        for report in (
+            numerics(plan, mode="all", backward=True, period=PERIOD, mutation=where),
+            numerics(plan, rows=rows, backward=True, period=PERIOD, mutation=where),
+        ):
             assert not report.accurate, (fault, report)
             assert not report.complete, (fault, report)
 
@@ -282,6 +298,8 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         ({"mode": "al"}, "did you mean 'all'"),
         ({"period": 36}, "must be a prime"),
         ({"ranks": [1]}, "mode='all'"),
+        ({"mutation": Mutation("lost", 9, 1), "backward": True}, r"ranks 0 \.\. 7"),
+        ({"mutation": Mutation("lost", 7, 7), "backward": True, "rows": [3, 40]}, "nothing to lose"),
         ({"rows": [256]}, "distinct query positions"),
         ({"rows": [3, 3]}, "distinct query positions"),
         ({"mode": "all", "together": 0}, "together=0"),
@@ -346,8 +364,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert found["pairs"] == 6 + 101 + 16384 and found["accurate"] and found["complete"]
     assert (found["words"]["error"], found["words"]["ledger"]) == ("measured", "counted")
     assert found["plan"]["dtype"] == "float64" and 0 < found["error"] < 1e-11
-    done = ringattn("simulate", *shape, "numerics.fault=swap", cwd=tmp_path)
-    assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr
+    for fault in ("swap", "lost"):
+        done = ringattn("simulate", *shape, "backward=true", "numerics.rows=4", f"numerics.fault={fault}", cwd=tmp_path)
+        assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr
     for wrong, words in (
         (("mode=numerics", "stalls=[[1,0,0.5]]"), "stalls=[[1,0,0.5]] has no meaning with mode=numerics"),
         (("mode=numerics", "numerics.row=3"), "did you mean 'rows'?"),

@@ -104,12 +104,14 @@ def _ranks(plan: Plan, options: NumericsGroup) -> range | None:
 def _fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Mutation | None:
     if options.fault is None:
         return None
-    executed = {plan.layout.owner(row) for row in rows} if rows else ranks or range(plan.ranks)
+    executed = {plan.layout.owner(row) for row in rows} if rows else set(ranks or range(plan.ranks))
+    ordered = sorted(executed)
     rank = options.fault_rank
     if rank is None:
-        rank = plan.layout.owner(rows[-1]) if rows else executed[len(executed) // 2]  # type: ignore[index]
+        # Gradients come home from later rows to earlier ones, keys the other way round.
+        rank = plan.layout.owner(rows[0 if options.fault == "lost" else -1]) if rows else ordered[len(ordered) // 2]
     if rank not in executed:
-        some = ", ".join(map(str, sorted(executed)[:8]))
+        some = ", ".join(map(str, ordered[:8]))
         raise InvalidInput(f"numerics.fault_rank={rank} is not executed, so that its fault shows nowhere; try {some}")
     owner = options.fault_owner
     if owner is None:
