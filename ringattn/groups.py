@@ -116,7 +116,7 @@ class NumericsGroup:
     spread: int | None = None
     first: int = 0
     count: int | None = None
-    together: int = 1024
+    together: int = 128
     period: int | None = 4099
     fault: str | None = None
     fault_rank: int | None = None

@@ -279,7 +279,7 @@ def test_fp32_is_compared_with_single_calls() -> None:
 def test_every_fault_is_caught_in_both_modes(pattern: Pattern, ranks: int) -> None:
     plan = make(pattern, tokens=8 * ranks, ranks=ranks, heads=1, kv_heads=1)
     hurt = ranks * 3 // 4 + 1
-    rows = [hurt * 8, hurt * 8 + 6, 8 * ranks - 1]
+    rows = [hurt * 8, hurt * 8 + 6, hurt * 8 + 10, 8 * ranks - 1]
     assert numerics(plan, rows=rows, period=PERIOD).passed
     assert numerics(plan, mode="all", backward=True, period=PERIOD).passed
     for fault in FAULTS:
