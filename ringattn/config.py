@@ -13,6 +13,7 @@ from .groups import (
     InputGroup,
     LayoutGroup,
     MachineGroup,
+    NumericsGroup,
     OutputGroup,
     PatternGroup,
     ScheduleGroup,
@@ -111,6 +112,7 @@ class ValidateGroup:
 @dataclass
 class SimulateConfig(Shape):
     mode: str = "timing"
+    dtype: str = "auto"
     backward: bool = False
     slow: Any = None
     slow_links: Any = None
@@ -119,6 +121,7 @@ class SimulateConfig(Shape):
     tier: str = "auto"
     seed: int = 0
     validate: ValidateGroup = field(default_factory=ValidateGroup)
+    numerics: NumericsGroup = field(default_factory=NumericsGroup)
 
 
 @dataclass

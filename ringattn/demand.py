@@ -51,6 +51,26 @@ class Demand:
         half = len(owners) // 2
         return self.needs(queriers, owners[:half]) or self.needs(queriers, owners[half:])
 
+    def all_needed(self, rank: int, owners: range) -> bool:
+        """Whether `rank` is seen at once to see a key of every one of `owners`; False says nothing."""
+        layout = self.layout
+        return layout.regular and any(
+            self.dense((q,), (k,)) for q in layout.shard(rank) for k in layout.span(owners)[0]
+        )
+
+    def dense(self, q_rows: tuple[range, ...], k_rows: tuple[range, ...]) -> bool:
+        """Whether all heads see all of these pairs exactly once, by one tile for each two ranges."""
+        heads = range(self.heads)
+        for q in q_rows:
+            for k in k_rows:
+                tiles = self.pattern.tiles(q, k, heads)
+                first = next(tiles, None)
+                if first is None or not first.dense or (first.q, first.k, first.heads) != (q, k, heads):
+                    return False
+                if next(tiles, None) is not None:
+                    return False
+        return True
+
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` sees a key of `owner`."""
         return _visits(self, rank, owner)
@@ -182,6 +202,9 @@ def _kv_heads(heads: range, group: int) -> Iterator[range]:
 def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
     if cut is not None:
         return tuple(relocated(demand.works(rank, owner), cut, demand.group))
+    q_rows, k_rows = demand.layout.shard(rank), demand.layout.shard(owner)
+    if q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MAX_SYMBOLIC and demand.dense(q_rows, k_rows):
+        return _all_pairs(demand, sum(map(len, q_rows)), sum(map(len, k_rows)))
     tiles = _joined(list(_local_tiles(demand, rank, owner)))
     works = []
     for tile in tiles:
@@ -192,6 +215,12 @@ def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work
             hi = None if tile.hi is None else (tile.hi - base) // step
             works.append(Work(heads, kv, tile.q, (tile.k,), lo, hi))
     return tuple(works)
+
+
+@remembered(64)
+def _all_pairs(demand: Demand, rows: int, keys: int) -> tuple[Work, ...]:
+    """The works of a visit in which every row sees every key."""
+    return tuple(Work(*heads, range(rows), (range(keys),)) for heads in split_heads(range(demand.heads), demand.group))
 
 
 @remembered(1024)

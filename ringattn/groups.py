@@ -122,5 +122,27 @@ class InputGroup:
 
 
 @dataclass
+class NumericsGroup:
+    """What `simulate mode=numerics` executes: way="sample" `rows` query rows (a number, or their positions) on at most
+    `spread` ranks; way="all" whole ranks, `count` (None: all) from `first` on, about `together` at a time.
+
+    `fault` is done to the visit of `fault_rank` (None: that of the last sampled row, or one in the middle) to the block
+    of `fault_owner` (None: the rank before it). "lost" is done to what comes home to the rank of the first sampled row.
+    """
+
+    way: str = "sample"
+    rows: Any = 16
+    spread: int | None = None
+    first: int = 0
+    count: int | None = None
+    together: int = 128
+    period: int | None = 4099
+    fault: str | None = None
+    fault_rank: int | None = None
+    fault_owner: int | None = None
+    threads: int = 1
+
+
+@dataclass
 class OutputGroup:
     path: str | None = None

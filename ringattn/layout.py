@@ -41,6 +41,10 @@ class Contiguous(Layout):
         edge = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
         return filled(range(*edge)), True
 
+    @property
+    def regular(self) -> bool:
+        return self.tokens >= self.ranks
+
     def owner(self, position: int) -> int:
         return ((position + 1) * self.ranks - 1) // self.tokens
 
@@ -67,6 +71,10 @@ class Zigzag(Layout):
         if low and high and low.stop == high.start:
             return (range(low.start, high.stop),), True
         return filled(low, high), True
+
+    @property
+    def regular(self) -> bool:
+        return self.tokens >= 2 * self.ranks
 
     def owner(self, position: int) -> int:
         chunk = ((position + 1) * 2 * self.ranks - 1) // self.tokens

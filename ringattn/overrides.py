@@ -11,6 +11,7 @@ from typing import Any
 from .config import SCHEMAS, conf_dir, parse_size
 from .errors import InvalidInput, did_you_mean
 from .launcher import Launch
+from .modes import check_mode
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
@@ -38,6 +39,8 @@ def prepare(verb: str, overrides: Sequence[str], launch: Launch | None = None) -
     if verb == "run":
         _check_stream(given)
         _check_file(given)
+    if verb == "simulate":
+        check_mode(given, conf_dir())
     if launch is not None and launch.kind != "none":
         _check_ranks(given, dict(part.partition("=")[::2] for part in prepared).get("ranks"), launch)
     if swept(overrides):

@@ -55,6 +55,11 @@ class Layout(ABC):
         """Tells partitions apart that share `name`, `tokens` and `ranks`; empty where these three say everything."""
         return ""
 
+    @property
+    def regular(self) -> bool:
+        """Whether every range of every `span` is known to hold a row of each of its ranks."""
+        return False
+
     @abstractmethod
     def shard(self, rank: int) -> tuple[range, ...]:
         """The positions that `rank` owns: few disjoint, non-empty ranges, in local order."""

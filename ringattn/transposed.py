@@ -45,6 +45,13 @@ class Transposed:
         """Whether some rank of `ranks` holds a key that a query of some rank of `owners` sees."""
         return self.demand.needs(owners, ranks)
 
+    def all_needed(self, rank: int, owners: range) -> bool:
+        """Whether every one of `owners` is seen at once to have a query that sees a key of `rank`; False says nothing."""
+        demand, layout = self.demand, self.layout
+        return layout.regular and any(
+            demand.dense((q,), (k,)) for q in layout.span(owners)[0] for k in layout.shard(rank)
+        )
+
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` holds a key that a query of `owner` sees."""
         return self.demand.visits(owner, rank)

@@ -33,6 +33,9 @@ class Wanted(Protocol):
     def needs(self, ranks: range, owners: range) -> bool:
         """Whether some rank of `ranks` needs a row of some rank of `owners` (runs of consecutive ranks)."""
 
+    def all_needed(self, rank: int, owners: range) -> bool:
+        """Whether `rank` is seen at once to need a row of every one of `owners`; False says nothing."""
+
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` needs a row of `owner`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 #: Dense works of at most this many query rows are joined into one whose keys are gathered.
 GATHER_ROWS = 1024
@@ -30,6 +31,13 @@ class Work:
     repeat: int = 1
     q_shift: int = 0
     k_shift: int = 0
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.heads, self.kv, self.q, self.k, self.lo, self.hi, self.repeat, self.q_shift, self.k_shift))
+
+    def __hash__(self) -> int:  # works are keys of many tables
+        return self._hash
 
     @property
     def dense(self) -> bool:

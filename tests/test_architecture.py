@@ -17,7 +17,7 @@ ORDER = (
     "schedules", "rotation", "picture", "timing", "choice", "plan", "memory", "softmax", "pool", "kernels", "buffers", "transport",
     "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "stream", "functional", "nn",
     "factories",
-    "files", "machine_file", "groups", "config", "overrides", "stored", "data", "sampling", "bench", "calibrate", "report", "simulator", "job", "commands", "cli",
+    "files", "machine_file", "groups", "modes", "config", "overrides", "stored", "data", "sampling", "report", "simulator", "bench", "calibrate", "job", "commands", "cli",
     "__main__",
 )  # fmt: skip
 NO_TORCH = (
@@ -26,6 +26,7 @@ NO_TORCH = (
     "files",
     "machine_file",
     "groups",
+    "modes",
     "config",
     "overrides",
     "report",

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import oracle
 import pytest
 import torch
+from test_cli import ringattn
 
 import ringattn as ra
-from ringattn.commands.numerics import NumericsConfig, main
-from ringattn.config import LayoutGroup, MachineGroup, PatternGroup, ScheduleGroup
+from ringattn.commands.numerics import main
+from ringattn.config import LayoutGroup, MachineGroup, PatternGroup, ScheduleGroup, SimulateConfig
 from ringattn.errors import InvalidInput, NumericsFailure, Unsupported
+from ringattn.groups import NumericsGroup
 from ringattn.kernels import get_kernel
 from ringattn.pattern import Pattern
 from ringattn.plan import Plan
+from ringattn.schedules import planner
 from ringattn.simulator import FAULTS, Mutation, Whole, chosen_rows, execute, make_groups, make_source, numerics, whole
 from ringattn.simulator.ledger import Book, expect, expected_counts, weights
-from ringattn.simulator.oracle import exact_row
+from ringattn.simulator.oracle import exact_gradients, exact_row
 from ringattn.simulator.sampled import sample
 
 PATTERNS = (
@@ -81,6 +88,21 @@ def test_a_row_of_the_oracle_is_that_of_dense_attention(pattern: Pattern, period
         np.testing.assert_allclose(row.lse, truth.lse[0, :, position].numpy(), rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("period", [None, PERIOD])
+def test_gradients_of_the_oracle_are_those_of_dense_attention(pattern: Pattern, period: int | None) -> None:
+    """The cotangent is that of the rows, and 0 elsewhere."""
+    plan, rows, keys = make(pattern), [3, 77, 200], [0, 3, 40, 76, 199]
+    case = case_of(plan, period)
+    grad = torch.zeros_like(case.grad)
+    grad[:, :, rows] = case.grad[:, :, rows]
+    mask = torch.from_numpy(pattern.mask(256, 4))
+    truth = oracle.dense(replace(case, grad=grad), mask, plan.pattern.output_scale)
+    found = exact_gradients(plan.pattern, make_source(plan, period=period), rows, keys, 8**-0.5)
+    for x, y, chosen in zip(found, truth.grads, (rows, keys, keys), strict=True):
+        np.testing.assert_allclose(x, y[0][:, chosen].numpy(), rtol=0, atol=1e-14)
+
+
 def mixed(x: int) -> int:
     """The finaliser of splitmix64 after one increment, in Python integers."""
     z = (x + 0x9E3779B97F4A7C15) % 2**64
@@ -130,8 +152,8 @@ def test_the_counts_that_gradients_carry_are_those_of_the_mask(pattern: Pattern)
 def test_sampled_rows_are_exact(pattern: Pattern, layout: str, schedule: str) -> None:
     for period in (None, PERIOD):
         plan = make(pattern, layout=layout, schedule=schedule)
-        report = numerics(plan, rows=9, period=period)
-        assert report.passed, report
+        report = numerics(plan, rows=9, period=period, backward=True)
+        assert report.passed and report.keys >= 5 and report.wrong_gradients == 0, report
         assert (report.rows, report.pairs) == (9, report.pairs_expected)
         mask = pattern.mask(256, 4)
         rows = chosen_rows(plan, 9)
@@ -146,7 +168,38 @@ def test_sampled_shards_in_memory_do_not_depend_on_the_number_of_ranks() -> None
         report = sample(plan, source, rows=[0, 8 * ranks, 16 * ranks - 1])
         assert report.passed and report.live == 1 and source.live == 0
         assert report.visits == 3 * ranks
-        assert source.made <= 2 * ranks  # two turns around the ring bring every rank all that it needs
+        assert source.made == ranks  # one walk around the ring
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arcs_are_the_arrivals_of_a_route(pattern: Pattern, layout: str) -> None:
+    mask = pattern.mask(256, 4)
+    for ranks in (8, 20):
+        plan = make(pattern, ranks=ranks, layout=layout)
+        rows = [plan.layout.positions(rank) for rank in range(ranks)]
+        sees = np.array([[mask[:, q][:, :, k].any() for k in rows] for q in rows])
+        for rank in range(ranks):
+            for owner in range(ranks):
+                known = (
+                    plan.demand.all_needed(rank, range(owner, owner + 1)),
+                    plan.transposed.all_needed(owner, range(rank, rank + 1)),
+                )
+                assert sees[rank, owner] or not any(known)
+            for schedule in ("ring", "direct", "double_ring(4)"):
+                route = planner(schedule, plan.demand)
+                arcs, edges = [list(arc) for arc in route.arcs(rank)], list(route.arrivals(rank))
+                assert sorted(map(repr, edges)) == sorted(repr(edge) for arc in arcs for edge in arc)
+                assert all([e.time for e in arc] == sorted((e.time for e in arc), reverse=True) for arc in arcs)
+                assert {rank, *(e.owner for e in edges)} >= set(np.flatnonzero(sees[rank]).tolist())
+                if schedule == "direct":
+                    assert {e.owner for e in edges} == set(np.flatnonzero(sees[rank]).tolist()) - {rank}
+
+
+def test_ranks_without_rows_need_nothing() -> None:
+    plan = make(ra.Full(), tokens=5, ranks=8)
+    assert not plan.demand.all_needed(1, range(0, 8)) and not plan.transposed.all_needed(1, range(0, 8))
+    assert make(ra.Full()).demand.all_needed(1, range(0, 8))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
@@ -226,15 +279,15 @@ def test_fp32_is_compared_with_single_calls() -> None:
 def test_every_fault_is_caught_in_both_modes(pattern: Pattern, ranks: int) -> None:
     plan = make(pattern, tokens=8 * ranks, ranks=ranks, heads=1, kv_heads=1)
     hurt = ranks * 3 // 4 + 1
-    rows = [hurt * 8, hurt * 8 + 6, 8 * ranks - 1]
+    rows = [hurt * 8, hurt * 8 + 6, hurt * 8 + 10, 8 * ranks - 1]
     assert numerics(plan, rows=rows, period=PERIOD).passed
     assert numerics(plan, mode="all", backward=True, period=PERIOD).passed
     for fault in FAULTS:
         where = Mutation(fault, hurt, hurt if fault == "lost" else hurt - 1)
-        found = [numerics(plan, mode="all", backward=True, period=PERIOD, mutation=where)]
-        if fault != "lost":  # rows alone have no dK and dV
-            found.append(numerics(plan, rows=rows, period=PERIOD, mutation=where))
-        for report in found:
+        for report in (
+            numerics(plan, mode="all", backward=True, period=PERIOD, mutation=where),
+            numerics(plan, rows=rows, backward=True, period=PERIOD, mutation=where),
+        ):
             assert not report.accurate, (fault, report)
             assert not report.complete, (fault, report)
 
@@ -245,6 +298,8 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         ({"mode": "al"}, "did you mean 'all'"),
         ({"period": 36}, "must be a prime"),
         ({"ranks": [1]}, "mode='all'"),
+        ({"mutation": Mutation("lost", 9, 1), "backward": True}, r"ranks 0 \.\. 7"),
+        ({"mutation": Mutation("lost", 7, 7), "backward": True, "rows": [3, 40]}, "nothing to lose"),
         ({"rows": [256]}, "distinct query positions"),
         ({"rows": [3, 3]}, "distinct query positions"),
         ({"mode": "all", "together": 0}, "together=0"),
@@ -271,23 +326,53 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         numerics(make(ra.Full(), dtype="float32", wire_dtype="bfloat16"), mode="all", period=PERIOD)
 
 
-def config(**options: object) -> NumericsConfig:
-    groups = {
-        "pattern": PatternGroup("Window(100)"), "layout": LayoutGroup("contiguous"), "schedule": ScheduleGroup("ring"),
-        "machine": MachineGroup("cpu"), "tokens": "64k", "ranks": 2048, "period": PERIOD, "rotate": "keys",
-    }  # fmt: skip
-    return NumericsConfig(**{**groups, **options})  # type: ignore[arg-type]
+def config(**options: object) -> SimulateConfig:
+    return SimulateConfig(
+        PatternGroup("Window(100)"), LayoutGroup("contiguous"), ScheduleGroup("ring"), MachineGroup("cpu"),
+        tokens="64k", ranks=2048, dtype="float64", head_dim=8, heads=1, rotate="keys",
+        numerics=NumericsGroup(**{"period": PERIOD, **options}),  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def test_the_command_reports_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    main(config(rows=4))
-    told = capsys.readouterr().out
-    for words in ("4 of 65,536 query rows", "complete:", "measured", "counted", "peak memory"):
-        assert words in told
-    main(config(way="all", first=100, count=30, fault="swap", fault_rank=120, fault_owner=119))
-    assert "swap: caught by the ledger and the numbers" in capsys.readouterr().out
-    with pytest.raises(InvalidInput, match="no ranks among"):
-        main(config(way="all", first=2048))
+    main(config(way="all", first=100, count=30, fault="swap", fault_rank=120))
+    assert "swap at rank 120, block of 119: caught by the ledger and the numbers" in capsys.readouterr().out
+    for options, words in (
+        ({"way": "all", "first": 2048}, "no ranks among"),
+        ({"way": "al"}, "did you mean 'all'"),
+        ({"way": "all", "spread": 3}, "numerics.spread=3 has no meaning with numerics.way=all"),
+        ({"count": 3}, "numerics.count=3 has no meaning with numerics.way=sample"),
+        ({"fault_rank": 3}, "numerics.fault_rank=3 has no meaning with no numerics.fault"),
+        ({"rows": [5], "fault": "drop", "fault_rank": 9}, "numerics.fault_rank=9 is not executed"),
+        ({"rows": 0}, "at least one row"),
+        ({"threads": 0}, "numerics.threads=0"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            main(config(**options))
     monkeypatch.setattr("ringattn.simulator.sampled.TOLERANCE", 0.0)
     with pytest.raises(NumericsFailure, match="caught by the numbers"):
         main(config(rows=4))
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    shape = ("mode=numerics", "tokens=16k", "ranks=256", "head_dim=8", "pattern=Causal()", "numerics.period=37")
+    done = ringattn("simulate", *shape, "numerics.rows=[5,100,16383]", "output.path=found.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("3 of 16,384 query rows", "complete: ", "[measured]", "[counted]", "peak memory"):
+        assert words in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["pairs"] == 6 + 101 + 16384 and found["accurate"] and found["complete"]
+    assert (found["words"]["error"], found["words"]["ledger"]) == ("measured", "counted")
+    assert found["plan"]["dtype"] == "float64" and 0 < found["error"] < 1e-11
+    for fault in ("swap", "lost"):
+        done = ringattn("simulate", *shape, "backward=true", "numerics.rows=4", f"numerics.fault={fault}", cwd=tmp_path)
+        assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr
+    for wrong, words in (
+        (("mode=numerics", "stalls=[[1,0,0.5]]"), "stalls=[[1,0,0.5]] has no meaning with mode=numerics"),
+        (("mode=numerics", "numerics.row=3"), "did you mean 'rows'?"),
+        (("mode=numerics", "dtype=float32"), "sampled rows are exact in fp64 only"),
+        (("mode=numerics", "backward=true", "numerics.way=all", "numerics.count=2"), "exchanges gradients"),
+    ):
+        done = ringattn("simulate", *wrong, cwd=tmp_path)
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["found.json"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ..errors import InvalidInput, did_you_mean
-from . import auto, patterns, ring, schedules
+from . import auto, patterns, ring, schedules, simulate
 from .case import Case
 
-SUITES = {"ring": ring.cases, "patterns": patterns.cases, "schedules": schedules.cases, "auto": auto.cases}
+SUITES = {"ring": ring.cases, "patterns": patterns.cases, "schedules": schedules.cases, "auto": auto.cases,
+          "simulate": simulate.cases}  # fmt: skip
 #: What a suite concludes from all of its cases that were measured: "summary" in words, "value", "target", "met".
 SUMMARIES = {"auto": auto.share}
 

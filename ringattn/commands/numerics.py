@@ -2,68 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..config import Shape, parse_size
-from ..errors import InvalidInput, NumericsFailure
+from ..config import SimulateConfig, parse_size
+from ..errors import InvalidInput, NumericsFailure, did_you_mean
+from ..files import check_writable, write_text
+from ..groups import NumericsGroup
 from ..memory import peak
 from ..pattern import parse_pattern
-from ..plan import make_plan
+from ..plan import Plan, make_plan
 from ..report import Number, show, size
-from ..simulator import PERIOD, Mutation, NumericsReport, numerics
-from ..simulator.whole import TOGETHER
+from ..simulator import MODES, Mutation, NumericsReport, chosen_rows, numerics
+
+#: What each way leaves without a meaning.
+OTHERS = {"sample": ("first", "count", "together"), "all": ("rows", "spread")}
 
 
-@dataclass
-class NumericsConfig(Shape):
-    """`way` is "sample" or "all"; `first` and `count` name the executed ranks of "all" (default: all of them)."""
+def main(config: SimulateConfig) -> NumericsReport:
+    """Simulate and print, and write JSON where asked.
 
-    way: str = "sample"
-    heads: int = 1
-    head_dim: int = 16
-    dtype: str = "float64"
-    rows: int = 16
-    spread: int | None = None
-    first: int = 0
-    count: int | None = None
-    backward: bool = False
-    together: int = TOGETHER
-    period: int | None = PERIOD
-    seed: int = 0
-    fault: str | None = None
-    fault_rank: int = 1
-    fault_owner: int = 0
-    threads: int = 1
-
-
-def main(config: NumericsConfig) -> NumericsReport:
-    """Simulate and print. Raises NumericsFailure where a plan fails, or where a fault that was asked for passes."""
-    torch.set_num_threads(config.threads)
-    if config.batch != 1:
-        raise InvalidInput(f"batch={config.batch}: simulated numerics are of one element; leave it out")
-    ranks = parse_size(config.ranks, "ranks")
+    Raises NumericsFailure where a plan fails, or where a fault that was asked for passes.
+    """
+    options = config.numerics
+    _check(options)
+    if config.output.path:
+        check_writable(Path(config.output.path))
+    torch.set_num_threads(options.threads)
     plan = make_plan(
-        parse_pattern(config.pattern.spec), tokens=config.size(), ranks=ranks,
-        layout=config.layout.spec, schedule=config.schedule.spec, heads=config.heads, kv_heads=config.kv_heads,
-        head_dim=config.head_dim, dtype=config.dtype, wire_dtype=config.wire_dtype, machine=config.machine.made(ranks=ranks),
-        rotate=config.rotate,
+        parse_pattern(config.pattern.spec), tokens=config.size(), ranks=config.ranks, layout=config.layout.spec,
+        schedule=config.schedule.spec, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
+        dtype=config.dtype, wire_dtype=config.wire_dtype, machine=config.machine.made(ranks=config.ranks), rotate=config.rotate,
     )  # fmt: skip
-    fault = None if config.fault is None else Mutation(config.fault, config.fault_rank, config.fault_owner)
-    stop = plan.ranks if config.count is None else config.first + config.count
-    if not 0 <= config.first < stop <= plan.ranks:
-        raise InvalidInput(f"first={config.first}, count={config.count}: no ranks among 0 .. {plan.ranks - 1}")
-    some = None if (config.first, stop) == (0, plan.ranks) else range(config.first, stop)
+    rows, ranks = _rows(plan, config), _ranks(plan, options)
+    fault = _fault(plan, options, rows, ranks)
     report = numerics(
-        plan, mode=config.way, rows=config.rows, spread=config.spread, ranks=some, backward=config.backward,
-        together=config.together, period=config.period, seed=config.seed, mutation=fault,
+        plan, mode=options.way, rows=rows, ranks=ranks, backward=config.backward, together=options.together,
+        period=options.period, seed=config.seed, mutation=fault,
     )  # fmt: skip
     title = (
         f"{plan.pattern!r}, {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks:,} virtual ranks, {plan.schedule}"
     )
-    caught = [] if fault is None else [Number("fault", f"{fault.fault}: {_caught(report)}", "measured")]
-    show(title, [*report.numbers(), Number("peak memory", size(peak()), "measured"), *caught])
+    numbers = [*report.numbers(), Number("peak memory", size(peak()), "measured")]
+    if fault is not None:
+        text = f"{fault.fault} at rank {fault.rank}, block of {fault.owner}: {_caught(report)}"
+        numbers.append(Number("fault", text, "measured"))
+    show(title, numbers)
+    if config.output.path:
+        write_text(Path(config.output.path), json.dumps(_written(report, numbers, fault), indent=2) + "\n")
     if fault is None and not report.passed:
         raise NumericsFailure(f"the numerics of this plan are wrong: {_caught(report)}; the lines above say where")
     if fault is not None and report.passed:
@@ -71,6 +61,78 @@ def main(config: NumericsConfig) -> NumericsReport:
     return report
 
 
+def _check(options: NumericsGroup) -> None:
+    if options.way not in MODES:
+        raise InvalidInput(
+            f"numerics.way={options.way}: {did_you_mean(options.way, MODES)}expected {' or '.join(MODES)}"
+        )
+    plain = NumericsGroup()
+    meaningless = list(OTHERS[options.way])
+    if options.fault is None:
+        meaningless += ["fault_rank", "fault_owner"]
+    for name in meaningless:
+        if getattr(options, name) != getattr(plain, name):
+            beside = f"numerics.way={options.way}" if name in OTHERS[options.way] else "no numerics.fault"
+            raise InvalidInput(f"numerics.{name}={getattr(options, name)} has no meaning with {beside}; leave it out")
+    if options.threads < 1:
+        raise InvalidInput(f"numerics.threads={options.threads}: must be at least 1")
+
+
+def _rows(plan: Plan, config: SimulateConfig) -> list[int]:
+    """The sampled query rows; none where whole ranks are executed."""
+    options = config.numerics
+    if options.way != "sample":
+        return []
+    if isinstance(options.rows, list):
+        return [parse_size(row, "numerics.rows") for row in options.rows]
+    number = parse_size(options.rows, "numerics.rows")
+    if number < 1:
+        raise InvalidInput(f"numerics.rows={options.rows}: at least one row is needed, or a list of positions")
+    return chosen_rows(plan, number, options.spread, config.seed)
+
+
+def _ranks(plan: Plan, options: NumericsGroup) -> range | None:
+    """The executed ranks; None: all."""
+    stop = plan.ranks if options.count is None else options.first + options.count
+    if not 0 <= options.first < stop <= plan.ranks:
+        raise InvalidInput(
+            f"numerics.first={options.first}, numerics.count={options.count}: no ranks among 0 .. {plan.ranks - 1}"
+        )
+    return None if (options.first, stop) == (0, plan.ranks) else range(options.first, stop)
+
+
+def _fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Mutation | None:
+    if options.fault is None:
+        return None
+    executed = {plan.layout.owner(row) for row in rows} if rows else set(ranks or range(plan.ranks))
+    ordered = sorted(executed)
+    rank = options.fault_rank
+    if rank is None:
+        # Gradients come home from later rows to earlier ones, keys the other way round.
+        rank = plan.layout.owner(rows[0 if options.fault == "lost" else -1]) if rows else ordered[len(ordered) // 2]
+    if rank not in executed:
+        some = ", ".join(map(str, ordered[:8]))
+        raise InvalidInput(f"numerics.fault_rank={rank} is not executed, so that its fault shows nowhere; try {some}")
+    owner = options.fault_owner
+    if owner is None:
+        owner = rank if options.fault == "lost" else (rank - 1) % plan.ranks
+    return Mutation(options.fault, rank, owner)
+
+
 def _caught(report: NumericsReport) -> str:
     by = [name for name, fine in (("the ledger", report.complete), ("the numbers", report.accurate)) if not fine]
     return f"caught by {' and '.join(by)}" if by else "not caught"
+
+
+def _written(report: NumericsReport, numbers: list[Number], fault: Mutation | None) -> dict[str, Any]:
+    """The report as plain data, with the words as printed."""
+    values = {name: value for name, value in vars(report).items() if name != "plan"}
+    return {
+        "plan": json.loads(report.plan.to_json()),
+        **values,
+        "peak_bytes": peak(),
+        "complete": report.complete,
+        "accurate": report.accurate,
+        "fault": None if fault is None else {**vars(fault), "caught": _caught(report)},
+        "words": {number.name: number.kind for number in numbers if number.kind},
+    }

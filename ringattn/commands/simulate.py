@@ -1,8 +1,9 @@
-"""ringattn simulate: a plan's time on a machine, by models, without torch."""
+"""ringattn simulate: a plan's time on a machine, by models, without torch; other modes execute."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean
 from ..files import check_writable, write_text
+from ..modes import MODES
 from ..pattern import parse_pattern
 from ..plan import Plan, make_plan
 from ..report import Number, console, show, size
 from ..timing import Machine, Stall, Timeline, machine_fields, simulate
 from ..timing.budget import JOULES_PER_KWH
 
-MODES = ("timing", "validate")
 #: Causes of exposed time that a field of the machine must be given for.
 CAUSES = {"merge": "merge", "interference": "gamma", "jitter": "jitter", "call": "call"}
 
@@ -26,11 +27,13 @@ def main(config: SimulateConfig) -> None:
     """Print the timeline of a forward, and of a backward where asked; write the numbers as JSON where asked."""
     if config.mode not in MODES:
         raise InvalidInput(
-            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {' or '.join(MODES)}; attention over virtual "
-            "ranks runs with ringattn run transport=virtual"
+            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; attention over virtual "
+            "ranks on inputs of your own runs with ringattn run transport=virtual"
         )
-    if config.mode == "validate":  # runs real ranks, and so needs torch
-        import_module(".validate", __package__).main(config)
+    if config.dtype == "auto":
+        config = replace(config, dtype="float64" if config.mode == "numerics" else "float32")
+    if config.mode != "timing":  # the others execute, and so need torch
+        import_module(f".{config.mode}", __package__).main(config)
         return
     if config.output.path:
         check_writable(Path(config.output.path))

@@ -81,6 +81,8 @@ def make(
         lo = None
     if hi is not None and hi >= most:
         hi = None
+    if lo is None and hi is None:
+        return Tile(heads, *_plain(q, k), branch=branch)
     if hi is not None:
         q, k = clip(q, q.start, k[-1] + hi), clip(k, q.start - hi, k[-1])
     if not q or not k:
@@ -112,16 +114,19 @@ def make(
         lo = None
     if hi is not None and hi >= q[-1] - k[0]:
         hi = None
-    # A single row has no step of its own: give it the other side's, so that equal steps are seen as such.
-    if len(q) == 1:
-        q = range(q[0], q[0] + 1, k.step)
-    elif len(k) == 1:
-        k = range(k[0], k[0] + 1, q.step)
-    q, k = range(q[0], q[-1] + 1, q.step), range(k[0], k[-1] + 1, k.step)
-    tile = Tile(heads, q, k, lo, hi, branch)
+    tile = Tile(heads, *_plain(q, k), lo, hi, branch)
     if not same_step and not tile.dense and not tile.pairs:
         return None
     return tile
+
+
+def _plain(q: range, k: range) -> tuple[range, range]:
+    """The rows in the form in which equal ones compare, and show, as equal."""
+    # A single row has no step of its own: give it the other side's, so that equal steps are seen as such.
+    if len(q) == 1:
+        return range(q[0], q[0] + 1, k.step), range(k[0], k[-1] + 1, k.step)
+    step = q.step if len(k) == 1 else k.step
+    return range(q[0], q[-1] + 1, q.step), range(k[0], k[-1] + 1, step)
 
 
 def meet(a: Tile, b: Tile, branch: int) -> Tile | None:

@@ -12,13 +12,20 @@ class Direct(Route):
     """A star around every owner: the edge to the rank at distance d up the ring has time d."""
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
+        return self._from(rank, 1, self.demand.layout.ranks - 1)
+
+    def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
+        return self._from(rank, rank + 1, self.demand.layout.ranks - 1), self._from(rank, 1, rank)
+
+    def _from(self, rank: int, near: int, far: int) -> Iterator[Edge]:
+        """The edges to `rank` from the owners far .. near places before it."""
         ranks = self.demand.layout.ranks
         here = range(rank, rank + 1)
 
         def needed(near: int, far: int) -> bool:
             return any(self.demand.needs(here, owners) for owners in runs(rank - far, far - near + 1, ranks))
 
-        return (_edge((rank - d) % ranks, d, ranks) for d in search(needed, 1, ranks - 1))
+        return (_edge((rank - d) % ranks, d, ranks) for d in search(needed, near, far))
 
     def first(self, owner: int) -> tuple[Edge, ...]:
         ranks = self.demand.layout.ranks

@@ -34,16 +34,19 @@ def beyond(demand: Wanted, owner: int, way: Way, distance: int) -> tuple[range, 
     return runs(start, length, demand.layout.ranks)
 
 
-def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
-    """The distances far .. near at which there is something, by halving the parts in which there is."""
+def search(
+    some: Callable[[int, int], bool], near: int, far: int, every: Callable[[int, int], bool] | None = None
+) -> Iterator[int]:
+    """The distances far .. near at which there is something, by halving the parts in which there is; but for those in
+    which there is something `every`where, as far as that is known."""
     if near > far or not some(near, far):
         return
-    if near == far:
-        yield near
+    if near == far or (every is not None and every(near, far)):
+        yield from range(far, near - 1, -1)
         return
     middle = (near + far) // 2
-    yield from search(some, middle + 1, far)
-    yield from search(some, near, middle)
+    yield from search(some, middle + 1, far, every)
+    yield from search(some, near, middle, every)
 
 
 def _needed(demand: Wanted, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
@@ -79,8 +82,14 @@ def reach(demand: Wanted, owner: int, way: Way) -> int:
     return low
 
 
-def passing(demand: Wanted, rank: int, way: Way) -> Iterator[int]:
-    """Distances d, descending, at which the block of rank - sign * d arrives at `rank`.
+def halves(rank: int, ranks: int, way: Way) -> tuple[range, range]:
+    """The distances of a way, descending, before and after the owners rank - sign * distance pass rank 0."""
+    before = min(rank if way.sign > 0 else ranks - 1 - rank, way.limit)
+    return range(way.limit, before, -1), range(before, 0, -1)
+
+
+def passing(demand: Wanted, rank: int, way: Way, distances: range | None = None) -> Iterator[int]:
+    """Distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` where given.
 
     A block arrives where this rank or one farther on its way needs it. The distances are halved until a
     part is seen to hold no need, so that a local pattern is planned without looking at every rank.
@@ -89,7 +98,13 @@ def passing(demand: Wanted, rank: int, way: Way) -> Iterator[int]:
     def arrives(near: int, far: int) -> bool:
         return _needed(demand, way, rank, way.limit - near + 1, rank - way.sign * near, far - near + 1)
 
-    return search(arrives, 1, way.limit)
+    def all_arrive(near: int, far: int) -> bool:
+        start = rank - (far if way.sign > 0 else -near)
+        return all(demand.all_needed(rank, owners) for owners in runs(start, far - near + 1, demand.layout.ranks))
+
+    if distances is None:
+        return search(arrives, 1, way.limit, all_arrive)
+    return search(arrives, distances[-1], distances[0], all_arrive) if distances else iter(())
 
 
 def sampled(ranks: int) -> list[int]:

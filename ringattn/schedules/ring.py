@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import merge
 
+from ..cut import WHOLE, Cuts
 from ..wanted import Wanted
-from .relay import Way, beyond, passing, reach, sizes, ways
+from .relay import Way, beyond, halves, passing, reach, sizes, ways
 from .route import Edge, Route
+
+#: Blocks of which is remembered how far they travel whole.
+REMEMBERED = 4096
 
 
 class Ring(Route):
@@ -17,6 +21,25 @@ class Ring(Route):
         super().__init__(demand)
         self.ways = [way for way in ways(demand) if way.limit]
         self.lanes = len(self.ways)
+        self._whole: dict[tuple[int, int], int] = {}
+
+    def cuts(self, edge: Edge) -> Cuts:
+        # What travels only shrinks: what is whole at some distance was whole before.
+        key = edge.owner, edge.lane
+        if edge.time <= self._whole.get(key, 0):
+            return WHOLE
+        found = super().cuts(edge)
+        if found == WHOLE:
+            if len(self._whole) >= REMEMBERED:
+                self._whole.clear()
+            self._whole[key] = edge.time
+        return found
+
+    def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
+        ranks = self.demand.layout.ranks
+        return tuple(
+            self._along(rank, lane, half) for lane, way in enumerate(self.ways) for half in halves(rank, ranks, way)
+        )
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
         return merge(*(self._along(rank, lane) for lane in range(self.lanes)), key=lambda edge: -edge.time)
@@ -37,9 +60,9 @@ class Ring(Route):
     def behind(self, edge: Edge) -> tuple[range, ...]:
         return beyond(self.demand, edge.owner, self.ways[edge.lane], edge.time)
 
-    def _along(self, rank: int, lane: int) -> Iterator[Edge]:
+    def _along(self, rank: int, lane: int, distances: range | None = None) -> Iterator[Edge]:
         way = self.ways[lane]
-        for distance in passing(self.demand, rank, way):
+        for distance in passing(self.demand, rank, way, distances):
             yield self._edge((rank - way.sign * distance) % self.demand.layout.ranks, lane, distance)
 
     def _edge(self, owner: int, lane: int, distance: int) -> Edge:

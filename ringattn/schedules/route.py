@@ -49,6 +49,11 @@ class Route(ABC):
     def arrivals(self, rank: int) -> Iterator[Edge]:
         """The edges to `rank`, the latest first."""
 
+    def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
+        """The same edges in parts that are known without each other, each the latest first. Where a route can, the owners
+        of a part are in ascending or in descending order, so that many ranks can follow theirs in one walk."""
+        return (self.arrivals(rank),)
+
     @abstractmethod
     def first(self, owner: int) -> tuple[Edge, ...]:
         """The edges on which the block of `owner` leaves it."""

@@ -97,8 +97,9 @@ class Book:
 class Witness(Kernel):
     """A kernel that enters into a book what it is called with, and lets gradients carry their counts."""
 
-    def __init__(self, inner: Kernel, source: Source, layout: Layout, book: Book) -> None:
-        self.inner, self.source, self.layout, self.book = inner, source, layout, book
+    def __init__(self, inner: Kernel, source: Source, layout: Layout, book: Book, back: Book | None = None) -> None:
+        #: `back` is the book of what is differentiated, where one is kept.
+        self.inner, self.source, self.layout, self.book, self.back = inner, source, layout, book, back
         self.name = inner.name
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -111,7 +112,7 @@ class Witness(Kernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.book.calls += 1
-        self._enter(q, k, v, work)
+        self._enter(q, k, v, work, self.book)
         return self.inner.forward(q, k, v, work, scale)
 
     def backward(
@@ -126,9 +127,11 @@ class Witness(Kernel):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.book.calls += 1
+        if self.back is not None:
+            self._enter(q, k, v, work, self.back)
         found = self.inner.backward(grad, q, k, v, out, lse, work, scale)
         dq, dk, dv = (x if x.is_contiguous() else x.contiguous() for x in found)
-        of_queries, of_keys = weights(self._read(q[..., Q_TAG])), weights(self._keys(k, v))
+        of_queries, of_keys = weights(self._read(q[..., Q_TAG])), weights(self.keys(k, v))
         rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
         i, j = np.arange(rows), np.arange(keys)
         low, high = _bounds(i, keys, work.lo, work.hi)
@@ -140,8 +143,8 @@ class Witness(Kernel):
         dk[..., K_TAG], dv[..., RAMP] = carried.to(dk.dtype), carried.to(dv.dtype)
         return dq, dk, dv
 
-    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> None:
-        query, place = self._read(q[..., Q_TAG]), self._keys(k, v)
+    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, book: Book) -> None:
+        query, place = self._read(q[..., Q_TAG]), self.keys(k, v)
         rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
         known = self._coefficients(place[..., 0])
         wide = place.astype(np.uint64)
@@ -157,9 +160,9 @@ class Witness(Kernel):
         pairs = np.broadcast_to(count, seen.shape)
         for i, head in enumerate(work.heads):
             at = query[:, i].ravel()
-            self.book.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
+            book.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
 
-    def _keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
+    def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
         """Positions of keys as V tells them, STRAY where K contradicts; int64 [B, K, keys]."""
         of_k, of_v = self._read(k[..., K_TAG]), self._read(v[..., RAMP])
         period = self.source.period
@@ -234,16 +237,16 @@ def expect(pattern: Pattern, layout: Layout, q: range, heads: int, book: Book) -
     met = [np.empty(0, dtype=np.int64)]
     for tile in pattern.tiles(q, range(layout.tokens), range(heads)):
         rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)
-        for owner, first, count, step in _seen(tile, layout):
+        for owner, first, count, step in seen_pieces(tile, layout):
             with np.errstate(over="ignore"):
-                hashes = entry(coefficients(owner), *_moments(first, count, step)).sum(-1, dtype=np.uint64)
+                hashes = entry(coefficients(owner), *moments(first, count, step)).sum(-1, dtype=np.uint64)
             for head in tile.heads:
                 book.add(head, rows, hashes, count.sum(-1))
             met.append(owner[(count > 0).any(0)])
     return np.unique(np.concatenate(met))
 
 
-def _seen(tile: Tile, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
+def seen_pieces(tile: Tile, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
     """(owners [S], first position, count, step) of the keys of each row of a tile in each piece; arrays [rows, S]."""
     all_ = pieces(layout)
     low, high = np.searchsorted(all_.stop, tile.k[0], "right"), np.searchsorted(all_.start, tile.k[-1], "right")
@@ -272,7 +275,7 @@ def _inside(
     return k.start + first * k.step, np.maximum(last - first, 0), k.step
 
 
-def _moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Number, sum and sum of squares of first, first + step, .. (count of them), mod 2^64."""
     n, p, s = count.astype(np.uint64), first.astype(np.uint64), np.uint64(step)
     less = np.where(count > 0, count - 1, 0).astype(np.uint64)

@@ -43,13 +43,13 @@ class Mutation:
         """Raise InvalidInput where there is no such visit to harm."""
         if self.fault not in FAULTS:
             raise InvalidInput(f"fault {self.fault!r}: {did_you_mean(self.fault, FAULTS)}expected {', '.join(FAULTS)}")
-        if self.fault == "lost":
-            if not backward:
-                raise InvalidInput("fault 'lost' is one of gradients; try mode='all' with backward=True")
-            return
         for number in (self.rank, self.owner):
             if not 0 <= number < plan.ranks:
                 raise InvalidInput(f"the fault names rank {number}, the plan has ranks 0 .. {plan.ranks - 1}")
+        if self.fault == "lost":
+            if not backward:
+                raise InvalidInput("fault 'lost' is one of gradients; try backward=True")
+            return
         if self.rank == self.owner or not plan.demand.visits(self.rank, self.owner):
             raise InvalidInput(
                 f"rank {self.rank} receives no block of rank {self.owner} that it visits: nothing to harm; try another owner"

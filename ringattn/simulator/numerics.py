@@ -33,7 +33,8 @@ def numerics(
     """Execute a plan's virtual ranks on inputs that are made on demand, and compare them with oracles and a ledger.
 
     mode="sample": `rows` query positions, or so many chosen ones, on at most `spread` ranks, over the whole sequence:
-    every hop of their ranks is executed for these rows, forward, in fp64. Memory does not grow with tokens or ranks.
+    every hop of their ranks is executed for these rows, in fp64. Memory does not grow with tokens or ranks. With
+    `backward` once more for dQ of these rows and dK, dV of some keys, of a loss that depends on these rows only.
     mode="all": all rows of `ranks` (default: of all) from end to end, about `together` ranks at a time, and with
     `backward` their gradients, too; the ranks must then see each other only. fp64 or fp32.
 
@@ -47,7 +48,7 @@ def numerics(
         return whole(
             plan, source, ranks=ranks, grads=backward, kernel=kernel, scale=scale, together=together, mutation=mutation
         )
-    if ranks is not None or backward:
-        raise InvalidInput("mode='sample' executes query rows, forward; ranks= and backward= are of mode='all'")
+    if ranks is not None:
+        raise InvalidInput("mode='sample' executes query rows; ranks= is of mode='all'")
     places = chosen_rows(plan, rows, spread, seed) if isinstance(rows, int) else list(rows)
-    return sample(plan, source, rows=places, kernel=kernel, scale=scale, mutation=mutation)
+    return sample(plan, source, rows=places, kernel=kernel, scale=scale, grads=backward, seed=seed, mutation=mutation)

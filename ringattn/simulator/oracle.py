@@ -56,6 +56,37 @@ def exact_row(pattern: Pattern, source: Source, position: int, scale: float) -> 
     return Row(out * bound.output_scale, lse)
 
 
+def exact_gradients(
+    pattern: Pattern, source: Source, rows: Sequence[int], keys: Sequence[int], scale: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dq [H, rows, D] of query positions, and dk [K, keys, D], dv [K, keys, Dv] of key positions, where the cotangent of
+    `source` is that of these rows, and 0 for all others. From dS = P * (dO V^T - delta), delta = rowsum(dO * O)."""
+    bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
+    dq = np.zeros((source.heads, len(rows), source.head_dim))
+    dk, dv = (np.zeros((source.kv_heads, len(keys), n)) for n in (source.head_dim, source.value_dim))
+    some = [{name: _numbers(source.rows(name, range(p, p + 1)))[:, 0] for name in ("k", "v")} for p in keys]
+    for i, row in enumerate(rows):
+        truth = exact_row(pattern, source, row, scale)
+        query, grad = (_numbers(source.rows(name, range(row, row + 1)))[:, 0] for name in ("q", "grad"))
+        for head in range(source.heads):
+            seen, kv = _keys(bound, row, source.tokens, head), head // group
+            if not seen:
+                continue
+            whole = source.period is None or sum(map(len, seen)) <= source.period
+            k, v, count, _ = (_listed if whole else _classes)(source, seen, kv)
+            g = grad[head] * bound.output_scale
+            delta = (grad[head] * truth.out[head]).sum()
+            shares = np.exp(k @ query[head] * np.longdouble(scale) - truth.lse[head])
+            dq[head, i] = scale * ((shares * count * (v @ g - delta)) @ k)
+            times = bound.visible(np.array([[row]]), np.array([keys]), head, source.tokens)
+            times = np.broadcast_to(np.asarray(times), (1, len(keys)))[0]
+            for j, one in enumerate(some):
+                share = times[j] * np.exp(one["k"][kv] @ query[head] * np.longdouble(scale) - truth.lse[head])
+                dk[kv, j] += scale * share * (one["v"][kv] @ g - delta) * query[head]
+                dv[kv, j] += share * g
+    return dq, dk, dv
+
+
 def _keys(bound: Pattern, position: int, tokens: int, head: int) -> list[range]:
     """The key positions that a row sees, as often as it sees them."""
     row, heads = range(position, position + 1), range(head, head + 1)

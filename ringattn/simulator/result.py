@@ -26,7 +26,8 @@ class NumericsReport:
     pairs_expected: int
     #: Rows, of all heads, whose ledger is not the expected one; None where no ledger was kept.
     wrong: int | None
-    #: Rows of gradients, of all heads, whose counts are not the expected ones; None without a backward or a ledger.
+    #: Rows of gradients (in `sample`: rows of dq and blocks of dk), of all heads, whose counts are not the expected ones;
+    #: None without a backward or a ledger.
     wrong_gradients: int | None
     error: float
     lse_error: float
@@ -38,6 +39,8 @@ class NumericsReport:
     calls: int
     #: The most shards of K/V that existed at a time in `sample`; ranks that were executed at a time in `all`.
     live: int
+    #: Key rows whose dk and dv were compared, in `sample`.
+    keys: int = 0
     #: Messages from ranks that were not executed, which the source answered.
     answered: int = 0
 
@@ -74,9 +77,16 @@ class NumericsReport:
                    "measured"),
         ]  # fmt: skip
         if self.gradient_error is not None:
-            found.append(Number("gradients", f"{self.gradient_error:.2e} (dq, dk, dv)", "measured"))
+            where = f", dk and dv of {self.keys:,} key rows" if self.keys else ""
+            found.append(Number("gradients", f"{self.gradient_error:.2e} (dq, dk, dv){where}", "measured"))
         if self.wrong_gradients is not None:
-            found.append(Number("gradient ledger", f"{self.wrong_gradients:,} rows differ", "counted"))
+            found.append(
+                Number(
+                    "gradient ledger",
+                    f"{self.wrong_gradients:,} {'rows or blocks' if self.keys else 'rows'} differ",
+                    "counted",
+                )
+            )
         if self.answered:
             found.append(
                 Number("from the source", f"{self.answered:,} messages of ranks that were not executed", "counted")

@@ -29,8 +29,8 @@ from .result import NumericsReport
 from .sampled import TOLERANCE, check_plan, gap
 from .source import K_TAG, Q_TAG, RAMP, Source
 
-#: Ranks at a time, unless the caller says otherwise.
-TOGETHER = 1024
+#: Ranks at a time, unless the caller says otherwise: more of them make longer batches than caches hold.
+TOGETHER = 128
 #: Groups of ranks whose gradients are compared with a dense oracle, at most.
 DENSE_GROUPS = 4
 

@@ -1,0 +1,33 @@
+"""The modes of `ringattn simulate`, and the keys that have a meaning in each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import InvalidInput
+
+#: What only timing gives a meaning to, and what each mode of `simulate` leaves without one.
+_TIMED = ("slow", "slow_links", "stalls", "passes", "tier")
+MODES: dict[str, tuple[str, ...]] = {
+    "timing": ("validate", "numerics"),
+    "validate": ("numerics", "pattern", "layout", "schedule", "ranks", "tokens", "kv_heads", "batch", "wire_dtype",
+                 "rotate", "backward", "seed", *_TIMED),
+    "numerics": ("validate", "batch", *_TIMED),
+}  # fmt: skip
+
+
+def check_mode(given: Mapping[str, str], folder: Path) -> None:
+    """Refuse keys that the chosen mode of `simulate` would not look at."""
+    files = [folder / "experiment" / f"{name}.yaml" for name in given.get("experiment", "null").split(",")]
+    texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+    set_there = [found for text in texts for found in re.findall(r"^mode: *(\w+)", text, re.MULTILINE)]
+    for mode in given["mode"].split(",") if "mode" in given else set_there or ["timing"]:
+        for key in given:
+            name = re.split(r"[./@]", key)[0]
+            if name in MODES.get(mode, ()):
+                takers = [other for other, without in MODES.items() if name not in without]
+                raise InvalidInput(
+                    f"{key}={given[key]} has no meaning with mode={mode}; leave it out, or try mode={' or '.join(takers)}"
+                )
