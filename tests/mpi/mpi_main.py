@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import byte_table
 import pytest
 import rank_cases
 import torch
@@ -24,6 +25,10 @@ PATTERNS = (Causal(), Window(5, 9), Causal() & (Sinks(2) | Window(7)), mix(Causa
 
 def equals_virtual(transport: Mpi, dtype: str, heads: list[int]) -> int:
     return rank_cases.compare_with_virtual(transport, dtype, (heads[0], heads[1]), PATTERNS)
+
+
+def byte_counts(transport: Mpi) -> list[int]:
+    return byte_table.count(transport)
 
 
 def errors(transport: Mpi) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import byte_table
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,6 +26,10 @@ pytestmark = pytest.mark.mpi
 )
 def test_mpi_equals_virtual_and_the_plan(mpirun: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
     assert mpirun("equals_virtual", ranks, dtype, heads, timeout=120) == [64] * ranks
+
+
+def test_byte_table(mpirun: Run) -> None:
+    byte_table.check(mpirun("byte_counts", byte_table.RANKS, timeout=120))
 
 
 def test_every_rank_is_told_before_the_first_message(mpirun: Run) -> None:
