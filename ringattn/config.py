@@ -18,6 +18,7 @@ from .groups import (
     OutputGroup,
     PatternGroup,
     ScheduleGroup,
+    StudyGroup,
     TransportGroup,
 )
 
@@ -126,7 +127,12 @@ class SimulateConfig(Shape):
     passes: int = 1
     tier: str = "auto"
     seed: int = 0
+    shard: Any = None
     validate: ValidateGroup = field(default_factory=ValidateGroup)
+    study: StudyGroup = field(default_factory=StudyGroup)
+
+    def size(self) -> int:
+        return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
 
 
 @dataclass
@@ -189,8 +195,8 @@ def _check_used(verb: str, overrides: Sequence[str]) -> None:
         group, _, name = key.partition(".")
         if group not in PARAMETERS or name in ("", "spec") or group not in _names(SCHEMAS[verb]):
             continue
-        if group not in given and "experiment" in given:
-            continue  # the experiment chooses
+        if group not in given and {"experiment", "study"} & set(given):
+            continue  # the experiment or the study chooses
         text = given.get(group) or _default(verb, group)
         chosen = ["custom"] if "(" in text or ":" in text else text.split(",")
         takers = [path.stem for path in sorted((conf_dir() / group).glob("*.yaml")) if _takes(path, name)]
@@ -236,7 +242,7 @@ def _prepare(verb: str, override: str) -> list[str]:
         return [override]
     prefix, key, value = match.groups()
     schema = SCHEMAS[verb]
-    _check_key(verb, schema, key.replace("/", "."))
+    check_key(verb, schema, key.replace("/", "."))
     if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
         return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
     folder = conf_dir() / key
@@ -268,7 +274,8 @@ def _whole(key: str, text: str) -> str:
     return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
 
 
-def _check_key(verb: str, schema: type, key: str) -> None:
+def check_key(verb: str, schema: type, key: str) -> None:
+    """Raise InvalidInput, with a hint, where a verb has no such key."""
     names = _names(schema)
     first, _, rest = key.partition(".")
     if first not in names:

@@ -17,17 +17,19 @@ ORDER = (
     "schedules", "rotation", "picture", "timing", "choice", "plan", "memory", "softmax", "pool", "kernels", "buffers", "transport",
     "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "stream", "functional", "nn",
     "factories",
-    "files", "machine_file", "groups", "config", "stored", "data", "sampling", "bench", "calibrate", "report", "simulator", "job", "commands", "cli",
+    "files", "provenance", "machine_file", "groups", "config", "stored", "data", "sampling", "bench", "calibrate", "report", "simulator", "study", "job", "commands", "cli",
     "__main__",
 )  # fmt: skip
 NO_TORCH = (
     *ORDER[: ORDER.index("softmax")],
     "launcher",
     "files",
+    "provenance",
     "machine_file",
     "groups",
     "config",
     "report",
+    "study",
     "cli",
     "__main__",
 )
