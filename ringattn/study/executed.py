@@ -16,10 +16,11 @@ from ..groups import ExecuteGroup
 from ..pattern import parse_pattern
 from ..plan import Plan, make_plan
 
-#: Assumed of one core, in fp64: elements of K and V that are made and visited per second, and multiplications per second.
-ELEMENTS, PRODUCTS = 1.0e8, 2.0e9
-#: Whole ranks are executed where they take at most this part of the budget; not all of them, but so many at least.
-SHARE, SOME = 0.1, 4096
+#: Assumed of one core, in fp64: elements of K and V per second that sampled rows visit, those of whole ranks that are made,
+#: visited and compared, and multiplications per second.
+ELEMENTS, WHOLE, PRODUCTS = 1.0e8, 1.0e7, 5.0e9
+#: Whole ranks are executed where they take at most this part of the budget: all of them, or a power of two, at least so many.
+SHARE, FEWEST = 0.02, 16
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,27 @@ def executed_plan(config: SimulateConfig) -> Plan:
     )  # fmt: skip
 
 
-def ordered(plan: Plan, options: ExecuteGroup, left: float) -> Order:
-    """What fits into the `left` seconds of the budget, at the assumed rates."""
+def wanted(plan: Plan, options: ExecuteGroup) -> Order:
+    """What is to be executed of a plan by a budget that is spent on it alone, and its seconds at the assumed rates."""
     assert options.budget is not None
-    width = 2 * options.heads * options.head_dim
-    rank = plan.pairs() / plan.ranks * 2 * options.head_dim / PRODUCTS + plan.tokens / plan.ranks * width / ELEMENTS
-    most = min(left, SHARE * options.budget)
-    if rank * plan.ranks <= most:
-        return Order("whole", 0, plan.ranks, rank * plan.ranks)
-    if plan.ranks > SOME and rank * SOME <= most:
-        return Order("some", (plan.ranks - SOME) // 2, SOME, rank * SOME)
-    rows = plan.tokens * width * (1 / ELEMENTS + options.rows / PRODUCTS)
-    if rows <= left:
-        return Order("rows", 0, options.rows, rows)
-    return Order(
-        "nothing", seconds=0.0, why=f"not executed: {options.rows} rows would take about {rows:,.0f} s at the assumed rates, "
-        f"{left:,.0f} s of the budget are left; study.execute.budget={options.budget + rows:.0f} executes them",
-    )  # fmt: skip
+    tokens, width = plan.tokens / plan.ranks, 2 * options.heads * options.head_dim
+    rank = plan.pairs() / plan.ranks * 2 * options.head_dim / PRODUCTS + tokens * width / WHOLE
+    count = min(plan.ranks, int(SHARE * options.budget / rank))
+    if count == plan.ranks:
+        return Order("whole", 0, count, rank * count)
+    if count >= FEWEST:
+        count = 1 << count.bit_length() - 1
+        return Order("some", (plan.ranks - count) // 2, count, rank * count)
+    return Order("rows", 0, options.rows, plan.tokens * width * (1 / ELEMENTS + options.rows / PRODUCTS))
+
+
+def left_out(order: Order, options: ExecuteGroup, left: float) -> Order:
+    """The order of nothing, where `left` seconds of the budget are too few."""
+    why = (
+        f"not executed: {order.count} {'rows' if order.how == 'rows' else 'ranks'} would take about {order.seconds:,.0f} s at "
+        f"the assumed rates, {left:,.0f} s of study.execute.budget={options.budget:g} are left"
+    )
+    return Order("nothing", why=why)
 
 
 def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:

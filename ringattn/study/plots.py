@@ -121,7 +121,7 @@ def series(table: Table, x: str, without: tuple[str, ...] = ()) -> dict[str, lis
 
 def _label(name: str, value: Any) -> str:
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if isinstance(value, str) else f"{name}={text}"
+    return text if name in ("pattern", "layout", "schedule", "machine") else f"{name}={text}"
 
 
 def _scale(axes: Any, x: str, values: list[Any]) -> None:

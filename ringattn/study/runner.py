@@ -15,12 +15,12 @@ from .. import __version__
 from ..config import SimulateConfig, parse_size
 from ..errors import InvalidInput, NumericsFailure, RingAttentionError
 from ..files import make_folder, write_text
-from ..groups import ExecuteGroup
+from ..plan import Plan
 from ..provenance import git, source
 from ..timing.machine import machine_fields
 from ..timing.window import window
 from . import plots, trace
-from .executed import execute, executed_plan, name_of, ordered
+from .executed import Order, execute, executed_plan, left_out, name_of, wanted
 from .extend import extended
 from .journal import Journal
 from .paper import as_html, as_markdown
@@ -120,35 +120,37 @@ def _points(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, A
 
 
 def _executions(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, Any]]:
-    """What was executed, by the number of the first point of a plan: the smallest first, as far as the budget goes."""
+    """What was executed of the points' plans, by point, as far as the budget goes: whole ranks first, then rows, of which
+    the longest sequences come first."""
     options = study.config.study.execute
     if options.budget is None:
         return {}
-    keys: dict[str, list[Point]] = {}
+    sharing: dict[str, list[Point]] = {}
     for point in study.points:
-        keys.setdefault(_key(name_of(point.config)), []).append(point)
-    found: dict[int, dict[str, Any]] = {}
+        sharing.setdefault(_key(name_of(point.config)), []).append(point)
+    values: dict[str, dict[str, Any]] = {}
+    orders: list[tuple[str, Plan, Order]] = []
+    for key, points in sharing.items():
+        try:
+            plan = executed_plan(points[0].config)
+        except RingAttentionError as error:
+            values[key] = {"why not": str(error)}
+            continue
+        orders.append((key, plan, wanted(plan, options)))
+    orders.sort(
+        key=lambda entry: (entry[2].how == "rows", -entry[1].tokens if entry[2].how == "rows" else entry[1].tokens)
+    )
     left = options.budget
-    smallest = sorted(keys.items(), key=lambda entry: (entry[1][0].config.size(), entry[1][0].number))
-    for done, (key, points) in enumerate(smallest):
-        tell(done, len(keys), f"executing, {points[0].config.size():,} tokens")
-        values, left = _execution(points[0], key, journal, options, left)
-        found |= {point.number: values for point in points}
-    return found
-
-
-def _execution(
-    point: Point, key: str, journal: Journal, options: ExecuteGroup, left: float
-) -> tuple[dict[str, Any], float]:
-    try:
-        plan = executed_plan(point.config)
-    except RingAttentionError as error:
-        return {"why not": str(error)}, left
-    order = ordered(plan, options, left)
-    if key not in journal.known:
-        journal.add(key, {"values": execute(plan, order, options)})
-        journal.sync()
-    return journal.known[key]["values"], left - order.seconds
+    for done, (key, plan, order) in enumerate(orders):
+        tell(done, len(orders), f"executing, {plan.tokens:,} tokens")
+        if order.seconds > left:
+            order = left_out(order, options, left)
+        left -= order.seconds
+        if key not in journal.known:
+            journal.add(key, {"values": execute(plan, order, options)})
+            journal.sync()
+        values[key] = journal.known[key]["values"]
+    return {point.number: values[key] for key, points in sharing.items() for point in points}
 
 
 def _check_done(study: Study, found: Table) -> None:

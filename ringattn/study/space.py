@@ -152,19 +152,21 @@ class _Maker:
         option = part.pop(group, None)
         if option is None:
             values = dataclasses.asdict(getattr(self.base, group))
+            taken = set(values)
             if group in WRITTEN:  # the base's text has its own parameters in it already
                 option = self.choices.get(group)
                 values["spec"] = _option(group, option).get("spec", values["spec"])
+                taken = set(_option(group, option))
         else:
-            values = (
-                {"spec": str(option)} if group in WRITTEN and set("(:") & set(str(option)) else _option(group, option)
-            )
+            written = group in WRITTEN and set("(:") & set(str(option))
+            values = {"spec": str(option)} if written else _option(group, option)
+            taken = {f.name for f in dataclasses.fields(kind)} if group == "machine" else set(values)
             words = {key.partition(".")[2]: value for key, value in self.given.items() if key.startswith(f"{group}.")}
-            values |= {name: _read(text) for name, text in words.items() if group == "machine" or name in values}
+            values |= {name: _read(text) for name, text in words.items() if name in taken}
         for key, value in part.items():
             name = key.partition(".")[2]
-            if group != "machine" and name not in values:
-                raise InvalidInput(f"study: {key}={value} has no meaning with {group}={option or values['spec']}")
+            if name not in taken:
+                raise InvalidInput(f"study: {key}={value} has no meaning with {group}={option}")
             values[name] = _read(value) if isinstance(value, str) else value
         try:
             return tools.OmegaConf.to_object(tools.OmegaConf.merge(tools.OmegaConf.structured(kind), values))
