@@ -260,13 +260,13 @@ def _prepare(verb: str, override: str) -> list[str]:
     return [override]
 
 
-def _kind(schema: type, key: str) -> str:
-    """The annotation of a key."""
+def _kind(schema: Any, key: str) -> str:
+    """The annotation of a key; nothing of one inside a plain value."""
     first, _, rest = key.partition(".")
-    found = _names(schema)[first]
-    if rest:
-        found = _names(found.default_factory)[rest]
-    return str(found.type)
+    found = _names(schema).get(first)
+    if found is None or not rest:
+        return "" if found is None else str(found.type)
+    return _kind(found.default_factory, rest) if dataclasses.is_dataclass(found.default_factory) else ""
 
 
 def _whole(key: str, text: str) -> str:
@@ -284,9 +284,12 @@ def check_key(verb: str, schema: type, key: str) -> None:
             f"(ringattn {verb} --cfg job shows their values)"
         )
     inner = names[first].default_factory
-    if rest and dataclasses.is_dataclass(inner) and rest not in _names(inner):
-        shown = list(_names(inner))
-        raise InvalidInput(f"unknown key {key!r}; {did_you_mean(rest, shown)}keys of {first}: {', '.join(shown)}")
+    while rest and dataclasses.is_dataclass(inner):
+        part, _, rest = rest.partition(".")
+        if part not in _names(inner):
+            shown = list(_names(inner))
+            raise InvalidInput(f"unknown key {key!r}; {did_you_mean(part, shown)}keys of {first}: {', '.join(shown)}")
+        first, inner = f"{first}.{part}", _names(inner)[part].default_factory
 
 
 def _names(schema: Any) -> dict[str, Any]:

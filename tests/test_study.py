@@ -32,7 +32,7 @@ from ringattn.study.sweep import as_study, split
 from ringattn.timing.window import window
 
 MACHINE = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)
-SWEEP = ["-m", "pattern=Causal(),Causal() & Window(100)", "ranks=2,4,8", "tokens=4k,1M", "heads=2"]
+SWEEP = ["-m", "pattern=Causal(),Causal() & Window(100)", "ranks=2,4,8", "tokens=4k,1M", "heads=2", "study.plots=[stack]"]
 
 
 def config(**more: Any) -> SimulateConfig:
@@ -155,13 +155,15 @@ def test_comma_lists_become_axes() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "study").glob("*.yaml")))
-def test_presets_have_points_and_plots(name: str, tmp_path: Path) -> None:
+def test_presets_have_points_and_plots(name: str) -> None:
     """Each preset composes, its points are made, and its plots are known; nothing is computed."""
-    done = ringattn("simulate", f"study={name}", "--cfg", "job", "--resolve", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SimulateConfig), OmegaConf.create(done.stdout)))
+    ConfigStore.instance().store(name="simulate_schema", node=SimulateConfig)
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        found = OmegaConf.to_object(compose("simulate", [f"study={name}"]))
     assert isinstance(found, SimulateConfig)
     assert len(points(found)) > 5 and found.study.name == name
     plots.check_names(found.study.plots)
@@ -275,7 +277,7 @@ def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
     took = time.monotonic() - begun
     chance, kills = random.Random(0), 0
     journal = killed / "out" / "points.jsonl"
-    for moment in range(4):
+    for moment in range(3):
         process = subprocess.Popen(command, cwd=killed, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             if moment < 2:  # while points are being done, else at any time
@@ -322,13 +324,14 @@ def test_the_billion_tokens_quickly(tmp_path: Path) -> None:
     """The experiment on its three smallest sizes: what is executed passes its ledger, the rest is said not to be."""
     pytest.importorskip("matplotlib")
     sizes = "[{tokens: 8192, ranks: 1}, {tokens: 131072, ranks: 32}, {tokens: 1048576, ranks: 256}]"
+    axes = ["study.axes.pattern=[full, Causal() & Window(255)]", "study.axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
     done = ringattn(
-        "simulate", "experiment=billion_tokens", "study.execute.budget=3", f"study.together={sizes}", "output.path=out",
+        "simulate", "experiment=billion_tokens", "study.execute.budget=1", f"study.together={sizes}", "output.path=out", *axes,
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = read(tmp_path / "out" / "sweep.csv")
-    assert len(rows) == 24
+    assert len(rows) == 12
     assert {"complete"} == {row["executed ledger"] for row in rows if row["executed how"]}
     some = [row for row in rows if row["executed how"]]
     assert any("whole" in row["executed how"] for row in some)

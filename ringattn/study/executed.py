@@ -19,8 +19,9 @@ from ..plan import Plan, make_plan
 #: Assumed of one core, in fp64: elements of K and V per second that sampled rows visit, those of whole ranks that are made,
 #: visited and compared, and multiplications per second.
 ELEMENTS, WHOLE, PRODUCTS = 1.0e8, 1.0e7, 5.0e9
-#: Whole ranks are executed where they take at most this part of the budget: all of them, or a power of two, at least so many.
-SHARE, FEWEST = 0.02, 16
+#: Whole ranks are executed where they take at most this part of the budget, or so many seconds of it: all of them, or a
+#: power of two, at least so many.
+SHARE, LEAST, FEWEST = 0.02, 1.0, 16
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,15 @@ def wanted(plan: Plan, options: ExecuteGroup) -> Order:
     assert options.budget is not None
     tokens, width = plan.tokens / plan.ranks, 2 * options.heads * options.head_dim
     rank = plan.pairs() / plan.ranks * 2 * options.head_dim / PRODUCTS + tokens * width / WHOLE
-    count = min(plan.ranks, int(SHARE * options.budget / rank))
+    count = min(plan.ranks, int(max(SHARE * options.budget, min(LEAST, options.budget)) / rank))
     if count == plan.ranks:
         return Order("whole", 0, count, rank * count)
     if count >= FEWEST:
         count = 1 << count.bit_length() - 1
         return Order("some", (plan.ranks - count) // 2, count, rank * count)
-    return Order("rows", 0, options.rows, plan.tokens * width * (1 / ELEMENTS + options.rows / PRODUCTS))
+    # Blocks are made whole, and once for all rows that see them.
+    keys = min(plan.tokens, options.rows * (plan.pairs() / (plan.tokens * plan.heads) + 2 * tokens))
+    return Order("rows", 0, options.rows, keys * width * (1 / ELEMENTS + options.rows / PRODUCTS))
 
 
 def left_out(order: Order, options: ExecuteGroup, left: float) -> Order:
@@ -83,7 +86,7 @@ def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:
     words = {
         "whole": "all ranks, whole",
         "some": f"ranks {order.first:,} .. {order.first + order.count - 1:,}, whole",
-        "rows": f"{found.rows} rows over the whole sequence",
+        "rows": f"{found.rows} rows, with all keys that they see",
     }
     return {
         "how": words[order.how], "ranks": found.ranks, "rows": found.rows, "visits": found.visits,

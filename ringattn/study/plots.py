@@ -108,7 +108,8 @@ def total(row: Row, name: str) -> float:
 
 def series(table: Table, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
     """The rows that have numbers, by what they have in common but for x: a line of a plot each, sorted by x."""
-    others = [name for name in table.axes if name != x and name not in without]
+    tied = table.together if x in table.together else ()
+    others = [name for name in table.axes if name not in (x, *without, *tied)]
     varied = [name for name in others if len({str(row.get(name)) for row in table.rows}) > 1]
     found: dict[str, list[Row]] = {}
     for row in table.rows:

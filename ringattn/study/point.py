@@ -71,15 +71,11 @@ def _stalls(given: Any) -> list[Stall]:
 
 
 def evaluate(config: SimulateConfig) -> dict[str, Any]:
-    """What is recorded of a point: {"status": "ok", "values": by column name} or {"status": "refused", "why": text}."""
+    """What is recorded of a point: {"status": "ok", "values": by column name}, or {"status": "refused", "why": text},
+    with the values that are counted where there is a plan."""
     try:
         machine = config.machine.made()
         plan = asked_plan(config, machine)
-        options = asked_options(config)
-        found = [
-            simulate(plan, machine, backward=back, **options)
-            for back in ((False, True) if config.backward else (False,))
-        ]
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error)}
     values: dict[str, Any] = {
@@ -87,6 +83,14 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
         "layout": plan.layout.name, "schedule": plan.schedule, "heads": plan.heads, "kv_heads": plan.kv_heads,
         "head_dim": plan.head_dim, "dtype": plan.dtype, "batch": plan.batch, "machine": config.machine.spec, "pairs": _pairs(plan),
     }  # fmt: skip
+    try:
+        options = asked_options(config)
+        found = [
+            simulate(plan, machine, backward=back, **options)
+            for back in ((False, True) if config.backward else (False,))
+        ]
+    except (InvalidInput, Unsupported) as error:
+        return {"status": "refused", "why": str(error), "values": values}
     for one in found:
         values |= {f"{one.direction} {name}": value for name, value in numbers(one).items()}
     return {"status": "ok", "values": values, "not modelled": list(found[0].unmodelled)}

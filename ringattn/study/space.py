@@ -32,6 +32,8 @@ class Point:
     settings: dict[str, Any]
     labels: dict[str, Any]
     config: SimulateConfig
+    #: The settings that vary together.
+    together: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -78,7 +80,8 @@ def points(
         raise InvalidInput(f"study: {count:,} points are more than {MOST:,}; take fewer values or fewer axes")
     made = _Maker(config, given, choices or {})
     combined = ({**row, **dict(zip(axes, values, strict=True))} for row in rows for values in product(*axes.values()))
-    return [made.point(number, settings) for number, settings in enumerate(combined)]
+    together = tuple(dict.fromkeys(key for row in rows for key in row if not key.startswith("label.")))
+    return [replace(made.point(number, settings), together=together) for number, settings in enumerate(combined)]
 
 
 def in_order(found: Sequence[Point]) -> Iterator[Point]:

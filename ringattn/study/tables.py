@@ -23,6 +23,8 @@ class Table:
     rows: tuple[Row, ...]
     #: Names of the columns that are axes or vary together, in their order.
     axes: tuple[str, ...]
+    #: Those of them that vary together.
+    together: tuple[str, ...] = ()
 
     def word(self, name: str, row: Row) -> str:
         """The word that belongs to a number of a row."""
@@ -39,9 +41,11 @@ def table(points: Sequence[Point], records: Mapping[int, Row], executed: Mapping
     """The table of the points' records, and of what was executed of them, both by the points' numbers."""
     rows = []
     axes: dict[str, None] = {}
+    together: dict[str, None] = {}
     for point in points:
         record = records[point.number]
         axes |= dict.fromkeys(point.settings)
+        together |= dict.fromkeys(point.together)
         row = {
             "point": point.number, **point.settings, **_inputs(point), **point.labels, "status": record["status"],
             "why": record.get("why"), **record.get("values", {}),
@@ -51,7 +55,7 @@ def table(points: Sequence[Point], records: Mapping[int, Row], executed: Mapping
     labels = dict.fromkeys(name for point in points for name in point.labels)
     names = dict.fromkeys(["point", *axes, *labels, *(name for row in rows for name in row)])
     plain = {name: Column(name) for name in ("point", "status", "why", *labels)}
-    return Table(tuple(plain.get(name) or column(name) for name in names), tuple(rows), tuple(axes))
+    return Table(tuple(plain.get(name) or column(name) for name in names), tuple(rows), tuple(axes), tuple(together))
 
 
 def _inputs(point: Point) -> Row:
