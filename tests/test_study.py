@@ -324,7 +324,7 @@ def test_the_billion_tokens_quickly(tmp_path: Path) -> None:
     """The experiment on its three smallest sizes: what is executed passes its ledger, the rest is said not to be."""
     pytest.importorskip("matplotlib")
     sizes = "[{tokens: 8192, ranks: 1}, {tokens: 131072, ranks: 32}, {tokens: 1048576, ranks: 256}]"
-    axes = ["study.axes.pattern=[full, Causal() & Window(255)]", "study.axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
+    axes = ["study.axes.pattern=[full, 'Causal() & Window(255)']", "study.axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
     done = ringattn(
         "simulate", "experiment=billion_tokens", "study.execute.budget=1", f"study.together={sizes}", "output.path=out", *axes,
         cwd=tmp_path,
