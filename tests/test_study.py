@@ -32,7 +32,14 @@ from ringattn.study.sweep import as_study, split
 from ringattn.timing.window import window
 
 MACHINE = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)
-SWEEP = ["-m", "pattern=Causal(),Causal() & Window(100)", "ranks=2,4,8", "tokens=4k,1M", "heads=2", "study.plots=[stack]"]
+SWEEP = [
+    "-m",
+    "pattern=Causal(),Causal() & Window(100)",
+    "ranks=2,4,8",
+    "tokens=4k,1M",
+    "heads=2",
+    "study.plots=[stack]",
+]
 
 
 def config(**more: Any) -> SimulateConfig:
