@@ -69,7 +69,7 @@ def _usage() -> str:
             "",
             "ringattn <verb> --help                     groups and keys of a verb",
             "ringattn <verb> --cfg job --resolve        what would run",
-            "ringattn <verb> -m ranks=2,4               one job per value",
+            "ringattn <verb> -m ranks=2,4               one job per value; simulate: one study",
             "",
             'example: ringattn plan pattern="Causal() & Window(4096)" ranks=8 tokens=1M',
         ]
@@ -81,6 +81,8 @@ def _run(verb: str, overrides: list[str]) -> None:
         hint = did_you_mean(verb, VERBS)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
     launch = detect()
+    if verb == "simulate" and swept(overrides):  # its points are one study, in one folder
+        overrides = import_module(".study.sweep", __package__).as_study(overrides)
     prepared = prepare(verb, overrides, launch if verb in EVERYWHERE else None)
     if verb not in EVERYWHERE and (launch.local_rank if verb == "doctor" else launch.rank):
         return  # one rank says it for all; doctor, which tells of a machine, on every node once

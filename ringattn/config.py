@@ -17,6 +17,7 @@ from .groups import (
     OutputGroup,
     PatternGroup,
     ScheduleGroup,
+    StudyGroup,
     TransportGroup,
 )
 
@@ -120,8 +121,13 @@ class SimulateConfig(Shape):
     passes: int = 1
     tier: str = "auto"
     seed: int = 0
+    shard: Any = None
     validate: ValidateGroup = field(default_factory=ValidateGroup)
     numerics: NumericsGroup = field(default_factory=NumericsGroup)
+    study: StudyGroup = field(default_factory=StudyGroup)
+
+    def size(self) -> int:
+        return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
 
 
 @dataclass

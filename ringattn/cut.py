@@ -95,6 +95,12 @@ def minus(cuts: Cuts, others: Sequence[Cuts], kv_heads: int, rows: int) -> Cuts:
         return ()
     left: list[Rows] = []
     for head in range(kv_heads):
+        held, gone = _parts(cuts, head, rows), [part for other in others for part in _parts(other, head, rows)]
+        if all(part.step == 1 for part in (*held, *gone)):  # a mask would be as long as the block
+            runs = _without(held, gone)
+            if all(len(run) > 2 for run in runs):  # shorter ones might be written as steps
+                left.append(runs)
+                continue
         mask = _mask(cuts, head, rows)
         for other in others:
             mask &= ~_mask(other, head, rows)
@@ -205,6 +211,28 @@ def _mask(cuts: Cuts, head: int, rows: int) -> np.ndarray:
     return mask
 
 
+def _parts(cuts: Cuts, head: int, rows: int) -> list[range]:
+    """The rows of a head that cuts hold, as ranges."""
+    parts = (cut.of(head) if cut is not None and head in cut.index else () for cut in cuts if cut is not None)
+    return [range(rows)] if None in cuts else [part for found in parts for part in found]
+
+
+def _without(held: list[range], gone: list[range]) -> Rows:
+    """Ranges of step 1 without the members of others, in ascending order."""
+    left: list[range] = []
+    away = merged(frozenset(gone)) if gone else ()
+    for part in merged(frozenset(held)) if held else ():
+        at = part.start
+        for other in away:
+            if other.stop > at and other.start < part.stop:
+                if other.start > at:
+                    left.append(range(at, other.start))
+                at = other.stop
+        if at < part.stop:
+            left.append(range(at, part.stop))
+    return tuple(left)
+
+
 def _ascending(ranges: frozenset[range]) -> Rows:
     """The union of ranges, as ranges in ascending order that do not interleave."""
     if len(ranges) < 2:
@@ -217,7 +245,11 @@ def _ascending(ranges: frozenset[range]) -> Rows:
 
 def _count(ranges: frozenset[range]) -> int:
     """Numbers in the union of ranges."""
-    return sum(map(len, ranges)) if len(ranges) < 2 else int(np.count_nonzero(_marks(ranges)[1]))
+    if len(ranges) < 2:
+        return sum(map(len, ranges))
+    if all(r.step == 1 for r in ranges):  # a mask would be as long as the block
+        return sum(map(len, merged(ranges)))
+    return int(np.count_nonzero(_marks(ranges)[1]))
 
 
 def _marks(ranges: frozenset[range]) -> tuple[int, np.ndarray]:

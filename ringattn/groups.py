@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +146,47 @@ class NumericsGroup:
 @dataclass
 class OutputGroup:
     path: str | None = None
+
+
+@dataclass
+class WindowGroup:
+    """The point, the ranks and the clocks that the heat map and the trace of a study show; no point: neither is made."""
+
+    point: int | None = None
+    first_rank: int = 0
+    ranks: int = 32
+    first_clock: int = 0
+    clocks: int = 64
+
+
+@dataclass
+class ExecuteGroup:
+    """What of each plan of a study is executed by the numerics simulator, in fp64.
+
+    `budget` are seconds by assumed rates, so that it does not depend on the machine what is executed; None: nothing.
+    """
+
+    budget: float | None = None
+    rows: int = 16
+    heads: int = 1
+    head_dim: int = 16
+    seed: int = 0
+
+
+@dataclass
+class StudyGroup:
+    """Many points of `simulate`: all combinations of the values of `axes`, each with every entry of `together`.
+
+    Keys are those of `simulate`, or label.NAME, which is carried along as a column.
+    """
+
+    name: str = "sweep"
+    axes: dict[str, Any] = field(default_factory=dict)
+    together: list[Any] = field(default_factory=list)
+    plots: list[str] = field(default_factory=lambda: ["stack", "efficiency", "memory"])
+    x: str | None = None
+    y: str | None = None
+    window: WindowGroup = field(default_factory=WindowGroup)
+    execute: ExecuteGroup = field(default_factory=ExecuteGroup)
+    extrapolate: Any = None
+    progress: bool = True

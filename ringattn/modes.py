@@ -12,9 +12,9 @@ from .errors import InvalidInput
 _TIMED = ("slow", "slow_links", "stalls", "passes", "tier")
 MODES: dict[str, tuple[str, ...]] = {
     "timing": ("validate", "numerics"),
-    "validate": ("numerics", "pattern", "layout", "schedule", "ranks", "tokens", "kv_heads", "batch", "wire_dtype",
+    "validate": ("numerics", "study", "shard", "pattern", "layout", "schedule", "ranks", "tokens", "kv_heads", "batch", "wire_dtype",
                  "rotate", "backward", "seed", *_TIMED),
-    "numerics": ("validate", "batch", *_TIMED),
+    "numerics": ("validate", "study", "batch", *_TIMED),
 }  # fmt: skip
 
 

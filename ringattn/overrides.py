@@ -67,8 +67,8 @@ def _check_used(verb: str, given: Mapping[str, str]) -> None:
         group, _, name = key.partition(".")
         if group not in PARAMETERS or name in ("", "spec") or group not in _names(SCHEMAS[verb]):
             continue
-        if group not in given and "experiment" in given:
-            continue  # the experiment chooses
+        if group not in given and {"experiment", "study"} & set(given):
+            continue  # the experiment or the study chooses
         text = given.get(group) or _default(verb, group)
         chosen = ["custom"] if "(" in text or ":" in text else text.split(",")
         takers = [path.stem for path in sorted((conf_dir() / group).glob("*.yaml")) if _takes(path, name)]
@@ -180,7 +180,7 @@ def _prepare(verb: str, override: str) -> list[str]:
         return [override]
     prefix, key, value = match.groups()
     schema = SCHEMAS[verb]
-    _check_key(verb, schema, key.replace("/", "."))
+    check_key(verb, schema, key.replace("/", "."))
     if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
         return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
     folder = conf_dir() / key
@@ -198,13 +198,13 @@ def _prepare(verb: str, override: str) -> list[str]:
     return [override]
 
 
-def _kind(schema: type, key: str) -> str:
-    """The annotation of a key."""
+def _kind(schema: Any, key: str) -> str:
+    """The annotation of a key; nothing of one inside a plain value."""
     first, _, rest = key.partition(".")
-    found = _names(schema)[first]
-    if rest:
-        found = _names(found.default_factory)[rest]
-    return str(found.type)
+    found = _names(schema).get(first)
+    if found is None or not rest:
+        return "" if found is None else str(found.type)
+    return _kind(found.default_factory, rest) if dataclasses.is_dataclass(found.default_factory) else ""
 
 
 def _whole(key: str, text: str) -> str:
@@ -212,7 +212,8 @@ def _whole(key: str, text: str) -> str:
     return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
 
 
-def _check_key(verb: str, schema: type, key: str) -> None:
+def check_key(verb: str, schema: type, key: str) -> None:
+    """Raise InvalidInput, with a hint, where a verb has no such key."""
     names = _names(schema)
     first, _, rest = key.partition(".")
     if first not in names:
@@ -221,9 +222,12 @@ def _check_key(verb: str, schema: type, key: str) -> None:
             f"(ringattn {verb} --cfg job shows their values)"
         )
     inner = names[first].default_factory
-    if rest and dataclasses.is_dataclass(inner) and rest not in _names(inner):
-        shown = list(_names(inner))
-        raise InvalidInput(f"unknown key {key!r}; {did_you_mean(rest, shown)}keys of {first}: {', '.join(shown)}")
+    while rest and dataclasses.is_dataclass(inner):
+        part, _, rest = rest.partition(".")
+        if part not in _names(inner):
+            shown = list(_names(inner))
+            raise InvalidInput(f"unknown key {key!r}; {did_you_mean(part, shown)}keys of {first}: {', '.join(shown)}")
+        first, inner = f"{first}.{part}", _names(inner)[part].default_factory
 
 
 def _names(schema: Any) -> dict[str, Any]:

@@ -17,19 +17,21 @@ ORDER = (
     "schedules", "rotation", "picture", "timing", "choice", "plan", "memory", "softmax", "pool", "kernels", "buffers", "transport",
     "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "stream", "functional", "nn",
     "factories",
-    "files", "machine_file", "groups", "modes", "config", "overrides", "stored", "data", "sampling", "report", "simulator", "bench", "calibrate", "job", "commands", "cli",
+    "files", "provenance", "machine_file", "groups", "modes", "config", "overrides", "stored", "data", "sampling", "report", "simulator", "bench", "calibrate", "study", "job", "commands", "cli",
     "__main__",
 )  # fmt: skip
 NO_TORCH = (
     *ORDER[: ORDER.index("softmax")],
     "launcher",
     "files",
+    "provenance",
     "machine_file",
     "groups",
     "modes",
     "config",
     "overrides",
     "report",
+    "study",
     "cli",
     "__main__",
 )

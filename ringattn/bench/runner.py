@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -23,6 +21,7 @@ from .. import __version__, memory
 from ..files import make_folder, write_text
 from ..launcher import run_local
 from ..pool import memory_pool
+from ..provenance import git, source
 from ..transport.base import Transport
 from . import SUMMARIES, get_cases
 from .case import Case, Context, Run
@@ -182,9 +181,9 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "ringattn": __version__,
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "source": _source(),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "source": source(),
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -196,23 +195,6 @@ def _cpu() -> str:
         if "model name" in found:
             return f"{found['model name']} (family {found.get('cpu family')}, model {found.get('model')})"
     return platform.processor() or platform.machine()
-
-
-def _source() -> str:
-    """A hash of this package's code: every case starts new processes, which read it again."""
-    package = Path(__file__).resolve().parents[1]
-    found = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
-
-
-def _git(*arguments: str) -> str | None:
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def write(record: dict[str, Any], folder: Path) -> tuple[Path, Path]:

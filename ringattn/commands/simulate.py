@@ -13,14 +13,12 @@ from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean
 from ..files import check_writable, write_text
 from ..modes import MODES
-from ..pattern import parse_pattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
 from ..report import Number, console, show, size
-from ..timing import Machine, Stall, Timeline, machine_fields, simulate
+from ..study.point import asked_options, asked_plan
+from ..timing import Machine, Timeline, machine_fields, simulate
 from ..timing.budget import JOULES_PER_KWH
-
-#: Causes of exposed time that a field of the machine must be given for.
-CAUSES = {"merge": "merge", "interference": "gamma", "jitter": "jitter", "call": "call"}
+from ..timing.timeline import CAUSES
 
 
 def main(config: SimulateConfig) -> None:
@@ -35,28 +33,13 @@ def main(config: SimulateConfig) -> None:
     if config.mode != "timing":  # the others execute, and so need torch
         import_module(f".{config.mode}", __package__).main(config)
         return
+    if config.study.axes or config.study.together:
+        import_module(".study", __package__).main(config)
+        return
     if config.output.path:
         check_writable(Path(config.output.path))
     machine = config.machine.made(ranks=config.ranks)
-    plan = make_plan(
-        parse_pattern(config.pattern.spec),
-        tokens=config.size(),
-        ranks=config.ranks,
-        layout=config.layout.spec,
-        schedule=config.schedule.spec,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=config.dtype,
-        batch=config.batch,
-        wire_dtype=config.wire_dtype,
-        machine=machine,
-        rotate=config.rotate,
-    )
-    options: dict[str, Any] = {
-        "slow": config.slow, "slow_links": config.slow_links, "stalls": _stalls(config.stalls), "passes": config.passes,
-        "tier": config.tier, "seed": config.seed,
-    }  # fmt: skip
+    plan, options = asked_plan(config, machine), asked_options(config)
     found = [
         simulate(plan, machine, backward=back, **options) for back in ((False, True) if config.backward else (False,))
     ]
@@ -75,17 +58,6 @@ def main(config: SimulateConfig) -> None:
     lines.print("not modelled: " + "; ".join(found[0].unmodelled), highlight=False, markup=False, soft_wrap=True)
     if config.output.path:
         write_text(Path(config.output.path), json.dumps(_written(plan, machine, found, tables), indent=2) + "\n")
-
-
-def _stalls(given: Any) -> list[Stall]:
-    if given is not None and not isinstance(given, list):
-        raise InvalidInput(f"stalls={given!r}: expected a list of [rank, clock, seconds]; try 'stalls=[[3, 0, 0.5]]'")
-    for stall in given or ():
-        if not isinstance(stall, list) or len(stall) != 3 or [type(x) for x in stall[:2]] != [int, int]:
-            raise InvalidInput(f"stalls: {stall!r} is not [rank, clock, seconds]; try 'stalls=[[3, 0, 0.5]]'")
-        if not isinstance(stall[2], int | float):
-            raise InvalidInput(f"stalls: {stall[2]!r} in {stall!r} is not a number of seconds")
-    return [Stall(rank, clock, float(seconds)) for rank, clock, seconds in given or ()]
 
 
 def _machine(machine: Machine) -> list[Number]:

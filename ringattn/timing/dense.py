@@ -102,13 +102,13 @@ def _blocked(now: np.ndarray, clocks: int, coefficients: list[np.ndarray | float
     """`clocks` clocks of the stencil max(now + own, below + left, above + right) around the ring."""
     ranks = len(now)
     depth = max(1, min(DEPTH, clocks, ranks))
-    padded = [np.pad(c, depth, mode="wrap") if isinstance(c, np.ndarray) else c for c in coefficients]
+    padded = [_around(c, depth) if isinstance(c, np.ndarray) else c for c in coefficients]
     width = min(BLOCK, ranks) + 2 * depth
     buffers = [np.zeros(width) for _ in range(3)]
     then = np.empty_like(now)
     while clocks:
         step = min(depth, clocks)
-        around = np.pad(now, depth, mode="wrap")
+        around = _around(now, depth)
         for low in range(0, ranks, BLOCK):
             size = min(BLOCK, ranks - low)
             part = slice(low, low + size + 2 * depth)
@@ -117,6 +117,11 @@ def _blocked(now: np.ndarray, clocks: int, coefficients: list[np.ndarray | float
         now, then = then, now
         clocks -= step
     return now
+
+
+def _around(values: np.ndarray, depth: int) -> np.ndarray:
+    """The values of all ranks with those of `depth` ranks, at most all, around the ring before and after them."""
+    return np.concatenate((values[len(values) - depth :], values, values[:depth]))
 
 
 def _block(

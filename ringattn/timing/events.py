@@ -8,6 +8,7 @@ ready. A rank begins its next step when its visits are done and the messages tha
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -57,10 +58,15 @@ class _Rank:
 
 
 def events(
-    rates: Rates, faults: Faults, why: str = "every step of every rank", noise: np.random.Generator | None = None
+    rates: Rates,
+    faults: Faults,
+    why: str = "every step of every rank",
+    noise: np.random.Generator | None = None,
+    seen: Callable[[int, int, float, float], None] | None = None,
 ) -> tuple[Solved, Loads, Traffic]:
-    """Simulate a plan step by step; with `noise`, visits vary by the machine's jitter. Raises Unsupported where it has
-    too many steps, InvalidInput where a stall is at a step that its rank has not.
+    """Simulate a plan step by step; with `noise`, visits vary by the machine's jitter; `seen` hears (rank, step, when it
+    begins, how long it is busy), and when the rank has finished. Raises Unsupported where it has too many steps,
+    InvalidInput where a stall is at a step that its rank has not.
     """
     _check(rates, why)
     machine = rates.machine
@@ -90,7 +96,10 @@ def events(
         now, _, index = heappop(heap)
         rank = ranks[index]
         rank.begun = now
-        if rank.step == len(rank.busy):
+        ended = rank.step == len(rank.busy)
+        if seen is not None:
+            seen(index, rank.step, now, 0.0 if ended else rank.busy[rank.step])
+        if ended:
             continue
         rank.done = now + rank.busy[rank.step]
         changed = {index: None}

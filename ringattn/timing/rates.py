@@ -107,8 +107,11 @@ class Rates:
         inner, count = self.machine.inner, self.plan.ranks
         if inner == 1 or inner >= count:
             return np.asarray(inner >= count)
-        ranks = np.arange(count if distinct is None else distinct)
-        return np.asarray(ranks // inner == (ranks + sign) % count // inner)
+        known, key = self.plan.memory, ("near", inner, sign, distinct)
+        if key not in known:
+            ranks = np.arange(count if distinct is None else distinct)
+            known[key] = np.asarray(ranks // inner == (ranks + sign) % count // inner)
+        return np.asarray(known[key])
 
     def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(seconds, seconds of them that occupy the link) of messages of some bytes."""

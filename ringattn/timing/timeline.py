@@ -21,6 +21,8 @@ EFFECTS = {
     "price": "cost",
     "mtbf": "failures and checkpoints",
 }
+#: Causes of exposed time that a field of the machine must be given for.
+CAUSES = {"merge": "merge", "interference": "gamma", "jitter": "jitter", "call": "call"}
 #: What no machine here says anything of.
 ALWAYS = ("contention inside the network beyond a node's shared way out", "start-up of kernels and of the program")
 

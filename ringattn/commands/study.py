@@ -1,0 +1,85 @@
+"""ringattn simulate study=NAME, or -m: many points of the timing model, in one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..config import SimulateConfig
+from ..errors import InvalidInput
+from ..report import console
+from ..study.runner import Study, Tell, run
+from ..study.space import points
+
+#: Without a terminal, progress is a line at every so much of the work.
+LINES = 10
+
+
+def main(config: SimulateConfig) -> None:
+    """Run a study, or go on with it, and say where its files are."""
+    if config.mode != "timing":
+        raise InvalidInput(f"mode={config.mode} has no meaning with a study, whose points are modelled; leave it out")
+    overrides, choices, text = _hydra(config)
+    found = points(config, overrides, choices)
+    study = Study(config.study.name, config, found, Path("."), text, overrides)
+    folder = Path(config.output.path) if config.output.path else _folder(study)
+    study = dataclasses.replace(study, folder=folder)
+    with _progress(config.study.progress) as tell:
+        done = run(study, tell)
+    refused = sum(row["status"] == "refused" for row in done.rows)
+    console().print(
+        f"{len(done.rows) - refused:,} points [modelled], {refused:,} refused; {folder / 'report.md'}, report.html, sweep.csv, "
+        "summary.json",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _folder(study: Study) -> Path:
+    """A folder of this study's own: the same command goes on there, another one has another."""
+    digest = hashlib.sha256(json.dumps(study.head, sort_keys=True).encode()).hexdigest()[:8]
+    return Path("outputs") / "studies" / f"{re.sub(r'[^A-Za-z0-9]+', '-', study.name)}-{digest}"
+
+
+def _hydra(config: SimulateConfig) -> tuple[list[str], dict[str, str], str]:
+    """The overrides of this job, the options of its groups, and its configuration as YAML."""
+    known = import_module("hydra.core.hydra_config").HydraConfig
+    text = import_module("omegaconf").OmegaConf.to_yaml(dataclasses.asdict(config))
+    if not known.initialized():
+        return [], {}, text
+    job = known.get()
+    return list(job.overrides.task), {str(key): str(value) for key, value in job.runtime.choices.items()}, text
+
+
+@contextmanager
+def _progress(wanted: bool) -> Iterator[Tell]:
+    """Progress on standard error: a bar on a terminal, else a line now and then."""
+    lines = Console(stderr=True)
+    if not wanted:
+        yield lambda done, count, what: None
+        return
+    if lines.is_terminal:
+        shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*shown, console=lines, transient=True) as bar:
+            task = bar.add_task("")
+            yield lambda done, count, what: bar.update(task, completed=done, total=count, description=what)
+        return
+    last: list[Any] = [None]
+
+    def tell(done: int, count: int, what: str) -> None:
+        part = (what, done * LINES // count)
+        if part != last[0]:
+            last[0] = part
+            sys.stderr.write(f"ringattn: {what}: {done:,} of {count:,}\n")
+
+    yield tell

@@ -1,0 +1,105 @@
+"""What of a study is executed: whole ranks where that is little, sampled rows over the whole sequence where it is not.
+
+The seconds that the budget counts are pairs and rows over assumed rates, not a clock: which points are executed, and
+how, must not depend on the machine nor on whether the study was interrupted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+from ..config import SimulateConfig
+from ..errors import InvalidInput, Unsupported
+from ..groups import ExecuteGroup
+from ..pattern import parse_pattern
+from ..plan import Plan, make_plan
+
+#: Assumed of one core, in fp64: elements of K and V per second that sampled rows visit, those of whole ranks that are made,
+#: visited and compared, and multiplications per second.
+ELEMENTS, WHOLE, PRODUCTS = 1.0e8, 1.0e7, 5.0e9
+#: Whole ranks are executed where they take at most this part of the budget, or so many seconds of it: all of them, or a
+#: power of two, at least so many.
+SHARE, LEAST, FEWEST = 0.02, 1.0, 16
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be executed of a plan: "whole" (all ranks), "some" (ranks first ..), "rows", or nothing, and why."""
+
+    how: str
+    first: int = 0
+    count: int = 0
+    seconds: float = 0.0
+    why: str = ""
+
+
+def executed_plan(config: SimulateConfig) -> Plan:
+    """The plan of a point as it is executed: fp64, with the heads of study.execute. Raises InvalidInput."""
+    options = config.study.execute
+    return make_plan(
+        parse_pattern(config.pattern.spec), tokens=config.size(), ranks=config.ranks, layout=config.layout.spec,
+        schedule=config.schedule.spec, heads=options.heads, head_dim=options.head_dim, dtype="float64",
+        machine=config.machine.made(),
+    )  # fmt: skip
+
+
+def wanted(plan: Plan, options: ExecuteGroup) -> Order:
+    """What is to be executed of a plan by a budget that is spent on it alone, and its seconds at the assumed rates."""
+    assert options.budget is not None
+    tokens, width = plan.tokens / plan.ranks, 2 * options.heads * options.head_dim
+    rank = plan.pairs() / plan.ranks * 2 * options.head_dim / PRODUCTS + tokens * width / WHOLE
+    count = min(plan.ranks, int(max(SHARE * options.budget, min(LEAST, options.budget)) / rank))
+    if count == plan.ranks:
+        return Order("whole", 0, count, rank * count)
+    if count >= FEWEST:
+        count = 1 << count.bit_length() - 1
+        return Order("some", (plan.ranks - count) // 2, count, rank * count)
+    # Blocks are made whole, and once for all rows that see them.
+    keys = min(plan.tokens, options.rows * (plan.pairs() / (plan.tokens * plan.heads) + 2 * tokens))
+    return Order("rows", 0, options.rows, keys * width * (1 / ELEMENTS + options.rows / PRODUCTS))
+
+
+def left_out(order: Order, options: ExecuteGroup, left: float) -> Order:
+    """The order of nothing, where `left` seconds of the budget are too few."""
+    why = (
+        f"not executed: {order.count} {'rows' if order.how == 'rows' else 'ranks'} would take about {order.seconds:,.0f} s at "
+        f"the assumed rates, {left:,.0f} s of study.execute.budget={options.budget:g} are left"
+    )
+    return Order("nothing", why=why)
+
+
+def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:
+    """Run the order; what is recorded of it, without times."""
+    if order.how == "nothing":
+        return {"why not": order.why}
+    numerics = import_module("..simulator", __package__).numerics  # which needs torch
+    settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}
+    if order.how != "rows":
+        some = None if order.how == "whole" else range(order.first, order.first + order.count)
+        settings = {"mode": "all", "ranks": some}
+    try:
+        found = numerics(plan, seed=options.seed, **settings)
+    except (InvalidInput, Unsupported) as error:
+        return {"why not": str(error)}
+    words = {
+        "whole": "all ranks, whole",
+        "some": f"ranks {order.first:,} .. {order.first + order.count - 1:,}, whole",
+        "rows": f"{found.rows} rows, with all keys that they see",
+    }
+    return {
+        "how": words[order.how], "ranks": found.ranks, "rows": found.rows, "visits": found.visits,
+        "visits expected": found.visits_expected, "pairs": found.pairs, "part of all pairs": found.pairs / plan.pairs(),
+        "ledger": "complete" if found.complete else "NOT COMPLETE", "error": found.error, "error of lse": found.lse_error,
+        "most allowed": found.tolerance,
+    }  # fmt: skip
+
+
+def name_of(config: SimulateConfig) -> dict[str, Any]:
+    """All that an execution depends on: equal for points that share it."""
+    return {
+        "execute": asdict(config.study.execute), "pattern": config.pattern.spec, "layout": config.layout.spec,
+        "schedule": config.schedule.spec, "tokens": config.size(), "ranks": config.ranks,
+        "machine": asdict(config.machine) if "auto" in (config.layout.spec, config.schedule.spec) else None,
+    }  # fmt: skip

@@ -1,0 +1,255 @@
+"""Run a study: every point once, recorded as it is done, then the tables, plots and reports of all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from .. import __version__
+from ..config import SimulateConfig, parse_size
+from ..errors import InvalidInput, NumericsFailure, RingAttentionError
+from ..files import make_folder, write_text
+from ..plan import Plan
+from ..provenance import git, source
+from ..timing.machine import machine_fields
+from ..timing.window import window
+from . import plots, trace
+from .executed import Order, execute, executed_plan, left_out, name_of, wanted
+from .extend import extended
+from .journal import Journal
+from .paper import as_html, as_markdown
+from .point import asked_options, asked_plan, evaluate
+from .report import report
+from .space import Point, in_order
+from .tables import Table, as_csv, as_summary, table
+
+FORMAT = "ringattn study 1"
+JOURNAL = "points.jsonl"
+#: Names of the files that a study ends with, whose left-over halves are removed.
+WINDOW = "straggler_heat"
+FILES = (
+    "sweep.csv",
+    "summary.json",
+    "report.md",
+    "report.html",
+    "trace.json",
+    "config.yaml",
+    "overrides.yaml",
+    "provenance.json",
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study and the folder that it has for itself; `config` as YAML and `overrides` are written beside the results."""
+
+    name: str
+    config: SimulateConfig
+    points: Sequence[Point]
+    folder: Path
+    yaml: str = ""
+    overrides: Sequence[str] = field(default=())
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What a journal must agree with to be gone on with."""
+        inputs = json.dumps([[point.inputs, point.labels] for point in self.points], sort_keys=True)
+        digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
+        return {
+            "format": FORMAT, "study": self.name, "version": __version__, "source": source(), "points": digest,
+            "execute": asdict(self.config.study.execute),
+        }  # fmt: skip
+
+
+#: Called before each unit of work with its number, their count, and what it is.
+Tell = Callable[[int, int, str], None]
+
+
+def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
+    """Do what is not done yet, and write all files; returns the table. Raises InvalidInput, Unsupported, and, after all
+    is written, NumericsFailure where an execution found wrong numbers."""
+    options = study.config.study
+    if options.plots or options.window.point is not None:
+        plots.check()
+        plots.check_names(options.plots)
+    make_folder(study.folder)
+    head = study.head
+    with Journal(study.folder / JOURNAL, head) as journal:
+        _clean(study.folder)
+        records = _points(study, journal, tell)
+        executed = _executions(study, journal, tell)
+        tell(1, 1, "tables, plots and reports")
+        found = table(study.points, records, executed)
+        _check_done(study, found)
+        _write(study, head, found, records)
+    wrong = [row["point"] for row in found.rows if _wrong(row)]
+    if wrong:
+        raise NumericsFailure(
+            f"points {wrong}: the executed numerics are wrong; {study.folder / 'report.md'} says where"
+        )
+    return found
+
+
+def _wrong(row: dict[str, Any]) -> bool:
+    if "executed error" not in row:
+        return False
+    worst = max(row["executed error"], row["executed error of lse"])
+    return row["executed ledger"] != "complete" or not worst <= row["executed most allowed"]
+
+
+def _key(inputs: Any) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _points(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, Any]]:
+    """The records of all points, by number."""
+    found = {}
+    for done, point in enumerate(in_order(study.points)):
+        key = _key(point.inputs)
+        if key not in journal.known:
+            tell(done, len(study.points), "points")
+            journal.add(key, evaluate(point.config))
+        found[point.number] = journal.known[key]
+    return found
+
+
+def _executions(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, Any]]:
+    """What was executed of the points' plans, by point, as far as the budget goes: whole ranks first, then rows, of which
+    the longest sequences come first."""
+    options = study.config.study.execute
+    if options.budget is None:
+        return {}
+    sharing: dict[str, list[Point]] = {}
+    for point in study.points:
+        sharing.setdefault(_key(name_of(point.config)), []).append(point)
+    values: dict[str, dict[str, Any]] = {}
+    orders: list[tuple[str, Plan, Order]] = []
+    for key, points in sharing.items():
+        try:
+            plan = executed_plan(points[0].config)
+        except RingAttentionError as error:
+            values[key] = {"why not": str(error)}
+            continue
+        orders.append((key, plan, wanted(plan, options)))
+    orders.sort(
+        key=lambda entry: (entry[2].how == "rows", -entry[1].tokens if entry[2].how == "rows" else entry[1].tokens)
+    )
+    left = options.budget
+    for done, (key, plan, order) in enumerate(orders):
+        tell(done, len(orders), f"executing, {plan.tokens:,} tokens")
+        if order.seconds > left:
+            order = left_out(order, options, left)
+        left -= order.seconds
+        if key not in journal.known:
+            journal.add(key, {"values": execute(plan, order, options)})
+            journal.sync()
+        values[key] = journal.known[key]["values"]
+    return {point.number: values[key] for key, points in sharing.items() for point in points}
+
+
+def _check_done(study: Study, found: Table) -> None:
+    if all(row["status"] == "refused" for row in found.rows) and found.rows:
+        raise InvalidInput(f"every point of the study is refused, the first because: {found.rows[0]['why']}")
+
+
+def _clean(folder: Path) -> None:
+    """Remove what a killed process was about to rename."""
+    names = [*FILES, *(f"{name}.{kind}" for name in (*plots.PLOTS, WINDOW) for kind in plots.FORMATS)]
+    for name in names:
+        for left in folder.glob(f".{name}.*"):
+            left.unlink()
+
+
+def _write(study: Study, head: dict[str, Any], found: Table, records: dict[int, dict[str, Any]]) -> None:
+    options, folder = study.config.study, study.folder
+    notes = sorted({note for record in records.values() for note in record.get("not modelled", ())})
+    drawn, remarks = _drawn(study, found)
+    machines = {point.number: point.config.machine.made() for point in _with_machines(study.points)}
+    far = []
+    if options.extrapolate is not None:
+        by_point = {point.number: machines[_first(study.points, point)] for point in study.points}
+        far = extended(found, by_point, parse_size(options.extrapolate, "study.extrapolate"))
+    named = {point.config.machine.spec: machines[point.number] for point in _with_machines(study.points)}
+    lines = [
+        f"{name}: " + ", ".join(
+            f"{key}={value:g} [{machine.source(key)}]"
+            for key in machine_fields()
+            if (value := getattr(machine, key)) not in (None, False)
+        )
+        for name, machine in named.items()
+    ]  # fmt: skip
+    whole = {**head, "commit": git("rev-parse", "--short", "HEAD")}
+    command = " ".join(["ringattn simulate", *map(quote, study.overrides)])
+    write_text(folder / "config.yaml", study.yaml)
+    write_text(folder / "overrides.yaml", "".join(f"- {json.dumps(override)}\n" for override in study.overrides))
+    write_text(folder / "provenance.json", json.dumps(whole, indent=1) + "\n")
+    write_text(folder / "sweep.csv", as_csv(found))
+    more = {"extrapolated": [asdict(one) for one in far], "machines": lines}
+    write_text(folder / "summary.json", as_summary(found, whole, notes, more))
+    parts = report(study.name, found, drawn, notes, command, whole, lines, far, remarks)
+    write_text(folder / "report.md", as_markdown(parts))
+    write_text(folder / "report.html", as_html(f"Study {study.name}", parts))
+
+
+def _with_machines(points: Sequence[Point]) -> Iterator[Point]:
+    """The first point of each machine that can be made."""
+    known = set()
+    for point in points:
+        key = json.dumps(asdict(point.config.machine))
+        if key not in known:
+            known.add(key)
+            try:
+                point.config.machine.made()
+            except RingAttentionError:
+                continue  # its points are refused, and say so
+            yield point
+
+
+def _first(points: Sequence[Point], point: Point) -> int:
+    return next(other.number for other in points if other.config.machine == point.config.machine)
+
+
+def _drawn(study: Study, found: Table) -> tuple[list[Path], list[str]]:
+    """Plots and the trace; what could not be drawn, and why."""
+    options = study.config.study
+    files: list[Path] = []
+    remarks: list[str] = []
+    if options.plots:
+        x, y = plots.axes_of(found, options.x, options.y)
+        for name in options.plots:
+            files += plots.draw(study.folder, name, found, x, y)
+    if options.window.point is not None:
+        with _remarking(remarks):
+            files += _windowed(study)
+    return files, remarks
+
+
+@contextmanager
+def _remarking(remarks: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except RingAttentionError as error:
+        remarks.append(f"There is no heat map and no trace: {error}")
+
+
+def _windowed(study: Study) -> list[Path]:
+    options = study.config.study.window
+    if not 0 <= options.point < len(study.points):  # type: ignore[operator]
+        raise InvalidInput(f"study.window.point={options.point}: the points are 0 .. {len(study.points) - 1}")
+    config = study.points[options.point].config  # type: ignore[index]
+    machine = config.machine.made()
+    plan, asked = asked_plan(config, machine), asked_options(config)
+    seen = window(
+        plan, machine, ranks=range(options.first_rank, min(options.first_rank + options.ranks, plan.ranks)),
+        clocks=range(options.first_clock, options.first_clock + options.clocks),
+        slow=asked["slow"], slow_links=asked["slow_links"], stalls=asked["stalls"],
+    )  # fmt: skip
+    record = {"traceEvents": trace.events(seen, "forward"), "displayTimeUnit": "ms", "otherData": {"kind": "modelled"}}
+    write_text(study.folder / "trace.json", json.dumps(record) + "\n")
+    return plots.heat(study.folder, WINDOW, seen)
