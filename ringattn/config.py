@@ -126,6 +126,10 @@ class SimulateConfig(Shape):
     numerics: NumericsGroup = field(default_factory=NumericsGroup)
     study: StudyGroup = field(default_factory=StudyGroup)
 
+    def __post_init__(self) -> None:
+        if self.dtype == "auto":
+            self.dtype = "float64" if self.mode == "numerics" else "float32"
+
     def size(self) -> int:
         return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
 

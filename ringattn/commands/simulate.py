@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ def main(config: SimulateConfig) -> None:
             f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; attention over virtual "
             "ranks on inputs of your own runs with ringattn run transport=virtual"
         )
-    if config.dtype == "auto":
-        config = replace(config, dtype="float64" if config.mode == "numerics" else "float32")
     if config.mode != "timing":  # the others execute, and so need torch
         import_module(f".{config.mode}", __package__).main(config)
         return
