@@ -364,9 +364,6 @@ def test_held_out_sizes_are_held_out() -> None:
     found = validate.held_out(rows)
     assert len(found) == 4 and not inside & set(found)
     assert all(rows[1] < n < rows[-1] for n in found)
-    assert not {(c.pattern, c.layout) for c in validate.chosen(found, 2)} <= set(noise.GRID), (
-        "layouts are held out, too"
-    )
     assert {c.tokens for c in validate.chosen(found, 4)} == {4 * n for n in found}
 
 

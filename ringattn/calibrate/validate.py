@@ -1,4 +1,4 @@
-"""Validation: modelled against measured times of passes whose sizes, layouts and numbers of ranks were held out."""
+"""Validation: modelled against measured times of passes whose sizes and numbers of ranks were held out."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from itertools import pairwise
 from statistics import mean, median
 
 from ..timing import Machine
+from .noise import GRID
 from .passes import Case, Pass, cases
 
-#: Patterns and layouts: those of a calibration's passes, and two that it never saw.
-GRID = (
-    ("Full()", "contiguous"),
-    ("Causal()", "zigzag"),
-    ("Causal()", "contiguous"),
-    ("Causal() & Window(255)", "contiguous"),
-)
 #: The level of intervals.
 LEVEL = 0.9
 
