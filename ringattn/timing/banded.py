@@ -51,7 +51,7 @@ class Banded:
                 found += self.area(q - k)
         return found * self.heads
 
-    def rows_beyond(self, owners: np.ndarray, sign: int, first: int, last: int) -> np.ndarray:
+    def rows_beyond(self, owners: np.ndarray, sign: int, first: np.ndarray | int, last: int) -> np.ndarray:
         """Rows of each owner's block that ranks at distances first .. last along a direction see, int64 [owners]."""
         total = np.zeros(owners.shape, dtype=np.int64)
         low, high = (owners + first, owners + last) if sign > 0 else (owners - last, owners - first)

@@ -139,7 +139,7 @@ def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) ->
     for length, size in runs:
         if length < 1:
             continue
-        lanes = (lane(rates, faults, sign, size, [(sign, size)], distinct),) if size else ()
+        lanes = (lane(rates, faults, sign, size, [(sign, size)], np.arange(distinct)),) if size else ()
         visiting = max(0, min(length, ranks - clock))
         if visiting:
             phases.append(Phase(visiting, compute, merge, lanes))

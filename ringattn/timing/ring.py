@@ -144,8 +144,8 @@ class Ring:
 
 
 def shifted(value: Value, sign: int) -> Value:
-    """What the rank that sends to r has: value[r - sign]."""
-    return np.roll(value, sign) if isinstance(value, np.ndarray) and value.ndim else value
+    """What the rank that sends to r has: value[..., r - sign]."""
+    return np.roll(value, sign, axis=-1) if isinstance(value, np.ndarray) and value.ndim else value
 
 
 def largest(*values: Any) -> Any:
