@@ -12,6 +12,7 @@ from ..schedules.relay import Way
 from ..sizes import ITEM_BYTES
 from ..steps import Part
 from .banded import Banded
+from .edges import places
 from .lanes import lane, scaled
 from .rates import Faults, Rates
 from .ring import Phase, Ring
@@ -37,10 +38,10 @@ class Counted:
         """The ring problem of so many clocks, counted clock by clock: once where that is little, else whenever it is
         asked for."""
         if self.band.ranks * clocks <= REMEMBERED:
-            memory = self.rates.plan.memory
-            if "clocks" not in memory:
-                memory["clocks"] = list(self._each(clocks))
-            counted: Callable[[], Iterable[np.ndarray]] = lambda: memory["clocks"]  # noqa: E731
+            memory, key = self.rates.plan.memory, ("clocks", self.ways)
+            if key not in memory:
+                memory[key] = list(self._each(clocks))
+            counted: Callable[[], Iterable[np.ndarray]] = lambda: memory[key]  # noqa: E731
         else:
             counted = lambda: self._each(clocks)  # noqa: E731
         return Ring(
@@ -55,14 +56,14 @@ class Counted:
         return (self.at(self.ranks, np.asarray(clock)) for clock in range(clocks))
 
     def at(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
-        """Pairs and visits of ranks at clocks, and for each way the rows that they send: int64 [2 + ways, ...]."""
+        """Pairs of one head and visits of ranks at clocks, and for each way the rows that they send: int64 [2 + ways, ...]."""
         shape = np.broadcast_shapes(ranks.shape, clocks.shape)
         found = np.zeros((2 + len(self.ways), *shape), dtype=np.int64)
         for index, way in enumerate(self.ways or (Way(+1, 0),)):
             owners = (ranks - way.sign * clocks) % self.band.ranks
             # At clock 0 a rank visits its own block, whatever the ways.
             visiting = (clocks <= way.limit) & ((clocks > 0) | (index == 0))
-            seen = self.band.pairs(ranks, owners) * visiting
+            seen = self.band.seen(ranks, owners) * visiting
             found[0] += seen
             found[1] += seen > 0
             if self.ways:
@@ -75,7 +76,12 @@ class Counted:
         merge = scaled(self.rates.merge(self.band.rows), faults)
         sizes = [(way.sign, rows * self.row_bytes) for way, rows in zip(self.ways, counts[2:], strict=True)]
         lanes = tuple(lane(self.rates, faults, sign, size, sizes, ranks) for sign, size in sizes if size.any())
-        return Phase(1, scaled(counts[0] * self.rates.pair, faults), merge * counts[1], lanes)
+        return Phase(1, scaled(counts[0] * self.pair, faults), merge * counts[1], lanes)
+
+    @property
+    def pair(self) -> float:
+        """Seconds of a pair that all heads see."""
+        return self.band.heads * self.rates.pair
 
     @property
     def row_bytes(self) -> int:
@@ -84,12 +90,14 @@ class Counted:
         item = ITEM_BYTES[plan.part_dtype(Part("kv", 0))]
         return plan.batch * plan.kv_heads * (plan.head_dim + plan.value_dim) * item
 
-    def reach(self, owners: np.ndarray) -> int:
-        """Hops that the one of these owners' blocks makes that goes farthest: rows beyond a distance only shrink."""
+    def reach(self) -> int:
+        """Hops that the block makes that goes farthest: rows beyond a distance only shrink."""
         most = 0
         for way in self.ways:
 
             def reached(distance: int, way: Way = way) -> bool:
+                ranks = places(self.band, [way], np.array([distance - 1]))
+                owners = np.unique(ranks - way.sign * (distance - 1)) % self.band.ranks
                 return bool(self.band.rows_beyond(owners, way.sign, distance, way.limit).any())
 
             low, high = 0, 1

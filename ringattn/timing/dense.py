@@ -15,6 +15,8 @@ from .ring import NEVER, Lane, Phase, Ring, Solved, Value, largest, shifted
 
 #: Ranks per block, and clocks per visit to a block: three coefficients and two rows of it fit into a level-2 cache.
 BLOCK, DEPTH = 16384, 128
+#: A coefficient in delay form: of each rank, of all of them, or None where it never decides.
+Coefficient = np.ndarray | float | None
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ class Changes:
         index, away = low + index[order], away[order]
         return Changes(end - begin, None, self.at[index] - begin, away, self.values[:, index])
 
-    def apply(self, coefficients: list[np.ndarray], begin: int, end: int) -> None:
+    def apply(self, coefficients: Sequence[Coefficient], begin: int, end: int) -> None:
         """Set the coefficients to those after the points of clocks begin .. end - 1: of a rank with several, the last."""
         low, high = np.searchsorted(self.at, (begin, end))
         for coefficient, values in zip(coefficients, self.values[:, low:high], strict=True):
+            assert isinstance(coefficient, np.ndarray)
             coefficient[self.rank[low:high]] = values
 
 
@@ -151,10 +154,6 @@ def _delay(value: Value, reference: float) -> np.ndarray | float | None:
     return value - reference
 
 
-#: A coefficient in delay form: of each rank, of all of them, or None where it never decides.
-Coefficient = np.ndarray | float | None
-
-
 def _blocked(
     now: np.ndarray, clocks: int, coefficients: Sequence[Coefficient], period: int = 1, changes: Changes | None = None
 ) -> np.ndarray:
@@ -181,15 +180,16 @@ def _blocked(
             points = None
             if changes is not None:
                 points = changes.inside(done, done + step, low - depth, size + 2 * depth, ranks)
-                here = [c.copy() for c in here] if points else [_deciding(c) for c in here]
+                here = [np.array(c) for c in here] if points else [_deciding(np.asarray(c)) for c in here]
             whole = slice(depth, depth + size)
             if points is None and _repeats([around[part], *here], period):
                 # The ranks of one period, with as many around them as these clocks reach.
                 one = slice(depth - step, min(depth + period + step, size + 2 * depth))
-                rows = [x[one] if isinstance(x, np.ndarray) else x for x in (around[part], *here)]
-                key = b"".join(np.asarray(x[:period]).tobytes() if isinstance(x, np.ndarray) else b"." for x in rows)
+                rows = [x[one] if isinstance(x, np.ndarray) else x for x in here]
+                alone = around[part][one]
+                key = b"".join(x[:period].tobytes() if isinstance(x, np.ndarray) else b"." for x in (alone, *rows))
                 if key not in known:
-                    known[key] = _block(rows[0], step, rows[1:], buffers)[step : step + period].copy()
+                    known[key] = _block(alone, step, rows, buffers)[step : step + period].copy()
                 then[low : low + size] = np.resize(known[key], size)
             else:
                 then[low : low + size] = _block(around[part], step, here, buffers, points)[whole]

@@ -40,7 +40,9 @@ def _pairs(band: Banded, turn: np.ndarray) -> Iterator[np.ndarray]:
     """Ranks at which the pairs of their visits change: owner = rank - turn, with ranks added where that is outside."""
     ranks, edges = band.ranks, _edges(band)
     yield turn % ranks
-    if band.chunks == 2:  # chunks of rank and 2 ranks - 1 - owner: rank + owner - (2 ranks - 1) = an edge, or its mirror
+    if (
+        band.chunks == 2
+    ):  # chunks of rank and 2 ranks - 1 - owner: rank + owner - (2 ranks - 1) = an edge, or its mirror
         for around in (-ranks, 0, ranks):
             for edge in (edges, -edges):
                 yield from _halves(turn + around + 2 * ranks - 1 + edge)

@@ -42,7 +42,8 @@ class Faults:
 
     def at(self, ranks: np.ndarray) -> Faults:
         """The factors of some ranks, of their shape; without stalls."""
-        return Faults(*(None if x is None else x[ranks] for x in (self.slow, self.slow_links)))
+        slow, links = (None if x is None else x[ranks] for x in (self.slow, self.slow_links))
+        return Faults(slow, links)
 
     def link_factor(self, rank: int) -> float:
         """The factor on the messages that a rank sends."""

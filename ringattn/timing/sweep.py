@@ -67,8 +67,9 @@ class Sweep:
             clocks = np.arange(max(first - 1, 0), min(first + DEPTH, self.clocks))
             runs = changed(self.counted, clocks)
             length = np.bincount(runs.row, weights=runs.stop - runs.start, minlength=len(clocks))
-            fresh = [row for row in range(len(clocks)) if clocks[row] == 0 or length[row] > MANY]
-            starts = sorted({first - int(clocks[0]), *fresh})
+            begin = first - int(clocks[0])
+            fresh = [row for row in range(begin, len(clocks)) if clocks[row] == 0 or length[row] > MANY]
+            starts = sorted({begin, *fresh})
             for low, high in zip(starts, [*starts[1:], len(clocks)], strict=True):
                 whole = self._whole(int(clocks[low])) if low in fresh else None
                 yield self._points(runs, clocks, low + (low in fresh), high, low, whole)
@@ -151,8 +152,9 @@ def _loads(counted: Counted, sweep: Sweep) -> tuple[Loads, Traffic]:
     stalls = np.zeros(sweep.ranks)
     for stall in faults.stalls:
         stalls[stall.rank] += stall.seconds
-    loads = Loads(slow * pairs * rates.pair, slow * visits * rates.merge(counted.band.rows), sweep.interference, stalls)
+    loads = Loads(
+        slow * pairs * counted.pair, slow * visits * rates.merge(counted.band.rows), sweep.interference, stalls
+    )
     sent = sweep.totals[2 : 2 + ways] * counted.row_bytes
     messages = int(sweep.totals[2 + ways :].sum())
     return loads, Traffic(int(sent.sum()), int(sent.max(initial=0)), int(np.count_nonzero(sent)), messages)
-
