@@ -19,6 +19,8 @@ from .ring import Phase, Ring, Solved, Value
 
 #: Where more ranks change at a clock, all are counted.
 MANY = 4096
+#: Ranks that are counted at a time, which bounds the memory that it takes.
+PART = 16384
 #: Ranks on either side whose numbers a rank's clock depends on: its neighbours send what ends with their other messages.
 NEAR = np.arange(-2, 3)
 
@@ -105,7 +107,10 @@ class Sweep:
 
     def _at(self, ranks: np.ndarray, clocks: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
         """Numbers as in `totals`, coefficients of the stencil, and seconds of interference, of ranks at clocks."""
-        counts = self.counted.at(ranks, clocks)
+        clocks = np.broadcast_to(clocks, (len(ranks), *clocks.shape[1:]))
+        parts = range(0, max(len(ranks), 1), PART)
+        counted = [self.counted.at(ranks[i : i + PART], clocks[i : i + PART]) for i in parts]
+        counts = np.concatenate(counted, axis=1)
         phase = self.counted.phase(counts, ranks)
         taken = self.ring.busy(phase) - phase.compute - phase.merge
         late = np.zeros(counts.shape[1:])
