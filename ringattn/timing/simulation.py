@@ -14,6 +14,7 @@ from .closed import closed
 from .cones import cones
 from .dense import dense
 from .events import events
+from .folding import LEAST, folded
 from .loads import Loads, Traffic, survey
 from .machine import Machine, get_machine
 from .noise import Sampled, repeated, varied
@@ -57,7 +58,7 @@ def simulate(
     `slow` are factors on the visits of each rank (a dict by rank, or one per rank), `slow_links` on the messages that
     each rank sends, `stalls` single visits that take longer. `passes` is how often the pass is made, for failures,
     energy and cost. `tier` asks for one algorithm of the ladder, A to D or F, instead of the cheapest that is exact;
-    jitter is sampled (E) on top of it with `seed`. Raises InvalidInput, and Unsupported where no tier models what was
+    jitter is sampled (E) on top of it with `seed`. F of many ranks may be that of a smaller plan with the same times. Raises InvalidInput, and Unsupported where no tier models what was
     asked for.
     """
     machine = get_machine(machine)
@@ -76,10 +77,15 @@ def simulate(
     if tier == "F" or isinstance(found, str):
         if tier not in ("auto", "F"):
             raise Unsupported(f"tier={tier}: it solves rings whose numbers are known of all ranks at once, but {found}")
-        why = found if isinstance(found, str) else "asked for"
-        solved, loads, traffic = events(rates, faults, why)
-        noise = _noise_of_events(rates, faults, seed)
-        return _timeline(rates, solved, "", *loads.causes(solved.seconds), traffic, noise, passes)
+        compared, noise = "", None
+        short = _folded(rates, faults, found) if isinstance(found, str) else "tier=F simulates every rank"
+        if isinstance(short, str):
+            why = f"{found}; {short}" if isinstance(found, str) else "asked for"
+            solved, loads, traffic = events(rates, faults, why)
+            noise = _noise_of_events(rates, faults, seed)
+        else:
+            solved, loads, traffic, compared = short
+        return _timeline(rates, solved, compared, *loads.causes(solved.seconds), traffic, noise, passes)
     _check_stalls(found, faults)
     if machine.jitter and (found.bound or (found.counted and plan.ranks * found.clocks > COUNTED)):
         raise Unsupported(
@@ -127,6 +133,15 @@ def _check_size(found: Problem, most: int) -> None:
             f"{ranks:,} ranks x {found.clocks:,} clocks with {found.ring.buffers} receive slots are more than {most:,}, the "
             "most that is gone through one by one; try fewer ranks, or leave machine.buffers out"
         )
+
+
+def _folded(rates: Rates, faults: Faults, why: str) -> tuple[Solved, Loads, Traffic, str] | str:
+    """Tier F by a smaller plan, or why not."""
+    if rates.plan.ranks <= LEAST:
+        return "few ranks"
+    if faults or rates.machine.jitter:
+        return "slow ranks, stalls and jitter have no copies in a smaller plan"
+    return folded(rates, why)
 
 
 def _check_stalls(found: Problem, faults: Faults) -> None:
