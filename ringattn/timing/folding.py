@@ -62,16 +62,14 @@ def folded(rates: Rates, why: str) -> tuple[Solved, Loads, Traffic, str] | str:
     spread = np.abs(solved.finish[first : first + size] - solved.finish[first + size : first + 2 * size]).max()
     assert spread <= CLOSE * solved.seconds, f"two periods of ranks finish {spread} s apart"
     compared = _compared(rates, fold)
-    words = (
-        f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; ranks repeat every {size}, and depend on fewer "
-        f"than {max(first, size):,} to either side ({why})"
-    )
+    apart = f"depend on fewer than {first:,} to either side" if first else "depend on nobody beyond those"
+    words = f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; they repeat every {size:,}, and {apart} ({why})"
     whole = Loads(*(fold.unfolded(x) for x in (loads.compute, loads.merge, loads.interference, loads.stalls)))
     return (
         Solved("F folded", solved.seconds, fold.unfolded(solved.finish), words),
         whole,
         _traffic(rates, fold, traffic),
-        f"the steps and pairs of {compared:,} ranks of the whole plan with those of the smaller one; the finish of two periods",
+        f"steps and pairs of {compared:,} ranks of the whole plan with those of the smaller one; the finish of two periods",
     )
 
 
@@ -93,7 +91,7 @@ def found(rates: Rates) -> Fold | str:
     if around is None:
         return "ranks that share a way out of their node depend on each other without end"
     first = -(-around // size) * size
-    least = 2 * first + 2 * size
+    least = 2 * first + 2 * size  # two groups at least: in a ring of one, the way around it may be the shorter
     if least + size > min(plan.ranks, RANKS):
         return f"a rank depends on others up to {around:,} away"
     times = (plan.ranks - least) // size
