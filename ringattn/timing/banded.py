@@ -18,7 +18,7 @@ from ..layout import Contiguous, Zigzag
 if TYPE_CHECKING:
     from ..plan import Plan
 
-#: Pairs of a visit stay below this, so that int64 is exact.
+#: Pairs of a visit, and those of one head in all visits of a rank, stay below this, so that int64 is exact.
 LARGEST = 1 << 62
 
 
@@ -45,13 +45,17 @@ class Banded:
 
     def pairs(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
         """(query, key, head) pairs of visits, int64, by ranks of equal shape."""
+        return self.seen(queriers, owners) * self.heads
+
+    def seen(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """(query, key) pairs of visits that one head sees, int64."""
         found = np.zeros(np.broadcast_shapes(queriers.shape, owners.shape), dtype=np.int64)
         for q in self._chunks(queriers):
             for k in self._chunks(owners):
                 found += self.area(q - k)
-        return found * self.heads
+        return found
 
-    def rows_beyond(self, owners: np.ndarray, sign: int, first: int, last: int) -> np.ndarray:
+    def rows_beyond(self, owners: np.ndarray, sign: int, first: np.ndarray | int, last: int) -> np.ndarray:
         """Rows of each owner's block that ranks at distances first .. last along a direction see, int64 [owners]."""
         total = np.zeros(owners.shape, dtype=np.int64)
         low, high = (owners + first, owners + last) if sign > 0 else (owners - last, owners - first)
@@ -129,7 +133,7 @@ def banded(plan: Plan) -> Banded | None:
     if not chunks or tokens % (chunks * plan.ranks):
         return None
     size = tokens // (chunks * plan.ranks)
-    if 4 * size**2 * heads > LARGEST:
+    if 4 * size**2 * heads > LARGEST or (not tile.dense and size * chunks * tokens > LARGEST):
         return None
     return Banded(plan.ranks, size, chunks, tile.lo, tile.hi, heads)
 

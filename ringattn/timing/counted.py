@@ -1,4 +1,4 @@
-"""The forward of a band that hides something: pairs and rows of all ranks, clock by clock, counted exactly."""
+"""The forward of a band that hides something: pairs and rows of any ranks at any clocks, counted exactly."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..schedules.relay import Way
 from ..sizes import ITEM_BYTES
 from ..steps import Part
 from .banded import Banded
+from .edges import places
 from .lanes import lane, scaled
 from .rates import Faults, Rates
 from .ring import Phase, Ring
@@ -21,17 +22,8 @@ REMEMBERED = 1 << 21
 
 
 @dataclass(frozen=True)
-class Counts:
-    """One clock of all ranks: pairs and visits, int64 [ranks], and by direction the bytes sent, float64 [ranks]."""
-
-    pairs: np.ndarray
-    visits: np.ndarray
-    sizes: list[tuple[int, np.ndarray]]
-
-
-@dataclass(frozen=True)
 class Counted:
-    """The forward of a band that hides something: pairs and rows are counted for all ranks, clock by clock."""
+    """The forward of a band that hides something: pairs and rows are counted in closed form."""
 
     rates: Rates
     faults: Faults
@@ -43,14 +35,15 @@ class Counted:
         return np.arange(self.band.ranks)
 
     def ring(self, clocks: int) -> Ring:
-        """The ring problem of so many clocks, counted once where that is little, else whenever it is asked for."""
+        """The ring problem of so many clocks, counted clock by clock: once where that is little, else whenever it is
+        asked for."""
         if self.band.ranks * clocks <= REMEMBERED:
-            memory = self.rates.plan.memory
-            if "clocks" not in memory:
-                memory["clocks"] = list(self.counts())
-            counted: Callable[[], Iterable[Counts]] = lambda: memory["clocks"]  # noqa: E731
+            memory, key = self.rates.plan.memory, ("clocks", self.ways)
+            if key not in memory:
+                memory[key] = list(self._each(clocks))
+            counted: Callable[[], Iterable[np.ndarray]] = lambda: memory[key]  # noqa: E731
         else:
-            counted = self.counts
+            counted = lambda: self._each(clocks)  # noqa: E731
         return Ring(
             self.band.ranks,
             lambda: map(self.phase, counted()),
@@ -59,48 +52,52 @@ class Counted:
             stalls=self.faults.stalls,
         )
 
-    def counts(self) -> Iterator[Counts]:
-        """The pairs of each rank at each clock, until there are no messages, and the bytes that it sends each way."""
-        clock, moving = 0, True
-        while moving:
-            pairs, visits = np.zeros((2, self.band.ranks), dtype=np.int64)
+    def _each(self, clocks: int) -> Iterator[np.ndarray]:
+        return (self.at(self.ranks, np.asarray(clock)) for clock in range(clocks))
+
+    def at(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+        """Pairs of one head and visits of ranks at clocks, and for each way the rows that they send: int64 [2 + ways, ...]."""
+        shape = np.broadcast_shapes(ranks.shape, clocks.shape)
+        found = np.zeros((2 + len(self.ways), *shape), dtype=np.int64)
+        for index, way in enumerate(self.ways or (Way(+1, 0),)):
+            owners = (ranks - way.sign * clocks) % self.band.ranks
             # At clock 0 a rank visits its own block, whatever the ways.
-            for sign in {way.sign for way in self.ways if clock <= way.limit} if clock else {1}:
-                seen = self.band.pairs(self.ranks, (self.ranks - sign * clock) % self.band.ranks)
-                pairs += seen
-                visits += seen > 0
-            sizes = [(way.sign, self._sent(way, clock)) for way in self.ways]
-            moving = any(size.any() for _, size in sizes)
-            yield Counts(pairs, visits, sizes)
-            clock += 1
+            visiting = (clocks <= way.limit) & ((clocks > 0) | (index == 0))
+            seen = self.band.seen(ranks, owners) * visiting
+            found[0] += seen
+            found[1] += seen > 0
+            if self.ways:
+                found[2 + index] = self.band.rows_beyond(owners, way.sign, clocks + 1, way.limit)
+        return found
 
-    def phase(self, counts: Counts) -> Phase:
-        """One clock on the machine."""
-        merge = scaled(self.rates.merge(self.band.rows), self.faults)
-        lanes = tuple(
-            lane(self.rates, self.faults, sign, size, counts.sizes) for sign, size in counts.sizes if size.any()
-        )
-        return Phase(1, scaled(counts.pairs * self.rates.pair, self.faults), merge * counts.visits, lanes)
+    def phase(self, counts: np.ndarray, ranks: np.ndarray | None = None) -> Phase:
+        """One clock on the machine, of all ranks or of `ranks`, neighbours along the last axis. Without stalls."""
+        faults = self.faults if ranks is None else self.faults.at(ranks)
+        merge = scaled(self.rates.merge(self.band.rows), faults)
+        sizes = [(way.sign, rows * self.row_bytes) for way, rows in zip(self.ways, counts[2:], strict=True)]
+        lanes = tuple(lane(self.rates, faults, sign, size, sizes, ranks) for sign, size in sizes if size.any())
+        return Phase(1, scaled(counts[0] * self.pair, faults), merge * counts[1], lanes)
 
-    def _sent(self, way: Way, clock: int) -> np.ndarray:
-        """Bytes that each rank sends along a way at a clock, float64 [ranks]."""
-        if clock >= way.limit:
-            return np.zeros(self.band.ranks)
-        owners = (self.ranks - way.sign * clock) % self.band.ranks
-        rows = self.band.rows_beyond(owners, way.sign, clock + 1, way.limit)
-        return rows * self._row_bytes()
+    @property
+    def pair(self) -> float:
+        """Seconds of a pair that all heads see."""
+        return self.band.heads * self.rates.pair
 
-    def _row_bytes(self) -> float:
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of a block on its way."""
         plan = self.rates.plan
         item = ITEM_BYTES[plan.part_dtype(Part("kv", 0))]
-        return float(plan.batch * plan.kv_heads * (plan.head_dim + plan.value_dim) * item)
+        return plan.batch * plan.kv_heads * (plan.head_dim + plan.value_dim) * item
 
-    def reach(self, owners: np.ndarray) -> int:
-        """Hops that the one of these owners' blocks makes that goes farthest: rows beyond a distance only shrink."""
+    def reach(self) -> int:
+        """Hops that the block makes that goes farthest: rows beyond a distance only shrink."""
         most = 0
         for way in self.ways:
 
             def reached(distance: int, way: Way = way) -> bool:
+                ranks = places(self.band, [way], np.array([distance - 1]))
+                owners = np.unique(ranks - way.sign * (distance - 1)) % self.band.ranks
                 return bool(self.band.rows_beyond(owners, way.sign, distance, way.limit).any())
 
             low, high = 0, 1
@@ -142,7 +139,7 @@ class Counted:
 
     def _longest(self, sign: int) -> float:
         """Seconds of the message of a whole block on the slowest link."""
-        size = np.full(self.band.ranks, self.band.rows * self._row_bytes())
+        size = np.full(self.band.ranks, float(self.band.rows * self.row_bytes))
         return float(np.max(lane(self.rates, self.faults, sign, size, [(sign, size)]).seconds))
 
     def _busiest(self, limit: int, sign: int) -> tuple[int | None, int, list[tuple[int, int]]]:

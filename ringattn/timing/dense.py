@@ -6,12 +6,54 @@ advanced by up to DEPTH clocks at once, together with as many neighbours on eith
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from .ring import NEVER, Lane, Phase, Ring, Solved, Value, largest, shifted
 
 #: Ranks per block, and clocks per visit to a block: three coefficients and two rows of it fit into a level-2 cache.
 BLOCK, DEPTH = 16384, 128
+#: A coefficient in delay form: of each rank, of all of them, or None where it never decides.
+Coefficient = np.ndarray | float | None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """`clocks` clocks of a stencil whose coefficients (own, below, above) change at a few ranks from clock to clock.
+
+    They begin with `whole`, float64 [ranks] each, or with those before where that is None. Point i sets those of rank
+    `rank[i]` to `values[:, i]` from clock `at[i]` on; points ascend with their clock.
+    """
+
+    clocks: int
+    whole: tuple[np.ndarray, ...] | None
+    at: np.ndarray
+    rank: np.ndarray
+    values: np.ndarray
+
+    def inside(self, begin: int, end: int, first: int, width: int, ranks: int) -> Changes | None:
+        """The points at clocks begin .. end - 1 among `width` ranks from `first` on around the ring, whose ranks count
+        from `first`; None where there are none."""
+        low, high = np.searchsorted(self.at, (begin, end))
+        away = (self.rank[low:high] - first) % ranks
+        images = [away + turn for turn in range(0, width, ranks)]
+        taken = [np.flatnonzero(image < width) for image in images]
+        if not any(map(len, taken)):
+            return None
+        index = np.concatenate(taken)
+        away = np.concatenate([image[some] for image, some in zip(images, taken, strict=True)])
+        order = np.argsort(self.at[low:high][index], kind="stable")
+        index, away = low + index[order], away[order]
+        return Changes(end - begin, None, self.at[index] - begin, away, self.values[:, index])
+
+    def apply(self, coefficients: Sequence[Coefficient], begin: int, end: int) -> None:
+        """Set the coefficients to those after the points of clocks begin .. end - 1: of a rank with several, the last."""
+        low, high = np.searchsorted(self.at, (begin, end))
+        for coefficient, values in zip(coefficients, self.values[:, low:high], strict=True):
+            assert isinstance(coefficient, np.ndarray)
+            coefficient[self.rank[low:high]] = values
 
 
 def dense(ring: Ring, why: str = "every rank at every clock") -> Solved:
@@ -26,8 +68,10 @@ def dense(ring: Ring, why: str = "every rank at every clock") -> Solved:
 class Delay:
     """The state of a ring between two clocks, relative to `clock` x `reference`."""
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring, self.clock, self.reference = ring, 0, 0.0
+    def __init__(self, ring: Ring, period: int = 1) -> None:
+        self.ring, self.clock, self.reference, self.period = ring, 0, 0.0, period
+        #: Of the clock before, where they change from clock to clock.
+        self.coefficients: list[np.ndarray] = []
         self.now = np.zeros(ring.ranks)
         #: With several slots: the latest of the starts before, and when the last messages arrived by lane.
         self.starts: list[np.ndarray] = []
@@ -60,8 +104,20 @@ class Delay:
                 self._slotted(phase)
         else:
             coefficients = [_delay(value, self.reference) for value in self.ring.stencil(phase)]
-            self.now = _blocked(self.now, clocks, coefficients)
+            self.now = _blocked(self.now, clocks, coefficients, self.period)
             self.clock += clocks
+
+    def change(self, changes: Changes) -> None:
+        """Go on by some clocks whose coefficients change. The reference is the longest of the first that are given."""
+        if changes.whole is not None:
+            longest = max(float(value.max()) for value in changes.whole)
+            # A new reference is a new unit of the same times.
+            self.now = self.now + self.clock * (self.reference - longest)
+            self.reference = longest
+            self.coefficients = [value - longest for value in changes.whole]
+        points = replace(changes, values=changes.values - self.reference)
+        self.now = _blocked(self.now, changes.clocks, self.coefficients, self.period, points)
+        self.clock += changes.clocks
 
     def _slotted(self, phase: Phase) -> None:
         """One clock with several receive slots, row by row."""
@@ -98,24 +154,48 @@ def _delay(value: Value, reference: float) -> np.ndarray | float | None:
     return value - reference
 
 
-def _blocked(now: np.ndarray, clocks: int, coefficients: list[np.ndarray | float | None]) -> np.ndarray:
-    """`clocks` clocks of the stencil max(now + own, below + left, above + right) around the ring."""
+def _blocked(
+    now: np.ndarray, clocks: int, coefficients: Sequence[Coefficient], period: int = 1, changes: Changes | None = None
+) -> np.ndarray:
+    """`clocks` clocks of the stencil max(now + own, below + left, above + right) around the ring.
+
+    With `changes`, coefficients are arrays, and are those of the last clock in the end. Blocks in which all repeats every
+    `period` ranks are gone through by one period.
+    """
     ranks = len(now)
     depth = max(1, min(DEPTH, clocks, ranks))
-    padded = [_around(c, depth) if isinstance(c, np.ndarray) else c for c in coefficients]
-    width = min(BLOCK, ranks) + 2 * depth
-    buffers = [np.zeros(width) for _ in range(3)]
+    padded: list[Coefficient] = []
+    buffers = [np.zeros(min(BLOCK, ranks) + 2 * depth) for _ in range(3)]
     then = np.empty_like(now)
-    while clocks:
-        step = min(depth, clocks)
+    for done in range(0, clocks, depth):
+        step = min(depth, clocks - done)
         around = _around(now, depth)
+        if changes is not None or not padded:
+            padded = [_around(c, depth) if isinstance(c, np.ndarray) else c for c in coefficients]
+        known: dict[bytes, np.ndarray] = {}
         for low in range(0, ranks, BLOCK):
             size = min(BLOCK, ranks - low)
             part = slice(low, low + size + 2 * depth)
             here = [c[part] if isinstance(c, np.ndarray) else c for c in padded]
-            then[low : low + size] = _block(around[part], step, here, buffers)[depth : depth + size]
+            points = None
+            if changes is not None:
+                points = changes.inside(done, done + step, low - depth, size + 2 * depth, ranks)
+                here = [np.array(c) for c in here] if points else [_deciding(np.asarray(c)) for c in here]
+            whole = slice(depth, depth + size)
+            if points is None and _repeats([around[part], *here], period):
+                # The ranks of one period, with as many around them as these clocks reach.
+                one = slice(depth - step, min(depth + period + step, size + 2 * depth))
+                rows = [x[one] if isinstance(x, np.ndarray) else x for x in here]
+                alone = around[part][one]
+                key = b"".join(x[:period].tobytes() if isinstance(x, np.ndarray) else b"." for x in (alone, *rows))
+                if key not in known:
+                    known[key] = _block(alone, step, rows, buffers)[step : step + period].copy()
+                then[low : low + size] = np.resize(known[key], size)
+            else:
+                then[low : low + size] = _block(around[part], step, here, buffers, points)[whole]
         now, then = then, now
-        clocks -= step
+        if changes is not None:
+            changes.apply(coefficients, done, done + step)
     return now
 
 
@@ -124,9 +204,24 @@ def _around(values: np.ndarray, depth: int) -> np.ndarray:
     return np.concatenate((values[len(values) - depth :], values, values[:depth]))
 
 
+def _deciding(coefficient: np.ndarray) -> np.ndarray | None:
+    """None for a coefficient that never decides."""
+    return None if coefficient[0] == NEVER and bool((coefficient == NEVER).all()) else coefficient
+
+
+def _repeats(rows: Sequence[Coefficient], period: int) -> bool:
+    """Whether all rows repeat every `period` ranks, and are longer than that."""
+    arrays = [row for row in rows if isinstance(row, np.ndarray)]
+    return len(arrays[0]) > 2 * period and all(
+        row[-1] == row[-1 - period] and row[0] == row[period] and bool((row[period:] == row[:-period]).all())
+        for row in arrays
+    )
+
+
 def _block(
-    around: np.ndarray, clocks: int, coefficients: list[np.ndarray | float | None], buffers: list[np.ndarray]
-) -> np.ndarray:
+    around: np.ndarray, clocks: int, coefficients: Sequence[Coefficient], buffers: list[np.ndarray],
+    changes: Changes | None = None,
+) -> np.ndarray:  # fmt: skip
     """A block with its neighbours, some clocks later. What is wrong at its ends moves inward by one rank per clock."""
     size = len(around)
     now, then, other = (buffer[:size] for buffer in buffers)
@@ -136,7 +231,10 @@ def _block(
     assert own is not None, "a rank is never busy for less than no time"
     views = [(x[1:-1], x[:-2], x[2:]) for x in (now, then)]
     scratch = other[1:-1]
+    ends = [0] * (clocks + 1) if changes is None else np.searchsorted(changes.at, np.arange(clocks + 1)).tolist()
     for k in range(clocks):
+        if ends[k] < ends[k + 1] and changes is not None:
+            changes.apply(coefficients, k, k + 1)
         (here, below, above), target = views[k % 2], views[1 - k % 2][0]
         np.add(here, own, out=target)
         if left is not None:

@@ -129,26 +129,22 @@ def _check(rates: Rates, why: str) -> None:
     plan = rates.plan
     if rates.buffers > 1:
         raise Unsupported(
-            f"buffers={rates.buffers}: more than one receive slot is modelled for rings whose numbers are known of all "
-            "ranks at once, and this plan is simulated step by step; leave buffers out, as the executor has one"
+            f"buffers={rates.buffers}: plans that are simulated step by step have one receive slot, as the executor; leave "
+            "machine.buffers out"
         )
     if plan.ranks > RANKS:
         raise Unsupported(
-            f"{plan.ranks:,} ranks: this plan must be simulated step by step ({why}), which is done for up to {RANKS:,} "
-            "ranks; larger ones need schedule=ring and a mask that is one band (Full, Causal, Window) on contiguous or "
-            "zigzag ranks that divide the tokens"
+            f"{plan.ranks:,} ranks are more than the {RANKS:,} that are simulated step by step, as this plan must be: {why}. "
+            "Try schedule=ring with Full, Causal or Window, or a mask that repeats on contiguous ranks of equal size"
         )
     looked = sorted({plan.ranks * i // LOOKED_AT for i in range(LOOKED_AT)})
     size = [sum(1 + len(s.sends) for s in _steps(rates, rank)) for rank in looked]
-    if sum(size) * plan.ranks > 2 * EVENTS * len(looked):
+    if sum(size) * plan.ranks > 2 * EVENTS * len(looked):  # not worth the making of them all
         raise Unsupported(_too_many(f"about {sum(size) * plan.ranks // len(looked):,}"))
 
 
 def _too_many(count: str) -> str:
-    return (
-        f"{count} steps and messages over all ranks: simulated step by step are at most {EVENTS:,}; try fewer ranks, or a "
-        "pattern that sees less"
-    )
+    return f"{count} steps and messages are more than the {EVENTS:,} that are simulated; try fewer ranks, or a narrower mask"
 
 
 def _steps(rates: Rates, rank: int) -> tuple[Step, ...]:

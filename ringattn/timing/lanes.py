@@ -19,14 +19,14 @@ def lane(
     sign: int,
     size: Bytes,
     batch: Sequence[tuple[int, Bytes]],
-    distinct: int | None = None,
+    ranks: np.ndarray | None = None,
 ) -> Lane:
-    """The messages of a lane, of all ranks or of the first `distinct`.
+    """The messages of a lane, of all ranks or of `ranks`, neighbours along the last axis.
 
     Those of one rank and kind of link in a clock follow each other, so that each ends with the last of `batch`, all lanes
     of the clock, at its sender or its receiver.
     """
-    near = {s: rates.near(s, distinct) for s, _ in batch}
+    near = {s: rates.near(s, ranks) for s, _ in batch}
     moved, gaps = {}, {}
     for s, other in batch:
         seconds, gap = rates.message(other, near[s])
@@ -48,7 +48,8 @@ def lane(
 def _few(value: np.ndarray) -> Value:
     """One number where all are equal."""
     value = np.atleast_1d(value)
-    return float(value[0]) if bool((value == value[0]).all()) else value
+    first = value.flat[0]
+    return float(first) if bool((value == first).all()) else value
 
 
 def scaled(seconds: Value, faults: Faults) -> Value:

@@ -29,7 +29,7 @@ class Problem:
     """A ring problem, its clocks, and what of the plan was compared to see it.
 
     Where `copies` > 1, the plan's ranks are so many copies of those of `ring` one after another. `bound`: only the
-    makespan is that of the plan.
+    makespan is that of the plan. `counted`: what counts the numbers that differ from rank to rank and clock to clock.
     """
 
     ring: Ring
@@ -37,17 +37,15 @@ class Problem:
     compared: str
     copies: int = 1
     bound: bool = False
+    counted: Counted | None = None
 
     def whole(self) -> Ring:
         """The ring of all ranks."""
         return self.ring if self.copies == 1 else repeated(self.ring, self.copies)
 
 
-def problem(rates: Rates, faults: Faults, most: int) -> Problem | str:
-    """The ring problem of a plan, or why it is none that is known of all ranks at once.
-
-    `most` is the largest number of ranks x clocks whose numbers are computed one by one.
-    """
+def problem(rates: Rates, faults: Faults) -> Problem | str:
+    """The ring problem of a plan, or why it is none that is known of all ranks at once."""
     plan = rates.plan
     if plan.schedule != "ring":
         return f"the schedule {plan.schedule} is no ring"
@@ -64,23 +62,17 @@ def problem(rates: Rates, faults: Faults, most: int) -> Problem | str:
     if rates.backward:
         return "the backward of a mask that is not dense sends blocks beyond neighbours"
     counted = Counted(rates, faults, band, ways)
-    few = counted.reach(np.array([0, plan.ranks // 2, plan.ranks - 1]))
-    if plan.ranks * (few + 1) > SMALL and not faults and not rates.gamma and rates.buffers == 1:
+    if "reach" not in plan.memory:
+        plan.memory["reach"] = counted.reach()
+    clocks = plan.memory["reach"] + 1
+    alike = not faults and not rates.gamma and rates.buffers == 1
+    if alike and plan.ranks * clocks > SMALL:
         hidden = counted.hidden()
         if hidden is not None:
             ring, clocks, words = hidden
             return Problem(ring, clocks, f"{band_words(band)}; {words}", bound=True)
-    if plan.ranks * (few + 1) <= most and "reach" not in plan.memory:
-        plan.memory["reach"] = counted.reach(counted.ranks)
-    clocks = plan.memory.get("reach", few) + 1
-    if plan.ranks * clocks > most:
-        return (
-            f"the numbers of {plan.ranks:,} ranks x {clocks:,} clocks or more differ, of which up to {most:,} are counted "
-            "(more only where a rank is busy for as long as any other and as any message at every clock)"
-        )
-    return Problem(
-        counted.ring(clocks), clocks, f"{band_words(band)}; {clocks:,} clocks x {plan.ranks:,} ranks were counted"
-    )
+    words = f"{band_words(band)}; {clocks:,} clocks x {plan.ranks:,} ranks were counted"
+    return Problem(counted.ring(clocks), clocks, words, counted=counted)
 
 
 def band_words(band: Banded) -> str:
@@ -139,7 +131,7 @@ def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) ->
     for length, size in runs:
         if length < 1:
             continue
-        lanes = (lane(rates, faults, sign, size, [(sign, size)], distinct),) if size else ()
+        lanes = (lane(rates, faults, sign, size, [(sign, size)], np.arange(distinct)),) if size else ()
         visiting = max(0, min(length, ranks - clock))
         if visiting:
             phases.append(Phase(visiting, compute, merge, lanes))

@@ -40,6 +40,11 @@ class Faults:
         """The factor on the visits of a rank."""
         return 1.0 if self.slow is None else float(self.slow[rank])
 
+    def at(self, ranks: np.ndarray) -> Faults:
+        """The factors of some ranks, of their shape; without stalls."""
+        slow, links = (None if x is None else x[ranks] for x in (self.slow, self.slow_links))
+        return Faults(slow, links)
+
     def link_factor(self, rank: int) -> float:
         """The factor on the messages that a rank sends."""
         return 1.0 if self.slow_links is None else float(self.slow_links[rank])
@@ -101,16 +106,18 @@ class Rates:
         size = plan.batch * rows * (plan.heads // plan.team) * width * max(ITEM_BYTES[plan.dtype], 4)
         return MERGE_PASSES * size / self.machine.merge
 
-    def near(self, sign: int, distinct: int | None = None) -> np.ndarray:
-        """Whether rank r and the one it sends to, r + sign, are of one node: bool [ranks], or of the first `distinct`
-        ranks; of no dimension where that is the same for all."""
+    def near(self, sign: int, ranks: np.ndarray | None = None) -> np.ndarray:
+        """Whether rank r and the one it sends to, r + sign, are of one node: bool of the shape of `ranks` (default: all);
+        of no dimension where that is the same for all."""
         inner, count = self.machine.inner, self.plan.ranks
         if inner == 1 or inner >= count:
             return np.asarray(inner >= count)
-        known, key = self.plan.memory, ("near", inner, sign, distinct)
+        if ranks is not None:
+            return np.asarray(ranks // inner == (ranks + sign) % count // inner)
+        known, key = self.plan.memory, ("near", inner, sign)
         if key not in known:
-            ranks = np.arange(count if distinct is None else distinct)
-            known[key] = np.asarray(ranks // inner == (ranks + sign) % count // inner)
+            every = np.arange(count)
+            known[key] = np.asarray(every // inner == (every + sign) % count // inner)
         return np.asarray(known[key])
 
     def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

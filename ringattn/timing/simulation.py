@@ -14,6 +14,7 @@ from .closed import closed
 from .cones import cones
 from .dense import dense
 from .events import events
+from .folding import LEAST, folded
 from .loads import Loads, Traffic, survey
 from .machine import Machine, get_machine
 from .noise import Sampled, repeated, varied
@@ -21,6 +22,7 @@ from .problem import Problem, problem
 from .quotient import quotient
 from .rates import Factors, Faults, Rates, factors
 from .ring import Solved, Stall
+from .sweep import swept
 from .timeline import Timeline
 
 if TYPE_CHECKING:
@@ -34,8 +36,9 @@ NEEDS = {
     "C": "few slow ranks or stalls in a uniform ring with one receive slot",
 }
 CHOICES = ("auto", *TIERS, "F")
-#: Ranks x clocks whose numbers are counted one by one, and those that tier D goes through with one slot and with more.
-COUNTED, STENCIL, SLOTTED = 1 << 28, 1 << 38, 1 << 31
+#: Ranks x clocks that tier D goes through with one slot and with more, and those whose numbers are counted one by one:
+#: with several slots, and with jitter.
+STENCIL, SLOTTED, COUNTED = 1 << 38, 1 << 31, 1 << 28
 
 
 def simulate(
@@ -55,7 +58,7 @@ def simulate(
     `slow` are factors on the visits of each rank (a dict by rank, or one per rank), `slow_links` on the messages that
     each rank sends, `stalls` single visits that take longer. `passes` is how often the pass is made, for failures,
     energy and cost. `tier` asks for one algorithm of the ladder, A to D or F, instead of the cheapest that is exact;
-    jitter is sampled (E) on top of it with `seed`. Raises InvalidInput, and Unsupported where no tier models what was
+    jitter is sampled (E) on top of it with `seed`. F of many ranks may be that of a smaller plan with the same times. Raises InvalidInput, and Unsupported where no tier models what was
     asked for.
     """
     machine = get_machine(machine)
@@ -70,35 +73,42 @@ def simulate(
         factors("slow", slow, plan.ranks), factors("slow_links", slow_links, plan.ranks), tuple(stalls)
     )  # fmt: skip
     rates = Rates(plan, machine, backward)
-    found = problem(rates, faults, COUNTED)
+    found = problem(rates, faults)
     if tier == "F" or isinstance(found, str):
         if tier not in ("auto", "F"):
             raise Unsupported(f"tier={tier}: it solves rings whose numbers are known of all ranks at once, but {found}")
-        why = found if isinstance(found, str) else "asked for"
-        solved, loads, traffic = events(rates, faults, why)
-        noise = _noise_of_events(rates, faults, seed)
-        return _timeline(rates, solved, "", *loads.causes(solved.seconds), traffic, noise, passes)
+        compared, noise = "", None
+        short = _folded(rates, faults, found) if isinstance(found, str) else "tier=F simulates every rank"
+        if isinstance(short, str):
+            why = f"{found}; {short}" if isinstance(found, str) else "asked for"
+            solved, loads, traffic = events(rates, faults, why)
+            noise = _noise_of_events(rates, faults, seed)
+        else:
+            solved, loads, traffic, compared = short
+        return _timeline(rates, solved, compared, *loads.causes(solved.seconds), traffic, noise, passes)
     _check_stalls(found, faults)
-    solved = _solve(found, tier)
-    noise = varied(found.whole(), machine.jitter, seed) if machine.jitter and not found.bound else None
+    if machine.jitter and (found.bound or (found.counted and plan.ranks * found.clocks > COUNTED)):
+        raise Unsupported(
+            f"jitter on {plan.ranks:,} ranks whose visits differ is too much to sample; leave machine.jitter out, or take "
+            "fewer ranks"
+        )
+    solved, loads, traffic = _solve(found, tier)
+    noise = varied(found.whole(), machine.jitter, seed) if machine.jitter else None
     if found.bound:
-        if machine.jitter:
-            raise Unsupported(
-                f"jitter on {plan.ranks:,} ranks whose visits differ: it is sampled for masks that see everything, and for "
-                "fewer ranks; leave machine.jitter out"
-            )
         compute, exposed = _bounded(rates, found, solved)
         solved = replace(solved, finish=None, why="a rank that is busiest at every clock hides every message")
         return _timeline(rates, solved, found.compared, compute, exposed, None, None, passes)
-    loads, traffic = survey(found.ring, found.copies)
     return _timeline(rates, solved, found.compared, *loads.causes(solved.seconds), traffic, noise, passes)
 
 
-def _solve(found: Problem, tier: str) -> Solved:
+def _solve(found: Problem, tier: str) -> tuple[Solved, Loads, Traffic]:
     for name in TIERS if tier == "auto" else (tier,):
+        if name == "D" and found.counted is not None and found.ring.buffers == 1:
+            _check_size(found, STENCIL)
+            return swept(found.counted, found.clocks)
         solved = _tried(found, name)
         if solved is not None:
-            return solved
+            return solved, *survey(found.ring, found.copies)
     raise Unsupported(f"tier={tier} needs {NEEDS[tier]}, which this plan on this machine has not; try tier=auto")
 
 
@@ -111,17 +121,27 @@ def _tried(found: Problem, tier: str) -> Solved | None:
         return quotient(found.ring, found.copies)
     if tier == "C":
         return cones(found.whole())
-    _check_size(found)
+    one = STENCIL if found.ring.buffers == 1 else SLOTTED
+    _check_size(found, one if found.counted is None else COUNTED)
     return dense(found.whole())
 
 
-def _check_size(found: Problem) -> None:
-    most = STENCIL if found.ring.buffers == 1 else SLOTTED
-    if found.ring.ranks * found.copies * found.clocks > most:
+def _check_size(found: Problem, most: int) -> None:
+    ranks = found.ring.ranks * found.copies
+    if ranks * found.clocks > most:
         raise Unsupported(
-            f"{found.ring.ranks * found.copies:,} ranks x {found.clocks:,} clocks with {found.ring.buffers} receive slots are more than "
-            f"{most:,}, the most that is gone through one by one; try fewer ranks, or a machine whose nodes are alike"
+            f"{ranks:,} ranks x {found.clocks:,} clocks with {found.ring.buffers} receive slots are more than {most:,}, the "
+            "most that is gone through one by one; try fewer ranks, or leave machine.buffers out"
         )
+
+
+def _folded(rates: Rates, faults: Faults, why: str) -> tuple[Solved, Loads, Traffic, str] | str:
+    """Tier F by a smaller plan, or why not."""
+    if rates.plan.ranks <= LEAST:
+        return "few ranks"
+    if faults or rates.machine.jitter:
+        return "slow ranks, stalls and jitter have no copies in a smaller plan"
+    return folded(rates, why)
 
 
 def _check_stalls(found: Problem, faults: Faults) -> None:

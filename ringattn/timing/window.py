@@ -72,7 +72,7 @@ def window(
         )
     rates = Rates(plan, machine, backward)
     faults = Faults(factors("slow", slow, plan.ranks), factors("slow_links", slow_links, plan.ranks), tuple(stalls))
-    found = problem(rates, faults, COUNTED)
+    found = problem(rates, faults)
     if isinstance(found, str):
         return _stepped(rates, faults, ranks, clocks, found)
     if found.bound:
@@ -87,7 +87,7 @@ def window(
     begun, busy, messages = _run(found, ranks, clocks)
     plain = begun
     if faults:
-        other = problem(rates, Faults(), COUNTED)
+        other = problem(rates, Faults())
         assert isinstance(other, Problem) and not other.bound
         plain = _run(other, ranks, clocks)[0]
     return Window("D", ranks, clocks, begun, busy, begun - plain, messages)
