@@ -304,7 +304,11 @@ def test_wrong_requests() -> None:
         (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"rank 0 has the steps 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow={1: 2.0}, tier="A"), Unsupported, "tier=A needs all ranks and links alike"),
         (lambda: simulate(direct, EVEN, tier="D"), Unsupported, "the schedule direct is no ring"),
-        (lambda: simulate(direct, replace(EVEN, buffers=2)), Unsupported, "buffers=2: more than one receive slot"),
+        (
+            lambda: simulate(direct, replace(EVEN, buffers=2)),
+            Unsupported,
+            "buffers=2: plans that are simulated step by step",
+        ),
         (lambda: simulate(many, EVEN), Unsupported, "8,192 ranks are more than the 4,096 .* must be: the mask"),
         (lambda: simulate(big, EVEN), Unsupported, "steps and messages are more than"),
         (lambda: simulate(plan, "cpus"), InvalidInput, "did you mean 'cpu'"),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Plans of up to this many ranks are simulated as they are.
 LEAST = 64
 #: Ranks of a period, beyond which the steps of one are too many to look at, and ranks whose steps are compared.
-LONGEST, COMPARED = 256, 96
+LONGEST, COMPARED = 64, 96
 #: Largest difference of times that are equal but for the order of their sums, relative to the longest.
 CLOSE = 1e-12
 
@@ -86,7 +86,7 @@ def found(rates: Rates) -> Fold | str:
     rows = plan.tokens // plan.ranks
     size = lcm(lcm(repeats, rows) // rows, machine.inner)
     if size > LONGEST or 4 * size > plan.ranks:
-        return f"the mask and the nodes repeat every {size:,} ranks only"
+        return f"the mask and the nodes repeat every {size:,} ranks, and {LONGEST} are looked at, or a fourth"
     around = 0 if _apart(plan, size) else _around(rates, size)
     if around is None:
         return "ranks that share a way out of their node depend on each other without end"
