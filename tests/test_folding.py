@@ -131,7 +131,7 @@ def test_what_is_not_folded() -> None:
     for machine, options, words in (
         (EVEN, {"slow": {1: 2.0}}, "slow ranks, stalls and jitter have no copies"),
         (replace(EVEN, jitter=0.1), {}, "slow ranks, stalls and jitter have no copies"),
-        (replace(EVEN, inner=1 << 9), {}, "the mask and the nodes repeat every 512 ranks, and 64"),
+        (replace(EVEN, inner=1 << 9), {}, "the mask and the nodes repeat every 512 ranks, and 32"),
     ):
         with pytest.raises(Unsupported, match=f"8,192 ranks are more than the 4,096 .*{words}"):
             simulate(plan, machine, **options)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Plans of up to this many ranks are simulated as they are.
 LEAST = 64
 #: Ranks of a period, beyond which the steps of one are too many to look at, and ranks whose steps are compared.
-LONGEST, COMPARED = 64, 96
+LONGEST, COMPARED = 32, 96
 #: Largest difference of times that are equal but for the order of their sums, relative to the longest.
 CLOSE = 1e-12
 
@@ -91,7 +91,8 @@ def found(rates: Rates) -> Fold | str:
     if around is None:
         return "ranks that share a way out of their node depend on each other without end"
     first = -(-around // size) * size
-    least = 2 * first + 2 * size  # two groups at least: in a ring of one, the way around it may be the shorter
+    # Four groups at least: a visit at one distance must not share its clock, nor a clock beside it, with one around the ring.
+    least = 2 * first + 4 * size
     if least + size > min(plan.ranks, RANKS):
         return f"a rank depends on others up to {around:,} away"
     times = (plan.ranks - least) // size

@@ -8,6 +8,9 @@ import numpy as np
 
 from .ring import Phase, Ring
 
+#: Relative difference of two sums that are the same.
+ROUNDING = 1e-12
+
 
 @dataclass(frozen=True)
 class Loads:
@@ -45,7 +48,7 @@ class Loads:
             done += more
             found[name], longest = float(done.max()) - longest, float(done.max())
         # Sums of the same numbers in another order differ by their rounding.
-        found["wait"] = max(seconds - longest, 0.0)
+        found["wait"] = seconds - longest if seconds - longest > ROUNDING * seconds else 0.0
         return mean, found
 
 
