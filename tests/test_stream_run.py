@@ -119,8 +119,9 @@ def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
     results.mkdir()
     (results / "out.safetensors").write_text("from before")
     run = subprocess.Popen(
-        command(*DISK, "chunk=20", "repeat=100000"), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
+        command(*DISK, "chunk=20", "repeat=100000"), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # jobs in the background ignore it
+    )  # fmt: skip
     try:
         deadline = time.monotonic() + 100
         while len(list(results.iterdir())) < 2 and time.monotonic() < deadline and run.poll() is None:
