@@ -105,7 +105,7 @@ class ValidateGroup:
     rows: list[Any] = field(default_factory=lambda: list(ROWS))
     widths: list[Any] = field(default_factory=lambda: list(WIDTHS))
     messages: list[Any] = field(default_factory=lambda: list(MESSAGES))
-    repeat: int = 5
+    repeat: int = 7
     threads: int | None = None
     timeout: float = 600.0
 

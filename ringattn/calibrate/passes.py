@@ -11,7 +11,7 @@ from ..functional import ring_attention
 from ..pattern import parse_pattern
 from ..plan import Plan, make_plan
 from ..timing import Machine, simulate
-from .team import ROUNDS, Team
+from .team import Team
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,20 @@ def cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> l
 
 
 def measured(team: Team, chosen: Sequence[Case], machine: Machine, settings: Settings, slow: float = 1.0) -> list[Pass]:
-    """Some cases, measured in rounds over all of them and modelled; `slow` is a factor on modelled visits. Collective."""
-    rounds = [[_seconds(team, case, settings, -(-settings.repeat // ROUNDS)) for case in chosen] for _ in range(ROUNDS)]
+    """Some cases, measured in rounds over all of them and modelled; `slow` is a factor on modelled visits. Collective.
+
+    Each run is one round, on tensors of its own: where the allocator puts them decides much of a short pass.
+    """
+    rounds = [[_seconds(team, case, settings) for case in chosen] for _ in range(settings.repeat)]
     return [
-        Pass(case, tuple(t for seconds in same for t in seconds), modelled(case, machine, team.size, settings, slow))
+        Pass(case, same, modelled(case, machine, team.size, settings, slow))
         for case, same in zip(chosen, zip(*rounds, strict=True), strict=True)
     ]
 
 
-def _seconds(team: Team, case: Case, settings: Settings, count: int) -> list[float]:
-    """Seconds of `count` passes, each from a barrier to a barrier, so that the slowest rank counts. Rank 0's clock."""
+def _seconds(team: Team, case: Case, settings: Settings) -> float:
+    """Seconds of a pass after one that does not count, from a barrier to a barrier, so that the slowest rank counts.
+    Rank 0's clock."""
     plan = case.plan(team.size, settings)
     rows = plan.layout.rows(team.rank)
     shape = (1, settings.heads, rows, settings.head_dim)
@@ -112,7 +116,7 @@ def _seconds(team: Team, case: Case, settings: Settings, count: int) -> list[flo
         return team.timed(run)
 
     timed()
-    found: list[float] = team.everyone([timed() for _ in range(count)])[0]
+    found: float = team.everyone(timed())[0]
     return found
 
 
