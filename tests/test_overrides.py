@@ -29,6 +29,7 @@ TWO = Launch("mpich", 0, 2, 0, 2)
         ("run", ["-m", "ranks=2,4", "output.path=o/x.safetensors"], "'output.path=o/x_${hydra:job.num}.safetensors'"),
         ("plan", ["--multirun", "ranks=2,4", "output.path=p.json"], "every job would replace the output"),
         ("calibrate", ["-m", "heads=2,4"], "output.path=machine.yaml with -m"),
+        ("simulate", ["shard=2k", "tokens=4M"], "give shard or tokens, not both"),
     ],
 )  # fmt: skip
 def test_refused(verb: str, overrides: list[str], words: str) -> None:

@@ -269,6 +269,13 @@ def test_another_study_in_the_folder_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "sweep.csv").read_bytes() == before
 
 
+def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(InvalidInput, match="holds files, and none of a study"):
+        run(study(tmp_path, {"ranks": [2]}))
+    assert files(tmp_path) == {"report.md": b"mine"}
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

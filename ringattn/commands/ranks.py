@@ -18,6 +18,8 @@ from ..transport.base import Transport
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
 
+#: Local ranks per core, at most.
+LOCAL = 32
 TRANSPORTS = ("gloo", "nccl", "mpi", "virtual")
 
 
@@ -40,6 +42,12 @@ def check(config: Started, transports: tuple[str, ...] = TRANSPORTS) -> None:
         raise InvalidInput(f"transport={config.transport.spec}: expected one of {', '.join(transports)}")
     if config.ranks < 1:
         raise InvalidInput(f"ranks={config.ranks}: must be at least 1")
+    most = LOCAL * (os.cpu_count() or 1)
+    if config.ranks > most and config.transport.spec in ("gloo", "nccl") and detect().kind == "none":
+        raise InvalidInput(
+            f"ranks={config.ranks:,}: each would be a process of this machine, of which at most {most} are started here; "
+            "start them with torchrun, or try ringattn run transport=virtual, or ringattn simulate"
+        )
     if config.threads is not None and config.threads < 1:
         raise InvalidInput(f"threads={config.threads}: must be at least 1; leave it out to share the cores evenly")
     if not config.timeout > 0:

@@ -78,6 +78,8 @@ def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
     if options.plots or options.window.point is not None:
         plots.check()
         plots.check_names(options.plots)
+    _check_folder(study.folder)
+    _check_window(study)
     make_folder(study.folder)
     head = study.head
     with Journal(study.folder / JOURNAL, head) as journal:
@@ -156,6 +158,18 @@ def _executions(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[st
 def _check_done(study: Study, found: Table) -> None:
     if all(row["status"] == "refused" for row in found.rows) and found.rows:
         raise InvalidInput(f"every point of the study is refused, the first because: {found.rows[0]['why']}")
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder with files that are not a study's, which might be replaced."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / JOURNAL).is_file():
+        raise InvalidInput(f"{folder}: holds files, and none of a study; give an output.path that is new or empty")
+
+
+def _check_window(study: Study) -> None:
+    point = study.config.study.window.point
+    if point is not None and not 0 <= point < len(study.points):
+        raise InvalidInput(f"study.window.point={point}: the study has the points 0 .. {len(study.points) - 1}")
 
 
 def _clean(folder: Path) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Up to this many ranks x clocks all are counted, even where a busiest rank alone would tell the makespan.
 SMALL = 1 << 20
+#: The most ranks whose visits are counted, which takes memory for each.
+MOST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
         return _dense(rates, faults, band, ways)
     if rates.backward:
         return "the backward of a mask that is not dense sends blocks beyond neighbours"
+    if plan.ranks > MOST:
+        return f"visits that differ are counted for at most {MOST:,} ranks"
     counted = Counted(rates, faults, band, ways)
     if "reach" not in plan.memory:
         plan.memory["reach"] = counted.reach()

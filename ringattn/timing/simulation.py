@@ -67,6 +67,8 @@ def simulate(
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise InvalidInput(f"passes={passes!r}: expected how often the pass is made, an integer >= 1")
     for stall in stalls:
+        if not isinstance(stall, Stall):
+            raise InvalidInput(f"stalls: {stall!r} is no Stall(rank, clock, seconds)")
         if not 0 <= stall.rank < plan.ranks or stall.clock < 0 or not 0 <= stall.seconds < float("inf"):
             raise InvalidInput(f"{stall}: expected a rank 0 .. {plan.ranks - 1}, a clock >= 0 and seconds >= 0")
     faults = Faults(
