@@ -100,13 +100,13 @@ def read_machine(path: Path) -> Machine:
             raise InvalidInput(f"{path}: unknown key {key!r}; {did_you_mean(key, known)}expected {', '.join(known)}")
     try:
         return _machine(record)
-    except (KeyError, TypeError, AttributeError) as error:
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InvalidInput(
             f"{path}: {type(error).__name__} {error}: a part is missing or of another type; make it again with ringattn "
             "calibrate"
         ) from error
-    except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error}") from error
 
 
 def _machine(record: dict[str, Any]) -> Machine:

@@ -299,6 +299,10 @@ BROKEN = [
     (lambda text: text.replace("ringattn machine 1", "ringattn machine 9"), "is no machine file"),
     (lambda text: "a: [", "is no YAML"),
     (lambda text: text.replace("overhead:", "overheat:"), "a part is missing"),
+    (
+        lambda text: text.replace("residuals:", "residuals: {source: measured, values: [abc]}\nsamples:"),
+        "a part is missing",
+    ),
     (lambda text: text.replace("source: cited", "source: dreamt"), "expected a field and one of cited"),
 ]
 
