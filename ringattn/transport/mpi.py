@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -175,11 +176,13 @@ class AbortOnError:
             return
         world, told = load().COMM_WORLD, isinstance(error, RingAttentionError)
         if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # mpirun passes on what the terminal has sent already
             if world.Get_rank() == 0:  # Ctrl-C reaches all of them
                 sys.stderr.write("ringattn: interrupted\n")
                 sys.stderr.flush()
             time.sleep(HEARD)
             world.Abort(130)
+            os._exit(130)  # Abort may return before the job has ended
         if told:
             sys.stderr.write(f"ringattn: rank {world.Get_rank()}: {error}\n")
         if not told or os.environ.get("RINGATTN_TRACEBACK") == "1":
