@@ -8,7 +8,7 @@ those of the executor; thousands of ranks take the calls of a few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from ..buffers import Buffer
-from ..errors import CommFailure, InvalidInput
+from ..errors import InvalidInput
 from ..plan import Plan
 from ..steps import Hop, Part, RankPlan, Step
-from ..transport.base import Message, Post, Program, Wait
-from ..transport.virtual import WATCHED
+from ..transport.base import Message, Post, Program
+from ..transport.virtual import WATCHED, in_turns
 
 T = TypeVar("T")
 #: Where a message is for, or from, a rank that is not executed.
@@ -176,27 +176,13 @@ class Lockstep:
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """Run the cohorts' programs to the end, in turns, and return their results in order."""
-        results: list[Any] = [None] * len(programs)
-        waiting = {c: _Ticket("start") for c in range(len(programs))}
-        while waiting:
-            free = [c for c, ticket in waiting.items() if ticket.ready]
-            if not free:
-                labels = "; ".join(f"rank {self.members[c].first}, {t.label}" for c, t in [*waiting.items()][:8])
-                raise CommFailure(f"the virtual ranks wait for each other forever: {labels}")
-            for c in free:
-                del waiting[c]
-                try:
-                    request = programs[c].send(None)
-                    while isinstance(request, Post):
-                        request = programs[c].send(self._post(c, request))
-                except StopIteration as stop:
-                    results[c] = stop.value
-                    continue
-                assert isinstance(request, Wait)
-                waiting[c] = request.ticket
+        results = in_turns(programs, self._post, self._stuck)
         assert not self._open, "messages that nobody sent"
         assert all(send.done for send in self._sent.values()), "messages that nobody received"
         return results
+
+    def _stuck(self, waiting: Mapping[int, _Ticket]) -> str:
+        return "; ".join(f"rank {self.members[c].first}, {t.label}" for c, t in [*waiting.items()][:8])
 
     def _known(self, cohort: Cohort) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
         """The sends and the receives of a cohort by peer and tag."""

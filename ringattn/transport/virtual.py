@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -51,6 +51,40 @@ class _Ticket:
         return all(flight.done or flight.matched for _, flight in self.flights)
 
 
+def in_turns(
+    programs: Sequence[Program[T]],
+    post: Callable[[int, Post], Any],
+    stuck: Callable[[Mapping[int, Any]], str],
+    resume: Callable[[Any], None] = lambda ticket: None,
+) -> list[T]:
+    """Run programs of one process to the end, in turns, and return their results in order.
+
+    `post` takes a program's number and its request, and gives a ticket, whose `ready` says whether a wait for it ends;
+    `resume` is called with it right before its program goes on. Where nobody can, CommFailure is raised with what `stuck`
+    says of the tickets that are waited for.
+    """
+    results: list[Any] = [None] * len(programs)
+    waiting: dict[int, Any] = {}
+    free = list(range(len(programs)))
+    while free:
+        for index in free:
+            if index in waiting:
+                resume(waiting.pop(index))
+            try:
+                request = programs[index].send(None)
+                while isinstance(request, Post):
+                    request = programs[index].send(post(index, request))
+            except StopIteration as stop:
+                results[index] = stop.value
+                continue
+            assert isinstance(request, Wait)
+            waiting[index] = request.ticket
+        free = [index for index, ticket in waiting.items() if ticket.ready]
+    if waiting:
+        raise CommFailure(f"the virtual ranks wait for each other forever: {stuck(waiting)}")
+    return results
+
+
 class Virtual:
     """`size` ranks of one process. A receive buffer is poisoned from its post to its wait, and a send buffer
     must not change in between, so that a program that would race on a real fabric fails here.
@@ -64,25 +98,7 @@ class Virtual:
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """Run one program per rank to the end, in turns, and return their results in rank order."""
         assert len(programs) == self.size
-        results: list[Any] = [None] * self.size
-        waiting: dict[int, _Ticket] = {rank: _Ticket("start") for rank in range(self.size)}
-        while waiting:
-            free = [rank for rank, ticket in waiting.items() if ticket.ready]
-            if not free:
-                raise CommFailure(f"the virtual ranks wait for each other forever: {self._stuck(waiting)}")
-            for rank in free:
-                # Messages of one rank at a time, right before it runs: what it reads next is still in the cache.
-                for name, flight in waiting.pop(rank).flights:
-                    flight.deliver(name)
-                try:
-                    request = programs[rank].send(None)
-                    while isinstance(request, Post):
-                        request = programs[rank].send(self._post(rank, request))
-                except StopIteration as stop:
-                    results[rank] = stop.value
-                    continue
-                assert isinstance(request, Wait)
-                waiting[rank] = request.ticket
+        results = in_turns(programs, self._post, self._stuck, self._deliver)
         assert not self._open, f"messages that nobody received: {sorted(self._open)}"
         return results
 
@@ -112,7 +128,12 @@ class Virtual:
         if flight.matched:
             del self._open[key]
 
-    def _stuck(self, waiting: dict[int, _Ticket]) -> str:
+    def _deliver(self, ticket: _Ticket) -> None:
+        # Messages of one rank at a time, right before it runs: what it reads next is still in the cache.
+        for name, flight in ticket.flights:
+            flight.deliver(name)
+
+    def _stuck(self, waiting: Mapping[int, _Ticket]) -> str:
         names = [n for ticket in waiting.values() for n, f in ticket.flights if not f.done and not f.matched]
         return "; ".join(names[:8]) + (" ..." if len(names) > 8 else "")
 
