@@ -18,11 +18,16 @@ MODES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def of_experiment(name: str, folder: Path) -> str | None:
+    """The mode that an experiment in a conf folder sets, if it does."""
+    path = folder / "experiment" / f"{name}.yaml"
+    found = re.search(r"^mode: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
+    return found[1] if found else None
+
+
 def check_mode(given: Mapping[str, str], folder: Path) -> None:
     """Refuse keys that the chosen mode of `simulate` would not look at."""
-    files = [folder / "experiment" / f"{name}.yaml" for name in given.get("experiment", "null").split(",")]
-    texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
-    set_there = [found for text in texts for found in re.findall(r"^mode: *(\w+)", text, re.MULTILINE)]
+    set_there = [found for name in given.get("experiment", "null").split(",") if (found := of_experiment(name, folder))]
     for mode in given["mode"].split(",") if "mode" in given else set_there or ["timing"]:
         for key in given:
             name = re.split(r"[./@]", key)[0]

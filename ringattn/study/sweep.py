@@ -7,6 +7,7 @@ from importlib import import_module
 
 from ..config import conf_dir
 from ..errors import InvalidInput
+from ..modes import of_experiment
 
 #: Hydra's own words for several values.
 FUNCTIONS = re.compile(r"(choice|range|glob)\(")
@@ -77,6 +78,4 @@ def _mode(arguments: list[str]) -> str:
     given = dict(argument.partition("=")[::2] for argument in arguments)
     if "mode" in given:
         return given["mode"]
-    path = conf_dir() / "experiment" / f"{given.get('experiment')}.yaml"
-    found = re.search(r"^mode: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
-    return found[1] if found else "timing"
+    return of_experiment(given.get("experiment", "null"), conf_dir()) or "timing"
