@@ -17,7 +17,7 @@ ORDER = (
     "schedules", "rotation", "picture", "timing", "choice", "plan", "memory", "softmax", "pool", "kernels", "buffers", "transport",
     "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "stream", "functional", "nn",
     "factories",
-    "files", "provenance", "machine_file", "groups", "modes", "config", "overrides", "stored", "data", "sampling", "report", "simulator", "bench", "calibrate", "study", "job", "commands", "cli",
+    "files", "provenance", "machine_file", "groups", "modes", "config", "overrides", "asked", "stored", "data", "sampling", "report", "simulator", "bench", "calibrate", "study", "job", "commands", "cli",
     "__main__",
 )  # fmt: skip
 NO_TORCH = (
@@ -30,6 +30,7 @@ NO_TORCH = (
     "modes",
     "config",
     "overrides",
+    "asked",
     "report",
     "study",
     "cli",

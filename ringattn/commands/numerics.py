@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from ..asked import asked_plan
 from ..config import SimulateConfig, parse_size
 from ..errors import InvalidInput, NumericsFailure, did_you_mean
 from ..files import check_writable, write_text
 from ..groups import NumericsGroup
 from ..memory import peak
-from ..pattern import parse_pattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
 from ..report import Number, show, size
 from ..simulator import MODES, Mutation, NumericsReport, chosen_rows, numerics
 
@@ -33,11 +33,7 @@ def main(config: SimulateConfig) -> NumericsReport:
     if config.output.path:
         check_writable(Path(config.output.path))
     torch.set_num_threads(options.threads)
-    plan = make_plan(
-        parse_pattern(config.pattern.spec), tokens=config.size(), ranks=config.ranks, layout=config.layout.spec,
-        schedule=config.schedule.spec, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
-        dtype=config.dtype, wire_dtype=config.wire_dtype, machine=config.machine.made(ranks=config.ranks), rotate=config.rotate,
-    )  # fmt: skip
+    plan = asked_plan(config)
     rows, ranks = _rows(plan, config), _ranks(plan, options)
     fault = _fault(plan, options, rows, ranks)
     report = numerics(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..asked import asked_plan
 from ..choice import within_reach
 from ..config import PlanConfig
 from ..files import write_text
-from ..pattern import parse_pattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
 from ..report import Number, console, grid, show, show_choice, size
 
 #: Of up to this many ranks all are counted, and of more where that takes no more than so many lookups of tiles.
@@ -17,21 +17,7 @@ ALL_RANKS, LOOKUPS = 64, 1_500_000
 
 def main(config: PlanConfig) -> None:
     """Print the picture, the pairs, the imbalance and the bytes of a plan; write it as JSON where asked."""
-    plan = make_plan(
-        parse_pattern(config.pattern.spec),
-        tokens=config.size(),
-        ranks=config.ranks,
-        layout=config.layout.spec,
-        schedule=config.schedule.spec,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=config.dtype,
-        batch=config.batch,
-        wire_dtype=config.wire_dtype,
-        machine=config.machine.made(ranks=config.ranks),
-        rotate=config.rotate,
-    )
+    plan = asked_plan(config)
     if config.output.path:
         write_text(Path(config.output.path), plan.to_json() + "\n")
     lines = console()

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..asked import asked_plan
 from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean
@@ -14,7 +15,7 @@ from ..files import check_writable, write_text
 from ..modes import MODES
 from ..plan import Plan
 from ..report import Number, console, show, size
-from ..study.point import asked_options, asked_plan
+from ..study.point import asked_options
 from ..timing import Machine, Timeline, machine_fields, simulate
 from ..timing.budget import JOULES_PER_KWH
 from ..timing.timeline import CAUSES

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..asked import asked_plan
 from ..config import SimulateConfig
 from ..errors import InvalidInput, Unsupported
 from ..machine_file import UNITS
-from ..pattern import parse_pattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
 from ..timing import Machine, Stall, Timeline, simulate
 from ..timing.timeline import CAUSES
 
@@ -30,25 +30,6 @@ class Column:
     @property
     def title(self) -> str:
         return f"{self.name} [{self.unit}]" if self.unit else self.name
-
-
-def asked_plan(config: SimulateConfig, machine: Machine) -> Plan:
-    """The plan that a configuration asks for."""
-    return make_plan(
-        parse_pattern(config.pattern.spec),
-        tokens=config.size(),
-        ranks=config.ranks,
-        layout=config.layout.spec,
-        schedule=config.schedule.spec,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=config.dtype,
-        batch=config.batch,
-        wire_dtype=config.wire_dtype,
-        machine=machine,
-        rotate=config.rotate,
-    )
 
 
 def asked_options(config: SimulateConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from shlex import quote
 from typing import Any
 
 from .. import __version__
+from ..asked import asked_plan
 from ..config import SimulateConfig, parse_size
 from ..errors import InvalidInput, NumericsFailure, RingAttentionError
 from ..files import make_folder, write_text
@@ -24,7 +25,7 @@ from .executed import Order, execute, executed_plan, left_out, name_of, wanted
 from .extend import extended
 from .journal import Journal
 from .paper import as_html, as_markdown
-from .point import asked_options, asked_plan, evaluate
+from .point import asked_options, evaluate
 from .report import report
 from .space import Point, in_order
 from .tables import Table, as_csv, as_summary, table
