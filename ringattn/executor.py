@@ -20,7 +20,7 @@ from .kernels.pad import delta, with_column, with_delta
 from .plan import Plan
 from .pool import memory_pool, retried
 from .rows import Inputs, Rows, add_, batches
-from .script import make_script
+from .script import hides, make_script
 from .steps import Part
 from .transport.base import Program
 from .work import Work
@@ -73,8 +73,9 @@ def forward(
         yield from state.start(index, f"forward step {index}")
         for block in step.visits:
             key, value = state.block(block)
-            clean = script.hides and finite(key, value)
-            for portion in next(visits):
+            portions = next(visits)
+            clean = hides(portions) and finite(key, value)
+            for portion in portions:
                 for piece in portion.pieces:
                     for batch in batches(piece.work, q):
                         x, y, z = inputs.of(piece.work, batch, (q,), (key, value))

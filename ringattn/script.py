@@ -53,10 +53,10 @@ class Script:
     visits: tuple[tuple[Portion, ...], ...]
     empty: tuple[range, ...]
 
-    @property
-    def hides(self) -> bool:
-        """Whether some call has a band, so that a key hidden from some rows is seen by others."""
-        return any(not piece.work.dense for visit in self.visits for portion in visit for piece in portion.pieces)
+
+def hides(visit: tuple[Portion, ...]) -> bool:
+    """Whether some call of a visit has a band, so that a key hidden from some rows is seen by others."""
+    return any(not piece.work.dense for portion in visit for piece in portion.pieces)
 
 
 def make_script(plan: Plan, rank: int, kernel: Kernel) -> Script:

@@ -14,7 +14,8 @@ from ..errors import Unsupported
 from ..functional import ring_attention, virtual_attention
 from ..layout import Layout, make_layout
 from ..pattern import Causal, Full
-from ..sizes import ITEM_BYTES
+from ..plan import make_plan
+from ..timing.budget import memory
 from .case import Case, Column, Context, Ratio, Run, relative_error
 
 CORES = 2
@@ -30,7 +31,7 @@ NOTE = (
 MEMORY_NOTE = (
     "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds and ranks; "
     "glibc is told (mallopt) to give freed blocks back at once, as it would otherwise keep some from an earlier round; "
-    "formula: inputs + output + lse + two receive buffers + out and lse of one visit"
+    "formula: the model of memory of ra.simulate"
 )
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -50,7 +51,7 @@ def cases() -> list[Case]:
     found = [_against_single(*row) for row in table]
     found.append(_virtual("virtual_dense_8192", False, 0.93))
     found.append(_virtual("virtual_causal_8192", True, 0.85))
-    found += [_memory(ranks) for ranks in (2, 4)]
+    found += [_memory(ranks, rotate) for rotate in (None, "keys", "queries") for ranks in (2, 4)]
     return found
 
 
@@ -191,26 +192,28 @@ def _virtual(name: str, causal: bool, target: float) -> Case:
     return Case(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
 
 
-def _memory(ranks: int, *, rows: int = 4096) -> Case:
-    """The forward of contiguous dense attention with `rows` tokens per rank: the peak must not grow with the ranks."""
+def _memory(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> Case:
+    """Contiguous dense attention with `rows` tokens per rank: the peak must not grow with the ranks, and is what the model of
+    memory says. With `rotate`, forward and backward, which need most in the backward."""
 
     def formula(context: Context) -> int:
-        item = ITEM_BYTES[context.settings["dtype"]]
-        block = rows * HEADS * DIM * item
-        lse = rows * HEADS * item
-        inputs, out, receive, visit = 3 * block, block + lse, 2 * 2 * block, block + lse
-        return inputs + out + receive + visit
+        plan = make_plan(
+            Full(), tokens=context.settings["tokens"], ranks=context.ranks, schedule="ring", heads=HEADS, head_dim=DIM,
+            dtype=context.settings["dtype"], rotate=rotate or "auto",
+        )  # fmt: skip
+        return sum(memory(plan, backward=rotate is not None).values())
 
     def make(context: Context) -> Run:
         local = context.settings["tokens"] // context.ranks  # fewer than `rows` in the warm-up
-        q, k, v = (torch.randn(1, HEADS, local, DIM) for _ in range(3))
-        return lambda: ring_attention(q, k, v, Full(), schedule="ring")
+        q, k, v, *grad = (torch.randn(1, HEADS, local, DIM) for _ in range(4 if rotate else 3))
+        attend = partial(ring_attention, pattern=Full(), schedule="ring", rotate=rotate or "auto")
+        return _differentiated(attend, q, k, v, *grad) if rotate else lambda: attend(q, k, v)
 
-    settings = _settings(rows * ranks, False, False)
+    more = {"rotate": rotate} if rotate else {}
     return Case(
-        f"memory_{ranks}_ranks",
+        f"memory_{rotate}_{ranks}_ranks" if rotate else f"memory_{ranks}_ranks",
         ranks,
-        settings,
+        _settings(rows * ranks, False, rotate is not None, **more),
         (Column("ring", 1, make),),
         memory=formula,
         limit=1.1,
