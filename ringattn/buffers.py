@@ -50,16 +50,22 @@ def _views(data: torch.Tensor, part: Part, plan: Plan, dtype: torch.dtype) -> Te
 
 
 class Buffers:
-    """Hands out buffers of one capacity, that of the largest message, and takes them back."""
+    """Hands out buffers and takes them back. Their sizes are eighths of that of the largest message, so that few sizes are
+    met again and again, by the forward and by the backward."""
 
-    def __init__(self, plan: Plan, capacity: int, device: torch.device) -> None:
-        self.plan, self.capacity = plan, capacity
+    def __init__(self, plan: Plan, largest: int, device: torch.device) -> None:
+        self.plan, self.unit = plan, max(1, -(-largest // 8))
         self.pool = memory_pool(device)
         self.free: list[torch.Tensor] = []
 
     def take(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:
         """A buffer for these parts, with arbitrary contents; `wire`: as a message carries them."""
-        store = self.free.pop() if self.free else self.pool.take(self.capacity)
+        size = -(-sum(self.plan.part_bytes(part, wire=wire) for part in parts) // self.unit) * self.unit
+        fitting = [i for i, store in enumerate(self.free) if store.numel() >= size]
+        if fitting:
+            store = self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))
+        else:
+            store = self.pool.take(size)
         return Buffer(store, parts, self.plan, wire=wire)
 
     def fresh(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:

@@ -181,6 +181,7 @@ def _differentiate(
             add_(dq[batch], work.heads, (work.q,), work, work.q_shift, parts[0])
             add_(dk[batch], work.kv, work.k, work, work.k_shift, parts[1])
             add_(dv[batch], work.kv, work.k, work, work.k_shift, parts[2])
+            del parts  # gone before the next call makes its own
 
 
 def _prepared(block: Tensors, row: Tensors, lse: bool) -> tuple[Tensors, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,16 @@ from .plan import Plan
 from .script import REMEMBERED
 from .steps import BLOCKS, SUMS, Batch, Hop, Kind, Part, Step
 from .transport.base import Message, Post, Program, Wait
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """Messages on their way until the end of a step: those sent, each with its parts that are copies, and those to come."""
+
+    until: int
+    ticket: object
+    sent: list[tuple[Buffer, list[Part]]]
+    arriving: list[Buffer]
 
 
 class Held:
@@ -31,7 +42,8 @@ class Held:
         self.blocks: dict[Part, Tensors] = {**self.own, **dict(zip(kept, held, strict=False))}
         self.mine: Tensors | None = None
         self.where: dict[Part, Buffer] = {}
-        self.flying: list[tuple[int, object, list[Buffer], list[Buffer]]] = []
+        self.flying: list[_Flight] = []
+        self.sending: list[Buffer] = []
         #: The gradients that this rank gathers, by owner: what arrives for their rows is added to them. Those of keys
         #: go on as they are gathered, those of queries are gathered for the rows that arrive and go on in parts.
         self.sums: dict[int, list[Part]] = {}
@@ -41,25 +53,25 @@ class Held:
         for part in (part for step in steps for hop in step.recvs for part in hop.parts):
             if part.kind == "q":
                 self.sums.setdefault(part.owner, []).append(Part("dq", part.owner, part.cut))
-        self.buffers = Buffers(self.plan, self._capacity(), next(iter(own.values()))[0].device)
+        self.buffers = Buffers(self.plan, _largest(plan, rank), next(iter(own.values()))[0].device)
         self.last = _last_uses(steps)
 
     def start(self, index: int, label: str) -> Program[None]:
         """Post the messages of a step."""
         for batch in self.steps[index].posts:
-            ticket, packed, arriving = yield from self._post(batch, label)
-            self.flying.append((batch.until, ticket, packed, arriving))
+            self.flying.append((yield from self._post(batch, label)))
 
     def finish(self, index: int) -> Program[None]:
         """Wait for the messages that are due, take in what arrived, and free what is not needed any more."""
-        due = [flight for flight in self.flying if flight[0] <= index]
-        self.flying = [flight for flight in self.flying if flight[0] > index]
-        for _, ticket, packed, arriving in due:
-            yield Wait(ticket)
-            for buffer in packed:
-                for part in buffer.parts:
+        due = [flight for flight in self.flying if flight.until <= index]
+        self.flying = [flight for flight in self.flying if flight.until > index]
+        for flight in due:
+            yield Wait(flight.ticket)
+            for buffer, copies in flight.sent:
+                self.sending.remove(buffer)
+                for part in copies:
                     self.buffers.drop(buffer, part)
-            for buffer in arriving:
+            for buffer in flight.arriving:
                 for part in buffer.parts:
                     self._arrived(part, buffer)
         for part in self.kept:
@@ -89,39 +101,41 @@ class Held:
                 view.zero_()
         return self.where[part].view(part)
 
-    def _capacity(self) -> int:
-        """Bytes of the largest buffer."""
-        hops = [hop for step in self.steps for hop in (*step.sends, *step.recvs)]
-        sizes = [sum(map(self.plan.part_bytes, hop.parts)) for hop in hops]
-        sizes += [self.plan.part_bytes(part, wire=False) for hop in hops for part in hop.parts]
-        sizes += [self.plan.part_bytes(part, wire=False) for parts in self.sums.values() for part in parts]
-        visits = (part for step in self.steps for part in step.visits if part not in self.own)
-        sizes += [self.plan.part_bytes(part, wire=False) for part in visits]
-        return max(sizes, default=0)
-
-    def _post(self, batch: Batch, label: str) -> Program[tuple[object, list[Buffer], list[Buffer]]]:
-        packed: list[Buffer] = []
+    def _post(self, batch: Batch, label: str) -> Program[_Flight]:
+        sent = [self._outgoing(hop) for hop in batch.sends]  # first: what was packed leaves its buffers
         arriving = [self._receiving(hop) for hop in batch.recvs]
-        sends = tuple(Message(hop.peer, hop.tag, self._outgoing(hop, packed).data) for hop in batch.sends)
+        sends = tuple(Message(hop.peer, hop.tag, b.data) for hop, (b, _) in zip(batch.sends, sent, strict=True))
         recvs = tuple(Message(h.peer, h.tag, b.data) for h, b in zip(batch.recvs, arriving, strict=True))
-        return (yield Post(sends, recvs, label)), packed, arriving
+        return _Flight(batch.until, (yield Post(sends, recvs, label)), sent, arriving)
 
     def _receiving(self, hop: Hop) -> Buffer:
         # What is kept stays where it arrived, unless it must be widened first.
         keeps = self.plan.wire is None and any(part in self.kept for part in hop.parts)
         return (self.buffers.fresh if keeps else self.buffers.take)(hop.parts, wire=True)
 
-    def _outgoing(self, hop: Hop, packed: list[Buffer]) -> Buffer:
-        """The buffer to send: the one that holds exactly these parts, or a packed copy."""
+    def _outgoing(self, hop: Hop) -> tuple[Buffer, list[Part]]:
+        """The buffer to send, the one that holds exactly these parts or a packed one, and its parts that are copies."""
         buffer = self.where.get(hop.parts[0])
-        ready = buffer is not None and buffer.parts == hop.parts and buffer.live == set(hop.parts)
-        if buffer is not None and ready and self.plan.wire is None:
-            return buffer
-        buffer = self.buffers.take(hop.parts, wire=True)
-        for part in hop.parts:
-            self._fill(part, buffer.view(part))
-        packed.append(buffer)
-        return buffer
+        if buffer is None or buffer.parts != hop.parts or buffer.live != set(hop.parts) or self.plan.wire is not None:
+            buffer = self.buffers.take(hop.parts, wire=True)
+            copies = [part for part in hop.parts if not self._packed(part, buffer)]
+        else:
+            copies = []
+        self.sending.append(buffer)
+        return buffer, copies
+
+    def _packed(self, part: Part, buffer: Buffer) -> bool:
+        """Copy a part into a message, and let it live there if it may, so that it is held but once; whether it does."""
+        self._fill(part, buffer.view(part))
+        before = self.where.get(part)
+        # What is being sent must stay as it is until it has arrived.
+        if before is None or part in self.kept or before in self.sending or self.plan.wire is not None:
+            return False
+        self.buffers.drop(before, part)
+        self.where[part] = buffer
+        if part.kind in BLOCKS:
+            self.blocks[part] = buffer.view(part)
+        return True
 
     def _fill(self, part: Part, views: Tensors) -> None:
         """Copy the rows of a part from the parts of its block, or of its gradients, that are here."""
@@ -200,6 +214,19 @@ def _last_uses(steps: Sequence[Step]) -> dict[tuple[bool, int], int]:
         for part in step.visits:
             last[_use(part)] = max(last.get(_use(part), 0), index)
     return last
+
+
+def _largest(plan: Plan, rank: int) -> int:
+    """Bytes of the largest message of a rank, or of a part of one in the dtype that it is computed with."""
+    known, key = plan.memory, ("largest", rank)
+    if key not in known:
+        mine = plan.for_rank(rank)
+        hops = [hop for step in (*mine.forward, *mine.backward) for hop in (*step.sends, *step.recvs)]
+        sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]
+        sizes += [plan.part_bytes(part, wire=False) for hop in hops for part in hop.parts]
+        known[key] = max(sizes, default=0)
+    largest: int = known[key]
+    return largest
 
 
 def _use(part: Part) -> tuple[bool, int]:

@@ -14,6 +14,7 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Full, OutOfMemory, Window, memory_pool
 from ringattn.autograd import AllRanks
 from ringattn.pool import Pool, retried
+from ringattn.timing.budget import memory
 
 
 def inputs(tokens: int = 96, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -40,6 +41,21 @@ def test_the_pool_serves_receive_buffers_accumulators_and_workspaces() -> None:
         step()
     hits, misses = pool.hits - hits, pool.misses - misses
     assert hits > 400 and hits / (hits + misses) > 0.95
+
+
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_message_buffers_are_those_of_the_model(ranks: int, rotate: str) -> None:
+    """What the ranks took from the pool for messages is what the model of memory says, but for the rounding of sizes."""
+    pool, tokens = memory_pool(), 256 * ranks
+    q, k, v = inputs(tokens)
+    pool.clear()
+    out = ra.virtual_attention(q, k, v, Full(), ranks=ranks, schedule="ring", rotate=rotate)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    plan = ra.make_plan(Full(), tokens=tokens, ranks=ranks, heads=2, head_dim=16, schedule="ring", rotate=rotate)
+    taken = pool.idle_bytes / ranks
+    wanted = memory(plan, backward=True)["message buffers"]
+    assert 0.95 * wanted < taken < 1.1 * wanted, (taken, wanted)
 
 
 def test_a_thousand_forwards_do_not_grow() -> None:

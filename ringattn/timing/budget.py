@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput
 from ..sizes import ITEM_BYTES
-from ..steps import Kind, Part
+from ..steps import SUMS, Kind, Part
 from .machine import Machine
 from .predict import sampled
 
@@ -22,9 +22,10 @@ JOULES_PER_KWH = 3.6e6
 def memory(plan: Plan, *, backward: bool = False) -> dict[str, int]:
     """Bytes of one rank at the peak of a pass by category, of the rank with the most tokens.
 
-    Forward: inputs, output, lse, receive buffers and one visit's output, which measured peaks follow (README). Blocks
-    are taken whole, so that plans that send parts of them need less. Backward: what was saved, the gradients that come
-    in, gather and go out, the block that the forward kept, messages in two buffers each way, one visit's gradients.
+    Measured peaks of dense rings are within a tenth of it (README). Forward: inputs, output, lse, receive buffers and one
+    visit's output. Blocks are taken whole, so that plans that send parts of them need less. Backward: what was saved, the
+    gradients that come in, gather and go out, the block that the forward kept, messages, one visit's gradients. CPUs
+    compute 16-bit inputs in copies of a visit's inputs in fp32, which are not counted.
     """
     item = ITEM_BYTES[plan.dtype]
     wide = max(item, 4)
@@ -41,6 +42,8 @@ def memory(plan: Plan, *, backward: bool = False) -> dict[str, int]:
         found["q, k, v, output and lse of the team's heads"] = tokens * ((inputs + result) * item + plan.heads * wide)
     if not backward:
         found["receive buffers"] = _receiving(plan, ("kv",), backward)
+        if item != wide and plan.ranks > 1:
+            found["sums of the output"] = tokens * result * wide
         found["one visit's output"] = tokens * (result * item + plan.heads * wide)
         return found
     keys = plan.rotates == "keys"
@@ -62,11 +65,22 @@ def _block(plan: Plan, kinds: tuple[Kind, ...]) -> int:
 
 
 def _receiving(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
-    """Bytes of buffers: two blocks in a ring and in `direct`; elsewhere what sampled ranks receive at once, and one."""
+    """Bytes of buffers: in a ring and in `direct` as below; elsewhere what sampled ranks receive at once, and one block.
+
+    Two blocks, one that is computed with and sent, and one that comes. In a backward of more than two ranks the gradients
+    come and go with them, on more than three ranks in the same messages, but for the first one, which is shorter and leaves
+    its two buffers behind; a buffer more holds the gradients of the visit.
+    """
     if plan.ranks == 1 or not plan.batch:
         return 0
     if plan.schedule in ("ring", "direct"):
-        return 2 * _block(plan, kinds)
+        if not backward:
+            return 2 * _block(plan, kinds)
+        blocks, sums = (tuple(k for k in kinds if (k in SUMS) is wanted) for wanted in (False, True))
+        if plan.ranks == 2:
+            return 2 * (_block(plan, sums) if plan.rotates == "keys" else _block(plan, blocks))
+        together = 2 * _block(plan, kinds) if plan.ranks > 3 else _block(plan, sums)
+        return 2 * _block(plan, blocks) + together + _block(plan, sums)
     most = 0
     for rank in sampled(plan.ranks):
         steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
