@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import InvalidInput
+
+if TYPE_CHECKING:
+    from .chords import Chords
 
 #: One number for all ranks, or float64 [ranks].
 Value = float | np.ndarray
@@ -42,12 +45,17 @@ class Lane:
 
 @dataclass(frozen=True)
 class Phase:
-    """`clocks` clocks alike: each rank computes for `compute` seconds, merges for `merge`, and sends along `lanes`."""
+    """`clocks` clocks alike: each rank computes for `compute` seconds, merges for `merge`, and sends along `lanes`.
+
+    One clock may have `chords`, too, the longest of which takes `longest` seconds at each rank, 0 where it has none.
+    """
 
     clocks: int
     compute: Value
     merge: Value = 0.0
     lanes: tuple[Lane, ...] = ()
+    chords: Chords | None = None
+    longest: Value = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class Ring:
 
     def travel(self, phase: Phase) -> Value:
         """Seconds of the longest message that a rank sends or receives in a clock of a phase, 0 where there is none."""
-        found: Value = 0.0
+        found = phase.longest
         for lane in phase.lanes:
             found = largest(found, lane.seconds, shifted(lane.seconds, lane.sign))
         return found

@@ -1,0 +1,69 @@
+"""What goes straight between ranks that are no neighbours, on a machine: chords, with all that is sent beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .chords import Chords
+from .lanes import Batch
+from .rates import Faults, Rates
+from .stops import Straight
+
+#: A rank between its neighbours.
+AROUND = np.arange(-1, 2)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The chords of some clocks, at clocks of the pass, and what they are to the ranks at their ends.
+
+    `keys` are clock * ranks + rank of these ends, ascending; `beside` the seconds that the messages take that they send
+    and receive, float64 [2, 2, keys] as in `Batch`; `longest` when the last of them has ended, [keys].
+    """
+
+    ranks: int
+    chords: Chords
+    keys: np.ndarray
+    beside: np.ndarray
+    longest: np.ndarray
+
+    @classmethod
+    def of(
+        cls, rates: Rates, faults: Faults, found: Straight, lanes: Callable[[np.ndarray, np.ndarray], Batch]
+    ) -> Crossing:
+        """Those of messages that go straight; `lanes` tells those to neighbours, of ranks in the middle of others [n, 3]
+        at clocks [n, 1]. As in `Batch`, a message ends with all of its rank, clock and kind of link."""
+        ranks, inner = found.ranks, rates.machine.inner
+        near = found.source // inner == found.target // inner
+        kind = near.astype(np.int64)
+        alone = rates.message(found.bytes.astype(np.float64), near)[0]
+        if faults.slow_links is not None:
+            alone = alone * faults.slow_links[found.source]
+        sides = [found.clock * ranks + rank for rank in (found.source, found.target)]
+        keys = np.unique(np.concatenate(sides))
+        places = [np.searchsorted(keys, side) for side in sides]
+        beside, longest = np.zeros((2, 2, len(keys))), np.zeros(len(keys))
+        for sums, place in zip(beside, places, strict=True):
+            np.add.at(sums, (kind, place), alone)
+        clock, rank = np.divmod(keys, ranks)
+        shape = len(keys), len(AROUND)
+        batch = lanes((rank[:, None] + AROUND) % ranks, clock[:, None])
+        assert batch.sent is not None and batch.got is not None
+        seconds = np.zeros(len(kind))
+        for sums, others, place in zip(beside, (batch.sent, batch.got), places, strict=True):
+            whole = sums + np.stack([np.broadcast_to(other, shape)[:, 1] for other in others])
+            seconds = np.maximum(seconds, whole[kind, place])
+        for place in places:
+            np.maximum.at(longest, place, seconds)
+        chords = Chords(found.clock, found.source, found.target, found.bytes, seconds)
+        return cls(ranks, chords, keys, beside, longest)
+
+    def at(self, ranks: np.ndarray, clocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(beside, longest) of any ranks at clocks, 0 where they have no chord: [2, 2, ...] and [...]."""
+        keys = clocks * self.ranks + ranks
+        place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        known = self.keys[place] == keys
+        return self.beside[:, :, place] * known, self.longest[place] * known
