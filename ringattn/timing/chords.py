@@ -78,6 +78,7 @@ def joined(
         some = slice(first[k], first[k + 1])
         if some.start < some.stop:
             ended = np.maximum(here[source[some]], here[target[some]]) + seconds[some]
+            # Not broadcast: maximum.at of numpy 2.4 reads beyond values that are.
             np.maximum.at(then, both[:, some].ravel(), np.concatenate([ended, ended]))
         here = then
     reached = _around(ends, clocks, ranks)

@@ -9,7 +9,8 @@ of its message to the next rank, g_r = m_r / beta_r the part of it that occupies
 
 l in the last line is the longest message that r sends or receives in clock k: gamma is the part of its time that messages
 take from a visit. Each direction of travel has messages of its own. With B = 1, where l >= g, this is a stencil of three ranks:
-S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r).
+S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r), where the backward adds chords: a message between ranks r and q
+that are no neighbours begins at max(S_r(k), S_q(k)), and both wait for its end.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Lane:
 class Phase:
     """`clocks` clocks alike: each rank computes for `compute` seconds, merges for `merge`, and sends along `lanes`.
 
-    One clock may have `chords`, too, the longest of which takes `longest` seconds at each rank, 0 where it has none.
+    A phase of one clock may have `chords`, too, whose `at` is 0; `longest` are the seconds of the longest of each rank, 0
+    where it has none.
     """
 
     clocks: int
