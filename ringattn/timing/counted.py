@@ -17,12 +17,10 @@ from .edges import owners
 from .lanes import Batch, scaled
 from .rates import Faults, Rates
 from .ring import Phase, Ring, Value
-from .stops import Straight
+from .stops import PART, Straight
 
 #: Counts of this many ranks x clocks live as long as their plan.
 REMEMBERED = 1 << 21
-#: Ranks that are counted at a time, which bounds the memory that it takes.
-PART = 16384
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ class Counted:
         none = np.zeros((2, 2, 1, 1))
 
         def lanes(ranks: np.ndarray, clocks: np.ndarray) -> Batch:
-            return self.batch(self.many(ranks, clocks), ranks, none)
+            return self.batch(self.at(ranks, clocks), ranks, none)
 
         return Crossing.of(self.rates, self.faults, found, lanes)
 

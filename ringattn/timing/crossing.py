@@ -10,7 +10,7 @@ import numpy as np
 from .chords import Chords
 from .lanes import Batch
 from .rates import Faults, Rates
-from .stops import Straight
+from .stops import PART, Straight
 
 #: A rank between its neighbours.
 AROUND = np.arange(-1, 2)
@@ -48,14 +48,10 @@ class Crossing:
         beside, longest = np.zeros((2, 2, len(keys))), np.zeros(len(keys))
         for sums, place in zip(beside, places, strict=True):
             np.add.at(sums, (kind, place), alone)
-        clock, rank = np.divmod(keys, ranks)
-        shape = len(keys), len(AROUND)
-        batch = lanes((rank[:, None] + AROUND) % ranks, clock[:, None])
-        assert batch.sent is not None and batch.got is not None
-        seconds = np.zeros(len(kind))
-        for sums, others, place in zip(beside, (batch.sent, batch.got), places, strict=True):
-            whole = sums + np.stack([np.broadcast_to(other, shape)[:, 1] for other in others])
-            seconds = np.maximum(seconds, whole[kind, place])
+        whole = beside + np.concatenate(
+            [_totals(*np.divmod(keys[i : i + PART], ranks), ranks, lanes) for i in range(0, len(keys), PART)], axis=-1
+        )
+        seconds = np.maximum(*(sums[kind, place] for sums, place in zip(whole, places, strict=True)))
         for place in places:
             np.maximum.at(longest, place, seconds)
         chords = Chords(found.clock, found.source, found.target, found.bytes, seconds)
@@ -67,3 +63,13 @@ class Crossing:
         place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         known = self.keys[place] == keys
         return self.beside[:, :, place] * known, self.longest[place] * known
+
+
+def _totals(
+    clock: np.ndarray, rank: np.ndarray, ranks: int, lanes: Callable[[np.ndarray, np.ndarray], Batch]
+) -> np.ndarray:
+    """Seconds of what ranks send to their neighbours at clocks, and receive from them, [2, 2, ranks] as in `Batch`."""
+    around = (rank[:, None] + AROUND) % ranks
+    batch = lanes(around, clock[:, None])
+    assert batch.sent is not None and batch.got is not None
+    return np.stack([[np.broadcast_to(row, around.shape)[:, 1] for row in rows] for rows in (batch.sent, batch.got)])

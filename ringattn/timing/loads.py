@@ -43,11 +43,11 @@ class Loads:
         done = self.compute.copy()
         mean = float(done.mean())
         longest = float(done.max())
-        found = {"imbalance": longest - mean}
+        # Sums of the same numbers in another order differ by their rounding.
+        found = {"imbalance": longest - mean if longest - mean > ROUNDING * longest else 0.0}
         for name, more in (("merge", self.merge), ("interference", self.interference), ("stalls", self.stalls)):
             done += more
             found[name], longest = float(done.max()) - longest, float(done.max())
-        # Sums of the same numbers in another order differ by their rounding.
         found["wait"] = seconds - longest if seconds - longest > ROUNDING * seconds else 0.0
         return mean, found
 

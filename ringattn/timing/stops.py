@@ -11,7 +11,7 @@ from ..schedules.relay import Way
 from .banded import Banded
 from .course import Course
 
-#: Owners that are searched at a time, which bounds the memory that it takes.
+#: Ranks that are counted at a time, which bounds the memory that it takes.
 PART = 16384
 
 
