@@ -14,7 +14,7 @@ from .banded import Banded
 from .course import Course
 from .crossing import Crossing
 from .edges import owners
-from .lanes import Batch, scaled
+from .lanes import Lanes, scaled
 from .rates import Faults, Rates
 from .ring import Phase, Ring, Value
 from .stops import PART, Straight
@@ -143,8 +143,8 @@ class Counted:
             sent = found[2 + self.signs.index(self._sign(way))]
             for cargo in self.course.cargo:
                 hop = away - cargo.lag
-                holder = (ranks - way.sign * (hop + self.course.back)) % self.band.ranks
-                rows = self.band.rows_beyond(holder, way.sign, hop + 1, way.limit)
+                owner = (ranks - way.sign * (hop + self.course.back)) % self.band.ranks
+                rows = self.band.rows_beyond(owner, way.sign, hop + 1, way.limit)
                 sent += rows * (hop >= cargo.lag) * cargo.row_bytes
         for sign, (keys, size) in self._beside.items():
             wanted = clocks * self.band.ranks + ranks
@@ -158,10 +158,10 @@ class Counted:
         parts = range(0, max(len(ranks), 1), PART)
         return np.concatenate([self.at(ranks[i : i + PART], clocks[i : i + PART]) for i in parts], axis=1)
 
-    def batch(self, counts: np.ndarray, ranks: np.ndarray | None, beside: np.ndarray | None) -> Batch:
+    def moving(self, counts: np.ndarray, ranks: np.ndarray | None, beside: np.ndarray | None) -> Lanes:
         """The messages to neighbours of one clock on the machine."""
         faults = self.faults if ranks is None else self.faults.at(ranks)
-        return Batch(self.rates, faults, [*zip(self.signs, counts[2:], strict=True)], ranks, beside)
+        return Lanes(self.rates, faults, [*zip(self.signs, counts[2:], strict=True)], ranks, beside)
 
     def phase(
         self,
@@ -178,8 +178,8 @@ class Counted:
         longest: Value = 0.0
         if crossing is not None and clocks is not None:
             beside, longest = crossing.at(self.ranks if ranks is None else ranks, clocks)
-        batch = self.batch(counts, ranks, beside)
-        lanes = tuple(batch.lane(sign) for sign, size in batch.sizes.items() if np.any(size))
+        moving = self.moving(counts, ranks, beside)
+        lanes = tuple(moving.lane(sign) for sign, size in moving.sizes.items() if np.any(size))
         return Phase(1, scaled(counts[0] * self.pair, faults), merge * counts[1], lanes, longest=longest)
 
     def crossing(self, first: int, last: int) -> Crossing | None:
@@ -189,8 +189,8 @@ class Counted:
             return None
         none = np.zeros((2, 2, 1, 1))
 
-        def lanes(ranks: np.ndarray, clocks: np.ndarray) -> Batch:
-            return self.batch(self.at(ranks, clocks), ranks, none)
+        def lanes(ranks: np.ndarray, clocks: np.ndarray) -> Lanes:
+            return self.moving(self.at(ranks, clocks), ranks, none)
 
         return Crossing.of(self.rates, self.faults, found, lanes)
 
@@ -246,7 +246,7 @@ class Counted:
         """Seconds of the message of a whole block on the slowest link."""
         block = self.band.rows * sum(cargo.row_bytes for cargo in self.course.cargo)
         size = np.full(self.band.ranks, float(block))
-        return float(np.max(Batch(self.rates, self.faults, [(sign, size)]).lane(sign).seconds))
+        return float(np.max(Lanes(self.rates, self.faults, [(sign, size)]).lane(sign).seconds))
 
     def _busiest(self, limit: int, sign: int) -> tuple[int | None, int, list[tuple[int, int]]]:
         """A rank that has as many pairs as any at each clock up to `limit`, or None, how many counts were compared, and

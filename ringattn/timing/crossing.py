@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .chords import Chords
-from .lanes import Batch
+from .lanes import Lanes
 from .rates import Faults, Rates
 from .stops import PART, Straight
 
@@ -21,7 +21,7 @@ class Crossing:
     """The chords of some clocks, at clocks of the pass, and what they are to the ranks at their ends.
 
     `keys` are clock * ranks + rank of these ends, ascending; `beside` the seconds that the messages take that they send
-    and receive, float64 [2, 2, keys] as in `Batch`; `longest` when the last of them has ended, [keys].
+    and receive, float64 [2, 2, keys] as in `Lanes`; `longest` when the last of them has ended, [keys].
     """
 
     ranks: int
@@ -32,10 +32,10 @@ class Crossing:
 
     @classmethod
     def of(
-        cls, rates: Rates, faults: Faults, found: Straight, lanes: Callable[[np.ndarray, np.ndarray], Batch]
+        cls, rates: Rates, faults: Faults, found: Straight, lanes: Callable[[np.ndarray, np.ndarray], Lanes]
     ) -> Crossing:
         """Those of messages that go straight; `lanes` tells those to neighbours, of ranks in the middle of others [n, 3]
-        at clocks [n, 1]. As in `Batch`, a message ends with all of its rank, clock and kind of link."""
+        at clocks [n, 1]. As in `Lanes`, a message ends with all of its rank, clock and kind of link."""
         ranks, inner = found.ranks, rates.machine.inner
         near = found.source // inner == found.target // inner
         kind = near.astype(np.int64)
@@ -66,10 +66,10 @@ class Crossing:
 
 
 def _totals(
-    clock: np.ndarray, rank: np.ndarray, ranks: int, lanes: Callable[[np.ndarray, np.ndarray], Batch]
+    clock: np.ndarray, rank: np.ndarray, ranks: int, lanes: Callable[[np.ndarray, np.ndarray], Lanes]
 ) -> np.ndarray:
-    """Seconds of what ranks send to their neighbours at clocks, and receive from them, [2, 2, ranks] as in `Batch`."""
+    """Seconds of what ranks send to their neighbours at clocks, and receive from them, [2, 2, ranks] as in `Lanes`."""
     around = (rank[:, None] + AROUND) % ranks
-    batch = lanes(around, clock[:, None])
-    assert batch.sent is not None and batch.got is not None
-    return np.stack([[np.broadcast_to(row, around.shape)[:, 1] for row in rows] for rows in (batch.sent, batch.got)])
+    moving = lanes(around, clock[:, None])
+    assert moving.sent is not None and moving.got is not None
+    return np.stack([[np.broadcast_to(row, around.shape)[:, 1] for row in rows] for rows in (moving.sent, moving.got)])

@@ -13,7 +13,7 @@ from .ring import NEVER, Lane, Value, shifted
 Bytes = np.ndarray | float
 
 
-class Batch:
+class Lanes:
     """The messages of a clock to neighbours, of all ranks or of `ranks`, neighbours along the last axis.
 
     `sizes` are (direction, bytes), one of each direction at most. Those of one rank and kind of link in a clock follow

@@ -12,7 +12,7 @@ from ..schedules.ring import Ring as RingSchedule
 from .banded import Banded, banded
 from .counted import Counted
 from .course import Course
-from .lanes import Batch, scaled
+from .lanes import Lanes, scaled
 from .rates import Faults, Rates
 from .ring import Lane, Phase, Ring, Value
 
@@ -123,7 +123,7 @@ def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) ->
     for first, stop in pairwise(bounds):
         moving = (cargo.row_bytes for cargo in course.cargo if 2 * cargo.lag <= first < hops + cargo.lag)
         size = float(band.rows * (sum(moving) + (homeward if first == ranks else 0)))
-        lanes = (Batch(rates, faults, [(sign, size)], np.arange(distinct)).lane(sign),) if size else ()
+        lanes = (Lanes(rates, faults, [(sign, size)], np.arange(distinct)).lane(sign),) if size else ()
         visits = (compute, merge) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visits, lanes))
     phases = phases[::-1] if course.back else phases
