@@ -43,7 +43,7 @@ def counted(draw: st.DrawFn) -> Counted:
     one = Counted(
         Rates(plan, draw(st.sampled_from(MACHINES)), False), Faults(draw(factors), draw(factors)), band, taken
     )
-    stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, one.reach()), st.sampled_from([0.01, 1.0]))
+    stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, one.reach), st.sampled_from([0.01, 1.0]))
     return replace(one, faults=replace(one.faults, stalls=tuple(draw(st.lists(stalls, max_size=2)))))
 
 
@@ -67,13 +67,13 @@ def test_pairs_and_rows_of_every_clock_are_those_of_the_plan(one: Counted) -> No
                 owner = (rank - way.sign * clock) % one.band.ranks
                 there = [(owner + way.sign * d) % one.band.ranks for d in range(clock + 1, way.limit + 1)]
                 rows = demand.size(tuple(range(r, r + 1) for r in there), owner) // demand.block_heads
-                assert counts[2 + index, rank] == rows
+                assert counts[2 + index, rank] == rows * one.course.cargo[0].row_bytes
 
 
 @given(counted())
 def test_what_changes_is_found_at_few_places(one: Counted) -> None:
     counts = every(one)
-    assert one.reach() + 1 == len(counts)
+    assert one.reach + 1 == len(counts)
     found = sweeps.changed(one, np.arange(len(counts)))
     marks = np.zeros((len(counts), one.band.ranks), dtype=bool)
     for row, start, stop in zip(found.row, found.start, found.stop, strict=True):
@@ -85,13 +85,13 @@ def test_what_changes_is_found_at_few_places(one: Counted) -> None:
 @given(counted(), st.sampled_from([1, 3, 16384]), st.sampled_from([1, 4, 128]), st.sampled_from([0, 4, 4096]))
 def test_a_sweep_is_the_recurrence(one: Counted, block: int, depth: int, many: int) -> None:
     """Finish times against plain Python, loads and traffic against sums over all clocks, for any sizes of blocks."""
-    ring = one.ring(one.reach() + 1)
+    ring = one.ring()
     assert callable(ring.phases)
     whole = replace(ring, phases=tuple(ring.phases()))
     known = tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY
     tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY = block, depth, depth, many
     try:
-        solved, loads, traffic = sweeps.swept(one, one.reach() + 1)
+        solved, loads, traffic = sweeps.swept(one)
     finally:
         tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY = known
     assert solved.finish == pytest.approx(truth(whole), rel=CLOSE, abs=CLOSE)

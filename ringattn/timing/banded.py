@@ -7,7 +7,7 @@ operations; `Demand` counts the same numbers visit by visit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,12 @@ class Banded:
     def rows(self) -> int:
         """Tokens of each rank."""
         return self.size * self.chunks
+
+    @property
+    def transposed(self) -> Banded:
+        """The band seen from its keys: whose queries they see."""
+        lo, hi = (None if bound is None else -bound for bound in (self.lo, self.hi))
+        return replace(self, lo=hi, hi=lo)
 
     def pairs(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
         """(query, key, head) pairs of visits, int64, by ranks of equal shape."""

@@ -1,21 +1,23 @@
-"""The forward of a band that hides something: pairs and rows of any ranks at any clocks, counted exactly."""
+"""A pass of a band that hides something: pairs and rows of any ranks at any clocks, counted exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
 
 from ..schedules.relay import Way
-from ..sizes import ITEM_BYTES
-from ..steps import Part
 from .banded import Banded
-from .edges import places
-from .lanes import lane, scaled
+from .course import Course
+from .crossing import Crossing
+from .edges import owners
+from .lanes import Lanes, scaled
 from .rates import Faults, Rates
-from .ring import Phase, Ring
+from .ring import Phase, Ring, Value
+from .stops import PART, Straight
 
 #: Counts of this many ranks x clocks live as long as their plan.
 REMEMBERED = 1 << 21
@@ -23,7 +25,10 @@ REMEMBERED = 1 << 21
 
 @dataclass(frozen=True)
 class Counted:
-    """The forward of a band that hides something: pairs and rows are counted in closed form."""
+    """A pass of a band that hides something: pairs and rows are counted in closed form.
+
+    `band` and `ways` are those of the blocks that travel: where queries do, the band is transposed.
+    """
 
     rates: Rates
     faults: Faults
@@ -34,81 +39,181 @@ class Counted:
     def ranks(self) -> np.ndarray:
         return np.arange(self.band.ranks)
 
-    def ring(self, clocks: int) -> Ring:
-        """The ring problem of so many clocks, counted clock by clock: once where that is little, else whenever it is
-        asked for."""
-        if self.band.ranks * clocks <= REMEMBERED:
-            memory, key = self.rates.plan.memory, ("clocks", self.ways)
-            if key not in memory:
-                memory[key] = list(self._each(clocks))
-            counted: Callable[[], Iterable[np.ndarray]] = lambda: memory[key]  # noqa: E731
-        else:
-            counted = lambda: self._each(clocks)  # noqa: E731
-        return Ring(
-            self.band.ranks,
-            lambda: map(self.phase, counted()),
-            self.rates.buffers,
-            self.rates.gamma,
-            stalls=self.faults.stalls,
-        )
+    @cached_property
+    def course(self) -> Course:
+        """What travels."""
+        return Course.of(self.rates.plan, self.rates.backward)
 
-    def _each(self, clocks: int) -> Iterator[np.ndarray]:
-        return (self.at(self.ranks, np.asarray(clock)) for clock in range(clocks))
+    @cached_property
+    def reach(self) -> int:
+        """Hops that the block makes that goes farthest."""
+        memory, key = self.rates.plan.memory, ("reach", self.band, self.ways)
+        if key not in memory:
+            memory[key] = max((self._reach(way) for way in self.ways), default=0)
+        return int(memory[key])
 
-    def at(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
-        """Pairs of one head and visits of ranks at clocks, and for each way the rows that they send: int64 [2 + ways, ...]."""
-        shape = np.broadcast_shapes(ranks.shape, clocks.shape)
-        found = np.zeros((2 + len(self.ways), *shape), dtype=np.int64)
-        for index, way in enumerate(self.ways or (Way(+1, 0),)):
-            owners = (ranks - way.sign * clocks) % self.band.ranks
-            # At clock 0 a rank visits its own block, whatever the ways.
-            visiting = (clocks <= way.limit) & ((clocks > 0) | (index == 0))
-            seen = self.band.seen(ranks, owners) * visiting
-            found[0] += seen
-            found[1] += seen > 0
-            if self.ways:
-                found[2 + index] = self.band.rows_beyond(owners, way.sign, clocks + 1, way.limit)
+    @property
+    def clocks(self) -> int:
+        """Clocks of the pass: sums that go home straight do so after the last visit."""
+        homeward = self.course.straight > 0 and not self.course.back and self.reach > 0
+        return self.reach + 1 + homeward
+
+    @cached_property
+    def straight(self) -> Straight:
+        """What goes straight between owners and the ranks where rows stop."""
+        memory, key = self.rates.plan.memory, ("straight", self.band, self.ways, self.course)
+        if key not in memory:
+            memory[key] = Straight.of(self.band, self.ways, self.course, self.reach)
+        found: Straight = memory[key]
         return found
 
-    def phase(self, counts: np.ndarray, ranks: np.ndarray | None = None) -> Phase:
-        """One clock on the machine, of all ranks or of `ranks`, neighbours along the last axis. Without stalls."""
+    @cached_property
+    def across(self) -> Straight:
+        """What of that goes between ranks that are no neighbours."""
+        return self.straight.some(~self.straight.beside)
+
+    @cached_property
+    def signs(self) -> tuple[int, ...]:
+        """Directions in which ranks send to a neighbour."""
+        beside = [sign for sign in (1, -1) if len(self.straight.keys(sign > 0)[0])]
+        return tuple(dict.fromkeys([*(self._sign(way) for way in self.ways), *beside]))
+
+    def _sign(self, way: Way) -> int:
+        """The direction of messages along a way. Of two ranks each is the next one of the other."""
+        return 1 if self.band.ranks == 2 else -way.sign if self.course.back else way.sign
+
+    @cached_property
+    def _beside(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """By direction, what goes straight to a neighbour."""
+        found = {sign: self.straight.keys(sign > 0) for sign in self.signs}
+        return {sign: keys for sign, keys in found.items() if len(keys[0])}
+
+    @cached_property
+    def _turns(self) -> np.ndarray:
+        """clock * ranks + rank where runs of ranks begin that send as many bytes straight to a neighbour; ascending."""
+        found = [np.zeros(0, dtype=np.int64)]
+        for keys, size in self._beside.values():
+            begins = np.append(True, (np.diff(keys) != 1) | (np.diff(size) != 0))
+            found += [keys[begins], keys[np.append(begins[1:], True)] + 1]
+        return np.unique(np.concatenate(found))
+
+    def turns(self, first: int, last: int) -> np.ndarray:
+        """Those of clocks first .. last - 1, counted from clock `first`."""
+        low, high = np.searchsorted(self._turns, (first * self.band.ranks, last * self.band.ranks))
+        return self._turns[low:high] - first * self.band.ranks
+
+    def ring(self) -> Ring:
+        """The ring problem, counted clock by clock: once where that is little, else whenever it is asked for."""
+        if self.band.ranks * self.clocks <= REMEMBERED:
+            memory, key = self.rates.plan.memory, ("clocks", self.band, self.ways, self.course)
+            if key not in memory:
+                memory[key] = list(self._each())
+            counted: Callable[[], Iterable[np.ndarray]] = lambda: memory[key]  # noqa: E731
+        else:
+            counted = self._each
+
+        def phases() -> Iterator[Phase]:
+            for clock, counts in enumerate(counted()):
+                crossing = self.crossing(clock, clock + 1)
+                phase = self.phase(counts, crossing=crossing, clocks=np.asarray(clock))
+                yield phase if crossing is None else replace(phase, chords=crossing.chords.inside(clock, clock + 1))
+
+        return Ring(self.band.ranks, phases, self.rates.buffers, self.rates.gamma, stalls=self.faults.stalls)
+
+    def _each(self) -> Iterator[np.ndarray]:
+        return (self.at(self.ranks, np.asarray(clock)) for clock in range(self.clocks))
+
+    def away(self, clocks: np.ndarray) -> np.ndarray:
+        """The distance of owners of the blocks that are visited at clocks."""
+        return self.reach - clocks if self.course.back else clocks
+
+    def at(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+        """Pairs of one head and visits of ranks at clocks, and for each of `signs` the bytes that they send to that
+        neighbour: int64 [2 + signs, ...]."""
+        shape = np.broadcast_shapes(ranks.shape, clocks.shape)
+        found = np.zeros((2 + len(self.signs), *shape), dtype=np.int64)
+        away = self.away(clocks)
+        for index, way in enumerate(self.ways or (Way(+1, 0),)):
+            # At distance 0 a rank visits its own block, whatever the ways.
+            visiting = (away <= way.limit) & ((away > 0) | (index == 0))
+            seen = self.band.seen(ranks, (ranks - way.sign * away) % self.band.ranks) * visiting
+            found[0] += seen
+            found[1] += seen > 0
+        for way in self.ways:
+            sent = found[2 + self.signs.index(self._sign(way))]
+            for cargo in self.course.cargo:
+                hop = away - cargo.lag
+                owner = (ranks - way.sign * (hop + self.course.back)) % self.band.ranks
+                rows = self.band.rows_beyond(owner, way.sign, hop + 1, way.limit)
+                sent += rows * (hop >= cargo.lag) * cargo.row_bytes
+        for sign, (keys, size) in self._beside.items():
+            wanted = clocks * self.band.ranks + ranks
+            place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            found[2 + self.signs.index(sign)] += size[place] * (keys[place] == wanted)
+        return found
+
+    def many(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+        """The same of many ranks, part by part."""
+        clocks = np.broadcast_to(clocks, (len(ranks), *clocks.shape[1:]))
+        parts = range(0, max(len(ranks), 1), PART)
+        return np.concatenate([self.at(ranks[i : i + PART], clocks[i : i + PART]) for i in parts], axis=1)
+
+    def moving(self, counts: np.ndarray, ranks: np.ndarray | None, beside: np.ndarray | None) -> Lanes:
+        """The messages to neighbours of one clock on the machine."""
+        faults = self.faults if ranks is None else self.faults.at(ranks)
+        return Lanes(self.rates, faults, [*zip(self.signs, counts[2:], strict=True)], ranks, beside)
+
+    def phase(
+        self,
+        counts: np.ndarray,
+        ranks: np.ndarray | None = None,
+        crossing: Crossing | None = None,
+        clocks: np.ndarray | None = None,
+    ) -> Phase:
+        """One clock on the machine, of all ranks or of `ranks`, neighbours along the last axis, with the chords that
+        `crossing` has at `clocks` in what their messages take. Without stalls."""
         faults = self.faults if ranks is None else self.faults.at(ranks)
         merge = scaled(self.rates.merge(self.band.rows), faults)
-        sizes = [(way.sign, rows * self.row_bytes) for way, rows in zip(self.ways, counts[2:], strict=True)]
-        lanes = tuple(lane(self.rates, faults, sign, size, sizes, ranks) for sign, size in sizes if size.any())
-        return Phase(1, scaled(counts[0] * self.pair, faults), merge * counts[1], lanes)
+        beside: np.ndarray | None = None
+        longest: Value = 0.0
+        if crossing is not None and clocks is not None:
+            beside, longest = crossing.at(self.ranks if ranks is None else ranks, clocks)
+        moving = self.moving(counts, ranks, beside)
+        lanes = tuple(moving.lane(sign) for sign, size in moving.sizes.items() if np.any(size))
+        return Phase(1, scaled(counts[0] * self.pair, faults), merge * counts[1], lanes, longest=longest)
+
+    def crossing(self, first: int, last: int) -> Crossing | None:
+        """The chords of clocks first .. last - 1 on the machine; None where there are none."""
+        found = self.across.between(first, last)
+        if not len(found.clock):
+            return None
+        none = np.zeros((2, 2, 1, 1))
+
+        def lanes(ranks: np.ndarray, clocks: np.ndarray) -> Lanes:
+            return self.moving(self.at(ranks, clocks), ranks, none)
+
+        return Crossing.of(self.rates, self.faults, found, lanes)
 
     @property
     def pair(self) -> float:
         """Seconds of a pair that all heads see."""
         return self.band.heads * self.rates.pair
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of a block on its way."""
-        plan = self.rates.plan
-        item = ITEM_BYTES[plan.part_dtype(Part("kv", 0))]
-        return plan.batch * plan.kv_heads * (plan.head_dim + plan.value_dim) * item
+    def _reach(self, way: Way) -> int:
+        """Hops of the block that goes farthest along a way: rows beyond a distance only shrink."""
 
-    def reach(self) -> int:
-        """Hops that the block makes that goes farthest: rows beyond a distance only shrink."""
-        most = 0
-        for way in self.ways:
+        def reached(distance: int) -> bool:
+            some = np.unique(owners(self.band, way, np.array([distance - 1])))
+            return bool(self.band.rows_beyond(some, way.sign, distance, way.limit).any())
 
-            def reached(distance: int, way: Way = way) -> bool:
-                ranks = places(self.band, [way], np.array([distance - 1]))
-                owners = np.unique(ranks - way.sign * (distance - 1)) % self.band.ranks
-                return bool(self.band.rows_beyond(owners, way.sign, distance, way.limit).any())
-
-            low, high = 0, 1
-            while high <= way.limit and reached(high):
-                low, high = high, 2 * high
-            high = min(high, way.limit + 1)
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if reached(middle) else (low, middle)
-            most = max(most, low)
-        return most
+        low, high = 0, 1
+        while high <= way.limit and reached(high):
+            low, high = high, 2 * high
+        high = min(high, way.limit + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if reached(middle) else (low, middle)
+        return low
 
     def hidden(self) -> tuple[Ring, int, str] | None:
         """The uniform ring with the same makespan, where one rank is at least as busy as any other, and as any message
@@ -139,8 +244,9 @@ class Counted:
 
     def _longest(self, sign: int) -> float:
         """Seconds of the message of a whole block on the slowest link."""
-        size = np.full(self.band.ranks, float(self.band.rows * self.row_bytes))
-        return float(np.max(lane(self.rates, self.faults, sign, size, [(sign, size)]).seconds))
+        block = self.band.rows * sum(cargo.row_bytes for cargo in self.course.cargo)
+        size = np.full(self.band.ranks, float(block))
+        return float(np.max(Lanes(self.rates, self.faults, [(sign, size)]).lane(sign).seconds))
 
     def _busiest(self, limit: int, sign: int) -> tuple[int | None, int, list[tuple[int, int]]]:
         """A rank that has as many pairs as any at each clock up to `limit`, or None, how many counts were compared, and

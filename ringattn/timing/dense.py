@@ -7,53 +7,17 @@ advanced by up to DEPTH clocks at once, together with as many neighbours on eith
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .changes import Changes
+from .chords import Chords, joined
 from .ring import NEVER, Lane, Phase, Ring, Solved, Value, largest, shifted
 
 #: Ranks per block, and clocks per visit to a block: three coefficients and two rows of it fit into a level-2 cache.
 BLOCK, DEPTH = 16384, 128
 #: A coefficient in delay form: of each rank, of all of them, or None where it never decides.
 Coefficient = np.ndarray | float | None
-
-
-@dataclass(frozen=True)
-class Changes:
-    """`clocks` clocks of a stencil whose coefficients (own, below, above) change at a few ranks from clock to clock.
-
-    They begin with `whole`, float64 [ranks] each, or with those before where that is None. Point i sets those of rank
-    `rank[i]` to `values[:, i]` from clock `at[i]` on; points ascend with their clock.
-    """
-
-    clocks: int
-    whole: tuple[np.ndarray, ...] | None
-    at: np.ndarray
-    rank: np.ndarray
-    values: np.ndarray
-
-    def inside(self, begin: int, end: int, first: int, width: int, ranks: int) -> Changes | None:
-        """The points at clocks begin .. end - 1 among `width` ranks from `first` on around the ring, whose ranks count
-        from `first`; None where there are none."""
-        low, high = np.searchsorted(self.at, (begin, end))
-        away = (self.rank[low:high] - first) % ranks
-        images = [away + turn for turn in range(0, width, ranks)]
-        taken = [np.flatnonzero(image < width) for image in images]
-        if not any(map(len, taken)):
-            return None
-        index = np.concatenate(taken)
-        away = np.concatenate([image[some] for image, some in zip(images, taken, strict=True)])
-        order = np.argsort(self.at[low:high][index], kind="stable")
-        index, away = low + index[order], away[order]
-        return Changes(end - begin, None, self.at[index] - begin, away, self.values[:, index])
-
-    def apply(self, coefficients: Sequence[Coefficient], begin: int, end: int) -> None:
-        """Set the coefficients to those after the points of clocks begin .. end - 1: of a rank with several, the last."""
-        low, high = np.searchsorted(self.at, (begin, end))
-        for coefficient, values in zip(coefficients, self.values[:, low:high], strict=True):
-            assert isinstance(coefficient, np.ndarray)
-            coefficient[self.rank[low:high]] = values
 
 
 def dense(ring: Ring, why: str = "every rank at every clock") -> Solved:
@@ -104,7 +68,8 @@ class Delay:
                 self._slotted(phase)
         else:
             coefficients = [_delay(value, self.reference) for value in self.ring.stencil(phase)]
-            self.now = _blocked(self.now, clocks, coefficients, self.period)
+            chords = None if phase.chords is None else phase.chords.later(-self.reference)
+            self.now = _blocked(self.now, clocks, coefficients, self.period, chords=chords)
             self.clock += clocks
 
     def change(self, changes: Changes) -> None:
@@ -115,12 +80,13 @@ class Delay:
             self.now = self.now + self.clock * (self.reference - longest)
             self.reference = longest
             self.coefficients = [value - longest for value in changes.whole]
-        points = replace(changes, values=changes.values - self.reference)
-        self.now = _blocked(self.now, changes.clocks, self.coefficients, self.period, points)
+        points = changes.later(-self.reference)
+        self.now = _blocked(self.now, changes.clocks, self.coefficients, self.period, points, points.chords)
         self.clock += changes.clocks
 
     def _slotted(self, phase: Phase) -> None:
         """One clock with several receive slots, row by row."""
+        assert phase.chords is None, "messages that go straight have one slot"
         ring, reference = self.ring, self.reference
         later = self.now + (ring.busy(phase) - reference)
         # Times of j clocks ago count from j references earlier.
@@ -155,9 +121,10 @@ def _delay(value: Value, reference: float) -> np.ndarray | float | None:
 
 
 def _blocked(
-    now: np.ndarray, clocks: int, coefficients: Sequence[Coefficient], period: int = 1, changes: Changes | None = None
-) -> np.ndarray:
-    """`clocks` clocks of the stencil max(now + own, below + left, above + right) around the ring.
+    now: np.ndarray, clocks: int, coefficients: Sequence[Coefficient], period: int = 1, changes: Changes | None = None,
+    chords: Chords | None = None,
+) -> np.ndarray:  # fmt: skip
+    """`clocks` clocks of the stencil max(now + own, below + left, above + right) around the ring, and of chords.
 
     With `changes`, coefficients are arrays, and are those of the last clock in the end. Blocks in which all repeats every
     `period` ranks are gone through by one period.
@@ -193,6 +160,11 @@ def _blocked(
                 then[low : low + size] = np.resize(known[key], size)
             else:
                 then[low : low + size] = _block(around[part], step, here, buffers, points)[whole]
+        across = None if chords is None else chords.inside(done, done + step)
+        if across is not None and len(across):
+            points = None if changes is None else changes.between(done, done + step)
+            delayed, times = joined(now, step, coefficients, across, points)
+            then[delayed] = times
         now, then = then, now
         if changes is not None:
             changes.apply(coefficients, done, done + step)

@@ -13,20 +13,31 @@ import numpy as np
 
 from ..schedules.relay import Way
 from .banded import Banded
+from .course import Course
 
 #: A chunk is at an edge of the band for two distances around it; the rest forgives the rounding of divisions.
 AROUND = np.arange(-3, 4)
 
 
-def places(band: Banded, ways: Sequence[Way], clocks: np.ndarray) -> np.ndarray:
-    """Ranks at which a run of equal ranks may begin, int64 [clocks, places], unordered, repeated, 0 among them."""
-    found = [np.zeros((len(clocks), 1), dtype=np.int64)]
+def places(band: Banded, ways: Sequence[Way], course: Course, away: np.ndarray) -> np.ndarray:
+    """Ranks at which a run of equal ranks may begin at the clocks of visits at distances `away`, int64 [clocks, places],
+    unordered, repeated, 0 among them."""
+    found = [np.zeros((len(away), 1), dtype=np.int64)]
     for way in ways:
-        # Owners at which rows change, as the ranks that hold their blocks; then ranks at which pairs change.
-        owners = [_wide(place, clocks) for place in _rows(band, way, clocks[:, None])]
-        turn = way.sign * clocks[:, None]
-        found += [(_inside(place, band.ranks) + turn) % band.ranks for place in owners]
-        found += [_inside(_wide(place, clocks), band.ranks) for place in _pairs(band, turn)]
+        # Owners at which rows change, as the ranks that send their rows; then ranks at which pairs change.
+        for cargo in course.cargo:
+            hops = away - cargo.lag
+            turn = way.sign * (hops + course.back)[:, None]
+            found.append((owners(band, way, hops) + turn) % band.ranks)
+        turn = way.sign * away[:, None]
+        found += [_inside(_wide(place, away), band.ranks) for place in _pairs(band, turn)]
+    return np.concatenate(found, axis=1)
+
+
+def owners(band: Banded, way: Way, hops: np.ndarray) -> np.ndarray:
+    """Owners at which a run may begin of those whose blocks send equal rows on some hops, int64 [hops, places], 0 among
+    them."""
+    found = [_inside(_wide(place, hops), band.ranks) for place in _rows(band, way, hops[:, None])]
     return np.concatenate(found, axis=1)
 
 
@@ -48,15 +59,15 @@ def _pairs(band: Banded, turn: np.ndarray) -> Iterator[np.ndarray]:
                 yield from _halves(turn + around + 2 * ranks - 1 + edge)
 
 
-def _rows(band: Banded, way: Way, clocks: np.ndarray) -> Iterator[np.ndarray]:
-    """Owners at which the rows change that ranks at distances clock + 1 .. limit see: query chunks u less key chunks."""
+def _rows(band: Banded, way: Way, hops: np.ndarray) -> Iterator[np.ndarray]:
+    """Owners at which the rows change that ranks at distances hop + 1 .. limit see: query chunks u less key chunks."""
     ranks, edges = band.ranks, _edges(band)
     yield np.zeros((1, 1), dtype=np.int64)
     # u is that of the first or of the last rank, or mirrored to it; key chunks are the owner and its mirror.
     for end in (0, ranks, 2 * ranks) if band.chunks == 2 else (0, ranks):
         for edge in (edges, -edges):
             yield end + edge[None]
-    for distance in (way.sign * (clocks + 1), np.full((1, 1), way.sign * way.limit)):
+    for distance in (way.sign * (hops + 1), np.full((1, 1), way.sign * way.limit)):
         # u is at a distance from the owner, around the ring: where it turns, and where it meets a mirrored chunk.
         yield (-distance) % ranks + np.arange(-1, 2)
         if band.chunks == 2:

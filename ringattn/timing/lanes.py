@@ -13,36 +13,53 @@ from .ring import NEVER, Lane, Value, shifted
 Bytes = np.ndarray | float
 
 
-def lane(
-    rates: Rates,
-    faults: Faults,
-    sign: int,
-    size: Bytes,
-    batch: Sequence[tuple[int, Bytes]],
-    ranks: np.ndarray | None = None,
-) -> Lane:
-    """The messages of a lane, of all ranks or of `ranks`, neighbours along the last axis.
+class Lanes:
+    """The messages of a clock to neighbours, of all ranks or of `ranks`, neighbours along the last axis.
 
-    Those of one rank and kind of link in a clock follow each other, so that each ends with the last of `batch`, all lanes
-    of the clock, at its sender or its receiver.
+    `sizes` are (direction, bytes), one of each direction at most. Those of one rank and kind of link in a clock follow
+    each other, so that each ends with the last of them at its sender or its receiver. `beside` are the seconds of other
+    messages that ranks send (0) and receive (1) between nodes (0) and within (1): float64 [2, 2, ranks].
     """
-    near = {s: rates.near(s, ranks) for s, _ in batch}
-    moved, gaps = {}, {}
-    for s, other in batch:
-        seconds, gap = rates.message(other, near[s])
-        empty = np.equal(other, 0)
+
+    def __init__(
+        self,
+        rates: Rates,
+        faults: Faults,
+        sizes: Sequence[tuple[int, Bytes]],
+        ranks: np.ndarray | None = None,
+        beside: np.ndarray | None = None,
+    ) -> None:
+        self.sizes = dict(sizes)
+        self.near, self.gaps = {sign: rates.near(sign, ranks) for sign, _ in sizes}, {}
+        moved = {}
         factor = 1.0 if faults.slow_links is None else faults.slow_links
-        moved[s], gaps[s] = np.where(empty, 0.0, seconds * factor), np.where(empty, 0.0, gap * factor)
-    out = moved[sign]
-    into = out  # by sender: what its receiver gets in all
-    for s, _ in batch:
-        if s != sign:
-            out = out + np.where(near[s] == near[sign], moved[s], 0.0)
-            came = (shifted(shifted(np.asarray(x), s), -sign) for x in (moved[s], near[s]))
-            other, alike = came
-            into = into + np.where(alike == near[sign], other, 0.0)
-    seconds = np.where(np.equal(size, 0), NEVER, np.maximum(out, into))
-    return Lane(sign, _few(seconds), _few(gaps[sign]), size)
+        for sign, size in sizes:
+            seconds, gap = rates.message(size, self.near[sign])
+            empty = np.equal(size, 0)
+            moved[sign] = np.where(empty, 0.0, seconds * factor)
+            self.gaps[sign] = np.where(empty, 0.0, gap * factor)
+        #: Seconds that all messages of a rank and kind of link take, at their senders and at their receivers; None where
+        #: each is alone.
+        self.sent: list[Value] | None = None
+        self.got: list[Value] | None = None
+        self.alone = moved
+        if len(moved) > 1 or beside is not None:
+            kinds = [{s: np.where(self.near[s] == within, moved[s], 0.0) for s in moved} for within in (False, True)]
+            self.sent = [sum(kind.values(), 0.0 if beside is None else beside[0, i]) for i, kind in enumerate(kinds)]
+            self.got = [
+                sum((shifted(row, s) for s, row in kind.items()), 0.0 if beside is None else beside[1, i])
+                for i, kind in enumerate(kinds)
+            ]
+
+    def lane(self, sign: int) -> Lane:
+        """The messages of a direction."""
+        out = into = self.alone[sign]
+        if self.sent is not None and self.got is not None:
+            near = self.near[sign]
+            out = np.where(near, self.sent[1], self.sent[0])
+            into = np.where(near, *(shifted(np.asarray(row), -sign) for row in self.got[::-1]))
+        seconds = np.where(np.equal(self.sizes[sign], 0), NEVER, np.maximum(out, into))
+        return Lane(sign, _few(seconds), _few(self.gaps[sign]), self.sizes[sign])
 
 
 def _few(value: np.ndarray) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,11 +43,11 @@ class Loads:
         done = self.compute.copy()
         mean = float(done.mean())
         longest = float(done.max())
-        found = {"imbalance": longest - mean}
+        # Sums of the same numbers in another order differ by their rounding.
+        found = {"imbalance": longest - mean if longest - mean > ROUNDING * longest else 0.0}
         for name, more in (("merge", self.merge), ("interference", self.interference), ("stalls", self.stalls)):
             done += more
             found[name], longest = float(done.max()) - longest, float(done.max())
-        # Sums of the same numbers in another order differ by their rounding.
         found["wait"] = seconds - longest if seconds - longest > ROUNDING * seconds else 0.0
         return mean, found
 
@@ -61,12 +61,22 @@ class Traffic:
     links: int
     messages: int
 
+    @classmethod
+    def of(cls, carried: np.ndarray, messages: int, straight: np.ndarray) -> Traffic:
+        """That of links between neighbours, which carry so many bytes each in so many messages, and of the bytes of
+        messages between other ranks, which are one per link."""
+        every = np.concatenate([carried[carried > 0], straight])
+        # Sums of all ranks may be larger than int64.
+        total = sum(every.tolist())
+        return cls(total, int(every.max(initial=0)), len(every), messages + len(straight))
+
 
 def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
     """Loads of the ranks of a ring, one of all where they are alike, and the traffic of `copies` such rings."""
     alike = isinstance(ring.phases, tuple) and not ring.stalls and all(_plain(phase) for phase in ring.phases)
     loads = Loads.none(1 if alike else ring.ranks)
     carried: dict[int, np.ndarray] = {}
+    straight: list[np.ndarray] = []
     messages = 0
     for phase in ring.phases() if callable(ring.phases) else ring.phases:
         loads.add(ring, phase)
@@ -74,12 +84,12 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
             messages += copies * phase.clocks * int(np.count_nonzero(sent))
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.clocks * sent
+        straight += [] if phase.chords is None else [phase.chords.bytes]
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds
-    every = np.concatenate(list(carried.values())) if carried else np.zeros(1, dtype=np.int64)
-    return loads, Traffic(
-        copies * int(every.sum()), int(every.max()), copies * int(np.count_nonzero(every)), messages
-    )  # fmt: skip
+    neighbours = np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)])
+    found = Traffic.of(neighbours, messages, np.concatenate([*straight, np.zeros(0, dtype=np.int64)]))
+    return loads, replace(found, total=copies * found.total, links=copies * found.links)
 
 
 def _plain(phase: Phase) -> bool:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import numpy as np
 
 from ..schedules.relay import Way
 from ..schedules.ring import Ring as RingSchedule
-from ..steps import Kind, Part
 from .banded import Banded, banded
 from .counted import Counted
-from .lanes import lane, scaled
+from .course import Course
+from .lanes import Lanes, scaled
 from .rates import Faults, Rates
 from .ring import Lane, Phase, Ring, Value
-
-if TYPE_CHECKING:
-    from ..plan import Plan
-
 
 #: Up to this many ranks x clocks all are counted, even where a busiest rank alone would tell the makespan.
 SMALL = 1 << 20
@@ -54,29 +50,29 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
     band = banded(plan)
     if band is None:
         return "the mask is not one band over equal chunks of contiguous or zigzag ranks"
-    ways = tuple(RingSchedule(plan.demand).ways)
+    # Blocks of queries go where keys are that they see.
+    turned = rates.backward and plan.rotates == "queries"
+    ways = tuple(RingSchedule(plan.transposed if turned else plan.demand).ways)
     if rates.machine.shared and rates.machine.inner > 1 and len(ways) > 1:
         return "both directions share the way out of a node"
     if rates.machine.shared and 1 < rates.machine.inner < plan.ranks and rates.backward and not band.dense:
         return "messages of the backward share the way out of a node"
     if band.dense and len(ways) <= 1:
         return _dense(rates, faults, band, ways)
-    if rates.backward:
-        return "the backward of a mask that is not dense sends blocks beyond neighbours"
     if plan.ranks > MOST:
         return f"visits that differ are counted for at most {MOST:,} ranks"
-    counted = Counted(rates, faults, band, ways)
-    if "reach" not in plan.memory:
-        plan.memory["reach"] = counted.reach()
-    clocks = plan.memory["reach"] + 1
+    counted = Counted(rates, faults, band.transposed if turned else band, ways)
+    if rates.buffers > 1 and len(counted.across.clock):
+        return "what goes straight between ranks that are no neighbours has one receive slot"
+    clocks = counted.clocks
     alike = not faults and not rates.gamma and rates.buffers == 1
-    if alike and plan.ranks * clocks > SMALL:
+    if alike and not rates.backward and plan.ranks * clocks > SMALL:
         hidden = counted.hidden()
         if hidden is not None:
             ring, clocks, words = hidden
             return Problem(ring, clocks, f"{band_words(band)}; {words}", bound=True)
     words = f"{band_words(band)}; {clocks:,} clocks x {plan.ranks:,} ranks were counted"
-    return Problem(counted.ring(clocks), clocks, words, counted=counted)
+    return Problem(counted.ring(), clocks, words, counted=counted)
 
 
 def band_words(band: Banded) -> str:
@@ -109,43 +105,28 @@ def repeated(ring: Ring, copies: int) -> Ring:
 
 
 def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) -> Problem:
-    """Everybody sees everything: all visits and all blocks are alike."""
+    """Everybody sees everything: all visits and all blocks are alike, and every block goes on to the last rank."""
     plan, ranks = rates.plan, rates.plan.ranks
     inner = min(rates.machine.inner, ranks)
     distinct = inner if not faults and ranks % inner == 0 else ranks
     pairs = band.rows**2 * band.heads
     compute = scaled(pairs * rates.pair, faults)
     merge = scaled(rates.merge(band.rows), faults)
-    sign, runs = (ways[0].sign if ways else 1), [(ranks, 0.0)]
-    if not rates.backward:
-        runs = [(ranks - 1, float(_bytes(plan, "kv"))), (1, 0.0)]
-    elif ranks > 1 and plan.rotates == "keys":
-        sign = -sign
-        # Clocks ranks - 1 .. 0: the block goes back until its owner's neighbour has it, dK and dV until the owner.
-        block, sums = float(_bytes(plan, "kv")), float(_bytes(plan, "grad"))
-        runs = [(1, block if ranks > 2 else 0.0), (ranks - 3, block + sums), (min(2, ranks - 1), sums)]
-    elif ranks > 1:
-        sign = RingSchedule(plan.transposed).ways[0].sign
-        # Clocks 0 .. ranks: dQ begins a clock after the queries, and goes home after the last visit.
-        block, sums = float(_bytes(plan, "q") + _bytes(plan, "row")), float(_bytes(plan, "dq"))
-        last = sums if ranks > 2 else 0.0
-        runs = [(min(2, ranks - 1), block), (ranks - 3, block + sums), (1, last), (1, sums)]
+    course, hops = Course.of(plan, rates.backward), ranks - 1
+    # Where rows stop, the next rank is their owner: sums that go straight are a hop more, after the last visit.
+    homeward = 0 if course.back or not hops else course.straight
+    sign = (-1 if course.back else 1) * (ways[0].sign if ways else 1)
+    edges = {edge for cargo in course.cargo for edge in (2 * cargo.lag, hops + cargo.lag)}
+    last = ranks + (homeward > 0)
+    bounds = sorted({0, ranks, last, *(edge for edge in edges if edge < last)})
     phases = []
-    clock = 0
-    for length, size in runs:
-        if length < 1:
-            continue
-        lanes = (lane(rates, faults, sign, size, [(sign, size)], np.arange(distinct)),) if size else ()
-        visiting = max(0, min(length, ranks - clock))
-        if visiting:
-            phases.append(Phase(visiting, compute, merge, lanes))
-        if length > visiting:
-            phases.append(Phase(length - visiting, 0.0, 0.0, lanes))
-        clock += length
+    for first, stop in pairwise(bounds):
+        moving = (cargo.row_bytes for cargo in course.cargo if 2 * cargo.lag <= first < hops + cargo.lag)
+        size = float(band.rows * (sum(moving) + (homeward if first == ranks else 0)))
+        lanes = (Lanes(rates, faults, [(sign, size)], np.arange(distinct)).lane(sign),) if size else ()
+        visits = (compute, merge) if first < ranks else (0.0, 0.0)
+        phases.append(Phase(stop - first, *visits, lanes))
+    phases = phases[::-1] if course.back else phases
     ring = Ring(distinct, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
     words = f"{band_words(band)}, so that all visits and all blocks are equal"
-    return Problem(ring, sum(phase.clocks for phase in phases), words, ranks // distinct)
-
-
-def _bytes(plan: Plan, kind: Kind) -> int:
-    return plan.part_bytes(Part(kind, 0))
+    return Problem(ring, last, words, ranks // distinct)

@@ -9,18 +9,22 @@ of its message to the next rank, g_r = m_r / beta_r the part of it that occupies
 
 l in the last line is the longest message that r sends or receives in clock k: gamma is the part of its time that messages
 take from a visit. Each direction of travel has messages of its own. With B = 1, where l >= g, this is a stencil of three ranks:
-S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r).
+S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r), where the backward adds chords: a message between ranks r and q
+that are no neighbours begins at max(S_r(k), S_q(k)), and both wait for its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import InvalidInput
+
+if TYPE_CHECKING:
+    from .chords import Chords
 
 #: One number for all ranks, or float64 [ranks].
 Value = float | np.ndarray
@@ -42,12 +46,18 @@ class Lane:
 
 @dataclass(frozen=True)
 class Phase:
-    """`clocks` clocks alike: each rank computes for `compute` seconds, merges for `merge`, and sends along `lanes`."""
+    """`clocks` clocks alike: each rank computes for `compute` seconds, merges for `merge`, and sends along `lanes`.
+
+    A phase of one clock may have `chords`, too, whose `at` is 0; `longest` are the seconds of the longest of each rank, 0
+    where it has none.
+    """
 
     clocks: int
     compute: Value
     merge: Value = 0.0
     lanes: tuple[Lane, ...] = ()
+    chords: Chords | None = None
+    longest: Value = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ class Ring:
 
     def travel(self, phase: Phase) -> Value:
         """Seconds of the longest message that a rank sends or receives in a clock of a phase, 0 where there is none."""
-        found: Value = 0.0
+        found = phase.longest
         for lane in phase.lanes:
             found = largest(found, lane.seconds, shifted(lane.seconds, lane.sign))
         return found

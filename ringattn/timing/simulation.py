@@ -107,7 +107,7 @@ def _solve(found: Problem, tier: str) -> tuple[Solved, Loads, Traffic]:
     for name in TIERS if tier == "auto" else (tier,):
         if name == "D" and found.counted is not None and found.ring.buffers == 1:
             _check_size(found, STENCIL)
-            return swept(found.counted, found.clocks)
+            return swept(found.counted)
         solved = _tried(found, name)
         if solved is not None:
             return solved, *survey(found.ring, found.copies)

@@ -7,20 +7,20 @@ do in sum follows from the changes, too: a number that grows by d at clock k of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .changes import Changes
 from .counted import Counted
-from .dense import DEPTH, Changes, Delay
+from .crossing import Crossing
+from .dense import DEPTH, Delay
 from .edges import places
 from .loads import Loads, Traffic
-from .ring import Phase, Ring, Solved, Value
+from .ring import Ring, Solved, Value
 
 #: Where more ranks change at a clock, all are counted.
 MANY = 4096
-#: Ranks that are counted at a time, which bounds the memory that it takes.
-PART = 16384
 #: Ranks on either side whose numbers a rank's clock depends on: its neighbours send what ends with their other messages.
 NEAR = np.arange(-2, 3)
 
@@ -37,7 +37,10 @@ class Changed:
 def changed(counted: Counted, clocks: np.ndarray) -> Changed:
     """The runs of ranks that change at each of some consecutive clocks but the first; by counts at the places alone."""
     ranks = counted.band.ranks
-    keys = np.unique(places(counted.band, counted.ways, clocks) + ranks * np.arange(len(clocks))[:, None])
+    rows = ranks * np.arange(len(clocks))[:, None]
+    found = places(counted.band, counted.ways, counted.course, counted.away(clocks)) + rows
+    keys = np.unique(np.concatenate([found.ravel(), counted.turns(int(clocks[0]), int(clocks[-1]) + 1)]))
+    keys = keys[keys < ranks * len(clocks)]
     row, rank = np.divmod(keys, ranks)
     values = counted.at(rank, clocks[row])
     begins = np.append(True, (values[:, 1:] != values[:, :-1]).any(axis=0)) | (rank == 0)
@@ -54,13 +57,13 @@ def changed(counted: Counted, clocks: np.ndarray) -> Changed:
 class Sweep:
     """One pass over all clocks of a counted plan. `totals` and `interference` are whole once it has ended."""
 
-    def __init__(self, counted: Counted, clocks: int) -> None:
-        self.counted, self.clocks, self.ranks = counted, clocks, counted.band.ranks
+    def __init__(self, counted: Counted) -> None:
+        self.counted, self.clocks, self.ranks = counted, counted.clocks, counted.band.ranks
         rates = counted.rates
         #: Only what it says of a clock is asked for: its phases are made here.
         self.ring = Ring(self.ranks, (), rates.buffers, rates.gamma)
-        width = 2 + 2 * len(counted.ways)
-        #: Pairs, visits, rows sent by way, messages by way: of the clock that was last, and over all clocks.
+        width = 2 + 2 * len(counted.signs)
+        #: Pairs, visits, bytes sent by direction, messages by direction: of the clock that was last, and over all clocks.
         self.now, self.totals = np.zeros((2, width, self.ranks), dtype=np.int64)
         self.taken, self.interference = np.zeros((2, self.ranks))
 
@@ -68,55 +71,67 @@ class Sweep:
         for first in range(0, self.clocks, DEPTH):
             clocks = np.arange(max(first - 1, 0), min(first + DEPTH, self.clocks))
             runs = changed(self.counted, clocks)
+            crossing = self.counted.crossing(int(clocks[0]), int(clocks[-1]) + 1)
+            touched = self._touched(crossing, clocks)
             length = np.bincount(runs.row, weights=runs.stop - runs.start, minlength=len(clocks))
+            length += np.bincount(touched[0], minlength=len(clocks))
             begin = first - int(clocks[0])
             fresh = [row for row in range(begin, len(clocks)) if clocks[row] == 0 or length[row] > MANY]
             starts = sorted({begin, *fresh})
             for low, high in zip(starts, [*starts[1:], len(clocks)], strict=True):
-                whole = self._whole(int(clocks[low])) if low in fresh else None
-                yield self._points(runs, clocks, low + (low in fresh), high, low, whole)
+                whole = self._whole(int(clocks[low]), crossing) if low in fresh else None
+                points = self._points(runs, touched, clocks, low + (low in fresh), high, crossing)
+                chords = None if crossing is None else crossing.chords.inside(int(clocks[low]), int(clocks[0]) + high)
+                yield Changes(high - low, whole, points[0] - low, *points[1:], chords)
 
-    def _whole(self, clock: int) -> tuple[np.ndarray, ...]:
+    def _touched(self, crossing: Crossing | None, clocks: np.ndarray) -> np.ndarray:
+        """(rows of `clocks`, ranks) at which a rank has a chord, or had one at the clock before: int64 [2, ...]."""
+        if crossing is None:
+            return np.zeros((2, 0), dtype=np.int64)
+        clock, rank = np.divmod(crossing.keys, self.ranks)
+        row = np.concatenate([clock, clock + 1]) - clocks[0]
+        return np.stack([row, np.tile(rank, 2)])[:, row < len(clocks)]
+
+    def _whole(self, clock: int, crossing: Crossing | None) -> tuple[np.ndarray, ...]:
         """The coefficients of all ranks at a clock."""
-        ranks = np.arange(self.ranks)
-        counts, coefficients, taken = self._at(ranks, np.asarray(clock))
+        counts, coefficients, taken = self._at(np.arange(self.ranks), np.asarray(clock), crossing)
         self.totals += (self.clocks - clock) * (counts - self.now)
         self.interference += (self.clocks - clock) * (taken - self.taken)
         self.now, self.taken = counts, taken.copy()
         return coefficients
 
     def _points(
-        self, runs: Changed, clocks: np.ndarray, low: int, high: int, first: int, whole: tuple[np.ndarray, ...] | None
-    ) -> Changes:
-        """What changes at the clocks low .. high - 1 of `clocks`, beside `whole` at the clock `first`."""
+        self, runs: Changed, touched: np.ndarray, clocks: np.ndarray, low: int, high: int, crossing: Crossing | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(rows of `clocks`, ranks, coefficients) of what changes at the rows low .. high - 1, by row."""
         mine = (runs.row >= low) & (runs.row < high)
         row, start, size = runs.row[mine], runs.start[mine], (runs.stop - runs.start)[mine]
         inside = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
         row, rank = np.repeat(row, size), np.repeat(start, size) + inside
+        touched = touched[:, (touched[0] >= low) & (touched[0] < high)]
+        row, rank = np.concatenate([row, touched[0]]), np.concatenate([rank, touched[1]])
         keys = [(row * self.ranks)[:, None] + (rank[:, None] + NEAR) % self.ranks]
         for stall in self.counted.faults.stalls:  # it begins at a clock, and is over at the next
             at = stall.clock - int(clocks[0]) + np.arange(2)
             keys.append(at[(at >= low) & (at < high), None] * self.ranks + stall.rank)
         row, rank = np.divmod(np.unique(np.concatenate([key.ravel() for key in keys])), self.ranks)
-        counts, coefficients, taken = self._at((rank[:, None] + NEAR) % self.ranks, clocks[row][:, None])
+        counts, coefficients, taken = self._at((rank[:, None] + NEAR) % self.ranks, clocks[row][:, None], crossing)
         middle = len(NEAR) // 2
         counts, taken = counts[..., middle], taken[:, middle]
-        values = np.stack([value[:, middle] for value in coefficients])
         self._sum(rank, clocks[row], counts, taken)
-        return Changes(high - first, whole, row - first, rank, values)
+        return row, rank, np.stack([value[:, middle] for value in coefficients])
 
-    def _at(self, ranks: np.ndarray, clocks: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
+    def _at(
+        self, ranks: np.ndarray, clocks: np.ndarray, crossing: Crossing | None
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
         """Numbers as in `totals`, coefficients of the stencil, and seconds of interference, of ranks at clocks."""
-        clocks = np.broadcast_to(clocks, (len(ranks), *clocks.shape[1:]))
-        parts = range(0, max(len(ranks), 1), PART)
-        counted = [self.counted.at(ranks[i : i + PART], clocks[i : i + PART]) for i in parts]
-        counts = np.concatenate(counted, axis=1)
-        phase = self.counted.phase(counts, ranks)
+        counts = self.counted.many(ranks, clocks)
+        phase = self.counted.phase(counts, ranks, crossing, clocks)
         taken = self.ring.busy(phase) - phase.compute - phase.merge
         late = np.zeros(counts.shape[1:])
         for stall in self.counted.faults.stalls:
             late += stall.seconds * ((ranks == stall.rank) & (clocks == stall.clock))
-        stalled = Phase(1, phase.compute, phase.merge + late, phase.lanes)
+        stalled = replace(phase, merge=phase.merge + late)
 
         def wide(value: Value) -> np.ndarray:
             return np.broadcast_to(np.asarray(value, dtype=np.float64), counts.shape[1:])
@@ -140,9 +155,9 @@ class Sweep:
         self.now[:, ranks[last]], self.taken[ranks[last]] = counts[:, last], taken[last]
 
 
-def swept(counted: Counted, clocks: int) -> tuple[Solved, Loads, Traffic]:
+def swept(counted: Counted) -> tuple[Solved, Loads, Traffic]:
     """Tier D of a counted plan with one receive slot: every rank at every clock, and what they do and send."""
-    sweep = Sweep(counted, clocks)
+    sweep = Sweep(counted)
     state = Delay(sweep.ring, counted.rates.machine.inner)
     for changes in sweep:
         state.change(changes)
@@ -151,7 +166,7 @@ def swept(counted: Counted, clocks: int) -> tuple[Solved, Loads, Traffic]:
 
 
 def _loads(counted: Counted, sweep: Sweep) -> tuple[Loads, Traffic]:
-    rates, faults, ways = counted.rates, counted.faults, len(counted.ways)
+    rates, faults, signs = counted.rates, counted.faults, len(counted.signs)
     slow = np.ones(sweep.ranks) if faults.slow is None else faults.slow
     pairs, visits = sweep.totals[:2]
     stalls = np.zeros(sweep.ranks)
@@ -160,6 +175,5 @@ def _loads(counted: Counted, sweep: Sweep) -> tuple[Loads, Traffic]:
     loads = Loads(
         slow * pairs * counted.pair, slow * visits * rates.merge(counted.band.rows), sweep.interference, stalls
     )
-    sent = sweep.totals[2 : 2 + ways] * counted.row_bytes
-    messages = int(sweep.totals[2 + ways :].sum())
-    return loads, Traffic(int(sent.sum()), int(sent.max(initial=0)), int(np.count_nonzero(sent)), messages)
+    sent, messages = sweep.totals[2 : 2 + signs], int(sweep.totals[2 + signs :].sum())
+    return loads, Traffic.of(sent.ravel(), messages, counted.across.bytes)

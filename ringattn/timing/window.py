@@ -136,6 +136,13 @@ def _messages(ring: Ring, phase: Phase, clock: int, now: np.ndarray, ranks: rang
                 found.append(
                     Message(clock, source, target, float(max(now[source], now[target])), float(seconds[source]))
                 )
+    if phase.chords is not None:
+        chords = phase.chords
+        for source, target, seconds in zip(
+            *(x.tolist() for x in (chords.source, chords.target, chords.seconds)), strict=True
+        ):
+            if source in ranks:
+                found.append(Message(clock, source, target, float(max(now[source], now[target])), seconds))
     return found
 
 
