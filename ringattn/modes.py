@@ -18,16 +18,17 @@ MODES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def of_experiment(name: str, folder: Path) -> str | None:
-    """The mode that an experiment in a conf folder sets, if it does."""
+def of_experiment(name: str, key: str, folder: Path) -> str | None:
+    """What an experiment in a conf folder sets a plain key to, if it does."""
     path = folder / "experiment" / f"{name}.yaml"
-    found = re.search(r"^mode: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
+    found = re.search(rf"^{key}: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
     return found[1] if found else None
 
 
 def check_mode(given: Mapping[str, str], folder: Path) -> None:
     """Refuse keys that the chosen mode of `simulate` would not look at."""
-    set_there = [found for name in given.get("experiment", "null").split(",") if (found := of_experiment(name, folder))]
+    names = given.get("experiment", "null").split(",")
+    set_there = [found for name in names if (found := of_experiment(name, "mode", folder))]
     for mode in given["mode"].split(",") if "mode" in given else set_there or ["timing"]:
         for key in given:
             name = re.split(r"[./@]", key)[0]
