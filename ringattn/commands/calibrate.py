@@ -19,6 +19,7 @@ from ..errors import InvalidInput, did_you_mean
 from ..files import check_writable
 from ..launcher import detect
 from ..machine_file import UNITS, write_machine
+from ..modes import check_needs
 from ..report import Number, console, grid, show, size
 from ..sizes import ITEM_BYTES
 from ..timing import Machine
@@ -43,6 +44,7 @@ def main(config: CalibrateConfig) -> None:
 
 def _before(config: CalibrateConfig) -> tuple[Sizes, Settings]:
     """What can be wrong is said before minutes are spent on measuring."""
+    check_needs("calibrate", config)
     for name in ("repeat", "heads", "head_dim"):
         if getattr(config, name) < 1:
             raise InvalidInput(f"{name}={getattr(config, name)}: must be at least 1")

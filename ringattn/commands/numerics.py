@@ -15,8 +15,9 @@ from ..errors import InvalidInput, NumericsFailure, did_you_mean
 from ..files import check_writable, write_text
 from ..groups import NumericsGroup
 from ..memory import peak
+from ..modes import check_needs
 from ..plan import Plan
-from ..report import Number, show, size
+from ..report import Number, head, show, size
 from ..simulator import MODES, Mutation, NumericsReport, chosen_rows, numerics
 
 #: What each way leaves without a meaning.
@@ -29,6 +30,7 @@ def main(config: SimulateConfig) -> NumericsReport:
     Raises NumericsFailure where a plan fails, or where a fault that was asked for passes.
     """
     options = config.numerics
+    check_needs("numerics", config)
     _check(options)
     if config.output.path:
         check_writable(Path(config.output.path))
@@ -40,14 +42,11 @@ def main(config: SimulateConfig) -> NumericsReport:
         plan, mode=options.way, rows=rows, ranks=ranks, backward=config.backward, together=options.together,
         period=options.period, seed=config.seed, mutation=fault,
     )  # fmt: skip
-    title = (
-        f"{plan.pattern!r}, {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks:,} virtual ranks, {plan.schedule}"
-    )
     numbers = [*report.numbers(), Number("peak memory", size(peak()), "measured")]
     if fault is not None:
         text = f"{fault.fault} at rank {fault.rank}, block of {fault.owner}: {_caught(report)}"
         numbers.append(Number("fault", text, "measured"))
-    show(title, numbers)
+    show(head(plan, "virtual rank"), numbers)
     if config.output.path:
         write_text(Path(config.output.path), json.dumps(_written(report, numbers, fault), indent=2) + "\n")
     if fault is None and not report.passed:

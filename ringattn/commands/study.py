@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..config import SimulateConfig
 from ..errors import InvalidInput
+from ..modes import check_needs
 from ..report import console
 from ..study.runner import Study, Tell, run
 from ..study.space import points
@@ -32,6 +33,8 @@ def main(config: SimulateConfig) -> None:
         raise InvalidInput(f"mode={config.mode} has no meaning with a study, whose points are modelled; leave it out")
     overrides, choices, text = _hydra(config)
     found = points(config, overrides, choices)
+    check_needs("study", config)
+    check_needs("timing", *(point.config for point in found))
     study = Study(config.study.name, config, found, Path("."), text, overrides)
     folder = Path(config.output.path) if config.output.path else _folder(study)
     study = dataclasses.replace(study, folder=folder)

@@ -25,6 +25,7 @@ from ..files import check_writable, write_text
 from ..groups import Group, OutputGroup, TransportGroup
 from ..launcher import detect, run_local
 from ..machine_file import read_machine, read_record
+from ..modes import check_needs
 from ..report import Number, console, grid, show
 from ..timing import Machine
 from ..transport.torchdist import TorchDist
@@ -65,6 +66,7 @@ def _check(config: SimulateConfig) -> None:
         raise InvalidInput(
             f"{launch.kind} started this process: the validation starts its own ranks, several numbers of them; start it alone"
         )
+    check_needs("validate", config)
     options = config.validate
     if not options.ranks or min(options.ranks) < 2:
         raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")

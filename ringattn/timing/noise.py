@@ -34,6 +34,11 @@ class Sampled:
     extrapolated: bool
     why: str
 
+    def at_least(self, seconds: float) -> Sampled:
+        """The same of a mean that cannot be below `seconds`."""
+        mean_, low, high = (max(value, seconds) for value in (self.seconds, self.low, self.high))
+        return replace(self, seconds=mean_, low=low, high=high)
+
 
 def varied(ring: Ring, jitter: float, seed: int) -> Sampled:
     """The time of a ring whose visits vary by `jitter`, standard deviation over mean. Raises Unsupported."""

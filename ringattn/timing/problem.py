@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import plural
+from ..layout import Zigzag
 from ..schedules.relay import Way
 from ..schedules.ring import Ring as RingSchedule
 from ..steps import Kind, Part
@@ -53,7 +55,7 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
         return f"the schedule {plan.schedule} is no ring"
     band = banded(plan)
     if band is None:
-        return "the mask is not one band over equal chunks of contiguous or zigzag ranks"
+        return unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
     ways = tuple(RingSchedule(plan.demand).ways)
     if rates.machine.shared and rates.machine.inner > 1 and len(ways) > 1:
         return "both directions share the way out of a node"
@@ -79,12 +81,23 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
     return Problem(counted.ring(clocks), clocks, words, counted=counted)
 
 
+def unequal(plan: Plan) -> str:
+    """Why a plan's ranks are not alike whatever its mask, or nothing."""
+    tokens, ranks = plan.tokens, plan.ranks
+    if ranks > tokens:
+        return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so that some have none"
+    chunks = 2 * ranks if isinstance(plan.layout, Zigzag) else ranks
+    if tokens % chunks:
+        return f"{tokens:,} tokens do not divide into {chunks:,} equal chunks, so that shards are unequal"
+    return ""
+
+
 def band_words(band: Banded) -> str:
     """What was compared of a band, for people."""
     low, high = (("-inf", "inf")[i] if x is None else f"{x:,}" for i, x in enumerate((band.lo, band.hi)))
     mask = "all pairs" if band.dense else f"{low} <= q - k <= {high}"
     return (
-        f"the mask's tiles: one, {mask}, over all {band.heads} heads; {band.rows:,} tokens on each of {band.ranks:,} "
+        f"the mask's tiles: one, {mask}, over all {plural(band.heads, 'head')}; {plural(band.rows, 'token')} on each of {band.ranks:,} "
         "ranks (integers of the whole plan, no sample)"
     )
 
