@@ -17,8 +17,10 @@ from ..groups import NumericsGroup
 from ..memory import peak
 from ..modes import check_needs
 from ..plan import Plan
-from ..report import Number, head, show, size
+from ..progress import listening
+from ..report import Number, console, head, show, size
 from ..simulator import MODES, Mutation, NumericsReport, chosen_rows, numerics
+from .progress import progress
 
 #: What each way leaves without a meaning.
 OTHERS = {"sample": ("first", "count", "together"), "all": ("rows", "spread")}
@@ -38,10 +40,11 @@ def main(config: SimulateConfig) -> NumericsReport:
     plan = asked_plan(config)
     rows, ranks = _rows(plan, config), _ranks(plan, options)
     fault = _fault(plan, options, rows, ranks)
-    report = numerics(
-        plan, mode=options.way, rows=rows, ranks=ranks, backward=config.backward, together=options.together,
-        period=options.period, seed=config.seed, mutation=fault,
-    )  # fmt: skip
+    with progress(console()) as tell, listening(tell):
+        report = numerics(
+            plan, mode=options.way, rows=rows, ranks=ranks, backward=config.backward, together=options.together,
+            period=options.period, seed=config.seed, mutation=fault,
+        )  # fmt: skip
     numbers = [*report.numbers(), Number("peak memory", size(peak()), "measured")]
     if fault is not None:
         text = f"{fault.fault} at rank {fault.rank}, block of {fault.owner}: {_caught(report)}"

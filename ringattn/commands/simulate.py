@@ -15,11 +15,13 @@ from ..files import check_writable, write_text
 from ..machine_file import UNITS
 from ..modes import MODES, check_needs
 from ..plan import Plan
+from ..progress import listening
 from ..report import Number, console, head, show, size
 from ..study.point import asked_options
 from ..timing import Machine, Timeline, machine_fields, simulate
 from ..timing.budget import JOULES_PER_KWH
 from ..timing.timeline import CAUSES
+from .progress import progress
 
 
 def main(config: SimulateConfig) -> None:
@@ -41,10 +43,12 @@ def main(config: SimulateConfig) -> None:
     check_needs("timing", config)
     machine = config.machine.made(ranks=config.ranks)
     plan, options = asked_plan(config, machine), asked_options(config)
-    found = [
-        simulate(plan, machine, backward=back, **options) for back in ((False, True) if config.backward else (False,))
-    ]
     lines = console()
+    with progress(lines) as tell, listening(tell):
+        found = [
+            simulate(plan, machine, backward=back, **options)
+            for back in ((False, True) if config.backward else (False,))
+        ]
     lines.print(head(plan), highlight=False, markup=False)
     show("machine", _machine(machine))
     tables = {one.direction: _numbers(one) for one in found}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, did_you_mean
@@ -27,7 +27,7 @@ def check(plan: Plan, *, backward: Any, stalls: Any, passes: Any, tier: Any, see
     if not _whole(passes) or passes < 1:
         raise InvalidInput(f"passes={passes!r}: expected how often the pass is made, an integer >= 1")
     check_seed(seed)
-    if isinstance(stalls, str) or not isinstance(stalls, Iterable):
+    if isinstance(stalls, str) or not isinstance(stalls, Sequence):
         raise InvalidInput(f"stalls={stalls!r}: expected a list of Stall(rank, clock, seconds)")
     for stall in stalls:
         if not isinstance(stall, Stall):

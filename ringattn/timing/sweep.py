@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..progress import told
 from .counted import Counted
 from .dense import DEPTH, Changes, Delay
 from .edges import places
@@ -65,7 +66,7 @@ class Sweep:
         self.taken, self.interference = np.zeros((2, self.ranks))
 
     def __iter__(self) -> Iterator[Changes]:
-        for first in range(0, self.clocks, DEPTH):
+        for first in told(range(0, self.clocks, DEPTH), -(-self.clocks // DEPTH), f"clocks by {DEPTH}"):
             clocks = np.arange(max(first - 1, 0), min(first + DEPTH, self.clocks))
             runs = changed(self.counted, clocks)
             length = np.bincount(runs.row, weights=runs.stop - runs.start, minlength=len(clocks))
