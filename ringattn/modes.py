@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def check_needs(what: str, *configs: Any) -> None:
         set_there = [config for config in configs if _value(config, need.key) != default]
         if set_there and not any(need.there(config) for config in set_there):
             value = _value(set_there[0], need.key)
-            text = need.key if isinstance(value, MachineGroup) or need.key == "study" else f"{need.key}={_text(value)}"
+            text = f"{need.key}.*" if is_dataclass(value) else f"{need.key}={_text(value)}"
             raise InvalidInput(f"{text} has no meaning {need.where}; leave it out")
 
 
@@ -126,4 +126,6 @@ def _value(config: Any, key: str) -> Any:
 
 def _text(value: Any) -> str:
     """A value as it is written on the command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value).replace("'", "").replace(", ", ",")
+    if isinstance(value, bool | float):
+        return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+    return str(value).replace("'", "").replace(", ", ",")

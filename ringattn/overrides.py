@@ -71,8 +71,9 @@ def refused(verb: str, error: Exception) -> InvalidInput:
         return InvalidInput(f"{key}={value}: expected {wanted}{_example(SCHEMAS[verb], key)}")
     override = getattr(error, "override", None)  # of what could not be parsed
     if override is not None:
+        said = [line for line in str(error).splitlines() if not line.startswith(("See ", "Error parsing"))]
         return InvalidInput(
-            f"{override}: cannot be read as key=value ({error.message}); close brackets and quotes, and quote for the shell "  # type: ignore[attr-defined]
+            f"{override}: cannot be read as key=value ({'; '.join(said)}); close brackets and quotes, and quote for the shell "  # type: ignore[attr-defined]
             "what has blanks or brackets, such as 'slow={5: 1.3}'"
         )
     return InvalidInput(f"{first}; ringattn {verb} --help shows groups and keys, --cfg job --resolve what would run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from .choice import Choice, duration
 from .errors import plural
+from .machine_file import UNITS
 from .plan import Plan
 
 
@@ -43,6 +45,16 @@ def head(plan: Plan, ranks: str = "rank") -> str:
         f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, ranks)}, {plan.schedule}, "
         f"{shape(plan)}"
     )
+
+
+def quantity(name: str, value: Any) -> str:
+    """A number of a machine with its unit."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    unit = UNITS[name]
+    if isinstance(value, int):
+        return f"{value:,} {unit.replace('ranks', 'rank').replace('slots', 'slot') if value == 1 else unit}"
+    return f"{value:g} {unit}"
 
 
 def show(title: str, numbers: Iterable[Number]) -> None:

@@ -15,12 +15,12 @@ from ..calibrate.passes import Settings
 from ..calibrate.team import Team
 from ..choice import duration
 from ..config import CalibrateConfig, parse_size
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput, did_you_mean, plural
 from ..files import check_writable
 from ..launcher import detect
 from ..machine_file import UNITS, write_machine
 from ..modes import check_needs
-from ..report import Number, console, grid, show, size
+from ..report import Number, console, grid, quantity, show, size
 from ..sizes import ITEM_BYTES
 from ..timing import Machine
 from ..transport.base import Transport
@@ -88,6 +88,12 @@ def _measure(config: CalibrateConfig, transport: Transport | None, where: torch.
         path = Path(config.output.path)
         write_machine(path, found.machine, made=_made(config, team), samples=found.samples, fits=found.fits)
         _show(found)
+        if settings.repeat == 1 and found.passes:
+            console().print(
+                "note: repeat=1: each pass ran once, so that intervals hold what differs between kinds of passes, and little of what "
+                "differs from run to run; repeat=5 measures that",
+                soft_wrap=True,
+            )
         console().print(f"\nwritten {path}; use it with machine=file machine.path={path}", soft_wrap=True)
 
 
@@ -118,7 +124,7 @@ def _show(found: Calibration) -> None:
         inside = machine.interval(1.0)
         text = f"{inside[0]:.3f} .. {inside[1]:.3f}" if inside else "not known: fewer than 19 passes"
         show("", [
-            Number("passes", f"{len(found.passes)} kinds, {len(ratios)} runs", "measured"),
+            Number("passes", f"{plural(len(found.passes), 'kind')}, {plural(len(ratios), 'run')}", "measured"),
             Number("measured / modelled", f"{ratios[len(ratios) // 2]:.3f} median, {ratios[0]:.3f} .. {ratios[-1]:.3f}",
                    "measured"),
             Number("90 % interval of it", text, "measured"),
@@ -131,7 +137,7 @@ def _values(machine: Machine) -> list[tuple[str, str]]:
         value = getattr(machine, name)
         if value is None:
             continue
-        text = f"{value:.4g} {unit}" if isinstance(value, float) else f"{value} {unit}"
+        text = quantity(name, value)
         if unit == "s":
             text = duration(value)
         elif unit == "bytes/s":

@@ -11,7 +11,7 @@ import torch
 
 from ..asked import asked_plan
 from ..config import SimulateConfig, parse_size
-from ..errors import InvalidInput, NumericsFailure, did_you_mean
+from ..errors import InvalidInput, NumericsFailure, did_you_mean, plural
 from ..files import check_writable, write_text
 from ..groups import NumericsGroup
 from ..memory import peak
@@ -70,8 +70,8 @@ def _check(options: NumericsGroup) -> None:
         meaningless += ["fault_rank", "fault_owner"]
     for name in meaningless:
         if getattr(options, name) != getattr(plain, name):
-            beside = f"numerics.way={options.way}" if name in OTHERS[options.way] else "no numerics.fault"
-            raise InvalidInput(f"numerics.{name}={getattr(options, name)} has no meaning with {beside}; leave it out")
+            beside = f"with numerics.way={options.way}" if name in OTHERS[options.way] else "without numerics.fault"
+            raise InvalidInput(f"numerics.{name}={getattr(options, name)} has no meaning {beside}; leave it out")
     if options.threads < 1:
         raise InvalidInput(f"numerics.threads={options.threads}: must be at least 1")
 
@@ -86,7 +86,14 @@ def _rows(plan: Plan, config: SimulateConfig) -> list[int]:
     number = parse_size(options.rows, "numerics.rows")
     if number < 1:
         raise InvalidInput(f"numerics.rows={options.rows}: at least one row is needed, or a list of positions")
-    return chosen_rows(plan, number, options.spread, config.seed)
+    found = chosen_rows(plan, number, options.spread, config.seed)
+    if len(found) < number and options.rows != NumericsGroup().rows:
+        ranks = f" on at most {plural(options.spread, 'rank')}" if options.spread is not None else ""
+        raise InvalidInput(
+            f"numerics.rows={options.rows}: a sequence of {plural(plan.tokens, 'token')} has {plural(len(found), 'query row')}{ranks}; "
+            f"try numerics.rows={len(found)}"
+        )
+    return found
 
 
 def _ranks(plan: Plan, options: NumericsGroup) -> range | None:

@@ -12,11 +12,10 @@ from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean, plural
 from ..files import check_writable, write_text
-from ..machine_file import UNITS
 from ..modes import MODES, check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, console, head, show, size
+from ..report import Number, console, head, quantity, show, size
 from ..study.point import asked_options
 from ..timing import Machine, Timeline, machine_fields, simulate
 from ..timing.budget import JOULES_PER_KWH
@@ -68,7 +67,7 @@ def _machine(machine: Machine) -> list[Number]:
     """The numbers of a machine that are given, each with its source."""
     given = [(name, getattr(machine, name)) for name in machine_fields()]
     numbers = [
-        Number(name, "yes" if value is True else f"{value:g} {UNITS[name]}", machine.source(name))
+        Number(name, quantity(name, value), machine.source(name))
         for name, value in given if value not in (None, False)
     ]  # fmt: skip
     if machine.kernel is not None:
@@ -90,7 +89,7 @@ def _numbers(one: Timeline) -> list[Number]:
     if one.interval is not None:
         low, high = one.interval
         numbers.append(
-            Number("  95 % interval of time", f"{duration(low)} .. {duration(high)}, by sampled runs", one.kind)
+            Number("  95 % interval", f"{duration(low)} .. {duration(high)}, of the mean of sampled runs", one.kind)
         )
     inside = one.machine.interval(one.seconds)
     if inside is not None:

@@ -18,7 +18,7 @@ CHOICES = ("auto", *TIERS, "F")
 
 def check(plan: Plan, *, backward: Any, stalls: Any, passes: Any, tier: Any, seed: Any) -> None:
     """Raise InvalidInput where an argument of `simulate` is of another type, or cannot be."""
-    if not hasattr(plan, "for_rank"):  # plans are made of what stands below
+    if not hasattr(plan, "for_rank") or isinstance(plan, type):  # plans are made of what stands below
         raise InvalidInput(f"simulate: expected a Plan, as make_plan gives it, got {plan!r}")
     if tier not in CHOICES:
         raise InvalidInput(f"tier={tier!r}: {did_you_mean(tier, CHOICES)}expected one of {', '.join(CHOICES)}")

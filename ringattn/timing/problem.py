@@ -97,7 +97,7 @@ def band_words(band: Banded) -> str:
     low, high = (("-inf", "inf")[i] if x is None else f"{x:,}" for i, x in enumerate((band.lo, band.hi)))
     mask = "all pairs" if band.dense else f"{low} <= q - k <= {high}"
     return (
-        f"the mask's tiles: one, {mask}, over all {plural(band.heads, 'head')}; {plural(band.rows, 'token')} on each of {band.ranks:,} "
+        f"the mask's tiles: one, {mask}, over all heads ({band.heads:,}); {plural(band.rows, 'token')} on each of {band.ranks:,} "
         "ranks (integers of the whole plan, no sample)"
     )
 
