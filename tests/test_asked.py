@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from measured import times
 from rich.console import Console
 from test_architecture import modules_after
 
@@ -22,8 +23,8 @@ from ringattn.groups import LayoutGroup, MachineGroup, OutputGroup, PatternGroup
 from ringattn.modes import NEEDS, check_needs
 from ringattn.overrides import prepare
 from ringattn.progress import listening
-from ringattn.timing import Grid, KernelTimes
-from ringattn.timing.speed import SHAPES
+from ringattn.simulator import Mutation, numerics
+from ringattn.timing import KernelTimes
 
 #: A value of each setting of `simulate` that is not the default.
 OTHERS: dict[str, Any] = {
@@ -166,6 +167,30 @@ def test_nothing_to_simulate() -> None:
             SimulateConfig(**sizes).size()
 
 
+def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for options, words in (
+        ({"numerics.rows": "1e9"}, "numerics.rows=1e9: a sequence of 256 tokens has 256 query rows; try numerics.rows=256"),
+        ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
+        ({"ranks": 1, "numerics.fault": "drop"}, "fault 'drop' harms what comes from another rank, and here is only one; try ranks=2"),
+        ({"ranks": 1, "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes from another rank"),
+        ({"seed": -1}, "seed=-1: expected an integer >= 0"),
+    ):  # fmt: skip
+        config = base(path, mode="numerics")
+        for key, value in options.items():  # type: ignore[attr-defined]
+            config = changed(config, key, value)
+        with pytest.raises(InvalidInput) as caught:
+            main(config)
+        assert words in str(caught.value)
+    few = changed(base(path, mode="numerics"), "tokens", 8)
+    assert outcome(few)["rows"] == 8, "the default is as many as there are"
+    plan = make_plan(ra.Full(), tokens=64, ranks=1, dtype="float64")
+    with pytest.raises(InvalidInput, match="seed=-1"):
+        numerics(plan, seed=-1, mode="all")
+    with pytest.raises(InvalidInput, match="here is only one"):
+        numerics(plan, mutation=Mutation("swap", 0, 0))
+
+
 PLAN = make_plan(ra.Full(), tokens=64, ranks=4, schedule="ring")
 EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7)
 
@@ -236,11 +261,7 @@ def test_the_mean_with_jitter_is_at_least_the_time_without() -> None:
 
 
 def kernel(**made: Any) -> KernelTimes:
-    grids = tuple(
-        Grid(shape, back, (1, 1024), (1,) if shape == "triangle" else (1, 1024), ((1e9,) * (1 if shape == "triangle" else 2),) * 2)
-        for shape in SHAPES for back in (False, True)
-    )  # fmt: skip
-    return KernelTimes(**{"head_dim": 64, "dtype": "float32", "overhead": (0.0, 0.0), "grids": grids, **made})
+    return dataclasses.replace(times(), **made)
 
 
 def test_speeds_of_something_else_are_told() -> None:

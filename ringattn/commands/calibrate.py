@@ -87,13 +87,7 @@ def _measure(config: CalibrateConfig, transport: Transport | None, where: torch.
         assert config.output.path is not None
         path = Path(config.output.path)
         write_machine(path, found.machine, made=_made(config, team), samples=found.samples, fits=found.fits)
-        _show(found)
-        if settings.repeat == 1 and found.passes:
-            console().print(
-                "note: repeat=1: each pass ran once, so that intervals hold what differs between kinds of passes, and little of what "
-                "differs from run to run; repeat=5 measures that",
-                soft_wrap=True,
-            )
+        _show(found, settings.repeat)
         console().print(f"\nwritten {path}; use it with machine=file machine.path={path}", soft_wrap=True)
 
 
@@ -106,7 +100,7 @@ def _made(config: CalibrateConfig, team: Team) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(found: Calibration) -> None:
+def _show(found: Calibration, repeat: int) -> None:
     machine = found.machine
     show("", [Number(name, text, machine.source(name)) for name, text in _values(machine)])
     times = machine.kernel
@@ -129,6 +123,12 @@ def _show(found: Calibration) -> None:
                    "measured"),
             Number("90 % interval of it", text, "measured"),
         ])  # fmt: skip
+        if repeat == 1:
+            console().print(
+                "note: repeat=1: each kind of pass ran once, so that intervals hold what differs between kinds, and little of what "
+                "differs from run to run; try repeat=5",
+                soft_wrap=True,
+            )
 
 
 def _values(machine: Machine) -> list[tuple[str, str]]:
