@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -143,13 +144,18 @@ def _task(verb: str, begun: list[str]) -> Callable[[Any], None]:
                 raise refused(verb, error) from error
             begun.append(verb)
             import_module(f".commands.{verb}", __package__).main(config)
-            begun.clear()
             sys.stdout.flush()
+            begun.clear()
         except RingAttentionError as error:
             _fail(error)
         except BrokenPipeError:  # here, since Hydra would show its traceback
             drop_output()
             raise SystemExit(UNREAD) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:  # files are told of where they are written
+                raise
+            drop_output()
+            _fail(InvalidInput(f"standard output: could not be written ({error.strerror}); make room where it goes"))
 
     return task
 

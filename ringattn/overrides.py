@@ -192,7 +192,7 @@ def _check_ranks(given: Mapping[str, str], ranks: str | None, launch: Launch) ->
         return
     for name in given.get("experiment", "null").split(",") if ranks is None else ():
         found = of_experiment(name, "ranks", conf_dir())
-        if found not in (None, str(launch.world)):
+        if found is not None and parse_size(found, "ranks") != launch.world:
             raise InvalidInput(
                 f"experiment={name} sets ranks={found}: {launch.kind} started {launch.world}, and as many take part; add "
                 f"ranks={launch.world}, or have {launch.kind} start {found}"

@@ -82,6 +82,16 @@ def test_folders_that_cannot_be_written(inside: Inside, arguments: tuple[str, ..
     assert words in done.stderr and len(done.stderr.splitlines()) <= 1
 
 
+def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "simulate", "ranks=2"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+    told = "ringattn: standard output: could not be written (No space left on device); make room where it goes\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "arguments", [("--help",), ("plan", "ranks=4"), ("run", "ranks=2", *SMALL)], ids=lambda arguments: arguments[0]

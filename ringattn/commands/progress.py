@@ -24,8 +24,10 @@ def progress(on: Console, *, wanted: bool = True, lines: bool = False) -> Iterat
     if on.is_terminal:
         shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*shown, console=on, transient=True) as bar:
-            task = bar.add_task("", total=None)
-            yield lambda done, count, what: bar.update(task, completed=done, total=count, description=what)
+            task = bar.add_task("", visible=False)  # until there is something to say
+            yield lambda done, count, what: bar.update(
+                task, completed=done, total=count, description=what, visible=True
+            )
         return
     last: list[Any] = [None]
 
