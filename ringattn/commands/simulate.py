@@ -66,8 +66,9 @@ def main(config: SimulateConfig) -> None:
 def _machine(machine: Machine) -> list[Number]:
     """The numbers of a machine that are given, each with its source."""
     given = [(name, getattr(machine, name)) for name in machine_fields()]
+    of = f" of {machine.flops_dtype}" if machine.flops_dtype else ""
     numbers = [
-        Number(name, quantity(name, value), machine.source(name))
+        Number(name, quantity(name, value) + (of if name == "flops" else ""), machine.source(name))
         for name, value in given if value not in (None, False)
     ]  # fmt: skip
     if machine.kernel is not None:
