@@ -52,13 +52,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         *_each(("machine.checkpoint", "machine.restart"), lambda c: c.machine.made().mtbf, "without machine.mtbf=..."),
         Need("machine.extrapolate", lambda c: c.machine.made().kernel, "without kernel times, which machine=file brings"),
     ),
-    "study": (
-        Need("study", lambda c: c.study.axes or c.study.together, "without a study: study=NAME, or study.axes={...}"),
-        *_each([f"study.window.{name}" for name in ("first_rank", "ranks", "first_clock", "clocks")],
-               lambda c: c.study.window.point is not None, "without study.window.point=..."),
-        *_each([f"study.execute.{name}" for name in ("rows", "heads", "head_dim", "seed")],
-               lambda c: c.study.execute.budget is not None, "without study.execute.budget=..."),
-    ),
     "numerics": (
         _ROTATE,
         Need("machine", lambda c: "auto" in (c.layout.spec, c.schedule.spec),

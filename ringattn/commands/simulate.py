@@ -38,7 +38,6 @@ def main(config: SimulateConfig) -> None:
         return
     if config.output.path:
         check_writable(Path(config.output.path))
-    check_needs("study", config)
     check_needs("timing", config)
     machine = config.machine.made(ranks=config.ranks)
     plan, options = asked_plan(config, machine), asked_options(config)

@@ -26,7 +26,6 @@ def main(config: SimulateConfig) -> None:
         raise InvalidInput(f"mode={config.mode} has no meaning with a study, whose points are modelled; leave it out")
     overrides, choices, text = _hydra(config)
     found = points(config, overrides, choices)
-    check_needs("study", config)
     check_needs("timing", *(point.config for point in found))
     study = Study(config.study.name, config, found, Path("."), text, overrides)
     folder = Path(config.output.path) if config.output.path else _folder(study)
