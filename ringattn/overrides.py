@@ -73,7 +73,7 @@ def refused(verb: str, error: Exception) -> InvalidInput:
     if override is not None:
         said = [line for line in str(error).splitlines() if not line.startswith(("See ", "Error parsing"))]
         return InvalidInput(
-            f"{override}: cannot be read as key=value ({'; '.join(said)}); close brackets and quotes, and quote for the shell "  # type: ignore[attr-defined]
+            f"{override}: cannot be read as key=value ({'; '.join(said)}); close brackets and quotes, and quote for the shell "
             "what has blanks or brackets, such as 'slow={5: 1.3}'"
         )
     return InvalidInput(f"{first}; ringattn {verb} --help shows groups and keys, --cfg job --resolve what would run")
