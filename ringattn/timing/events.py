@@ -136,8 +136,7 @@ def _check(rates: Rates, why: str) -> None:
     if plan.ranks > RANKS:
         raise Unsupported(
             f"{plan.ranks:,} ranks are more than the {RANKS:,} that are simulated step by step, as this plan must be: {why}. "
-            f"Try at most {RANKS:,} ranks; of more, those of schedule=ring with one band (Full, Causal, Window) over equal shards "
-            "are solved, and masks that repeat on contiguous ranks of equal size"
+            "Try schedule=ring with Full, Causal or Window, or a mask that repeats on contiguous ranks of equal size"
         )
     looked = sorted({plan.ranks * i // LOOKED_AT for i in range(LOOKED_AT)})
     size = [sum(1 + len(s.sends) for s in _steps(rates, rank)) for rank in looked]
