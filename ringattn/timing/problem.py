@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import plural
-from ..layout import Zigzag
 from ..schedules.relay import Way
 from ..schedules.ring import Ring as RingSchedule
 from ..steps import Kind, Part
-from .banded import Banded, banded
+from .banded import Banded, banded, unequal
 from .counted import Counted
 from .lanes import lane, scaled
 from .rates import Faults, Rates
@@ -79,17 +78,6 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
             return Problem(ring, clocks, f"{band_words(band)}; {words}", bound=True)
     words = f"{band_words(band)}; {clocks:,} clocks x {plan.ranks:,} ranks were counted"
     return Problem(counted.ring(clocks), clocks, words, counted=counted)
-
-
-def unequal(plan: Plan) -> str:
-    """Why a plan's ranks are not alike whatever its mask, or nothing."""
-    tokens, ranks = plan.tokens, plan.ranks
-    if ranks > tokens:
-        return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so that some have none"
-    chunks = 2 * ranks if isinstance(plan.layout, Zigzag) else ranks
-    if tokens % chunks:
-        return f"{tokens:,} tokens do not divide into {chunks:,} equal chunks, so that shards are unequal"
-    return ""
 
 
 def band_words(band: Banded) -> str:
