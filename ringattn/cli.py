@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from .config import SCHEMAS, conf_dir
 from .errors import InvalidInput, RingAttentionError, did_you_mean
 from .launcher import UNREAD, detect, drop_output
-from .overrides import prepare, swept
+from .overrides import prepare, refused, swept
 
 VERBS = {
     "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
@@ -104,27 +105,57 @@ def _hand_to_hydra(verb: str, prepared: list[str]) -> None:
         store.store(name=f"{name}_schema", node=schema)
     omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
     sys.argv = [f"ringattn {verb}", *prepared]
-    task = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(_task(verb))
-    task()
+    begun: list[str] = []
+    task = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(_task(verb, begun))
+    # Hydra raises what is wrong with its input, in place of printing it and ending with a status of its own.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        task()
+    except (
+        import_module("hydra.errors").HydraException,
+        import_module("omegaconf.errors").OmegaConfBaseException,
+    ) as error:
+        if begun:
+            raise
+        raise refused(verb, error) from error
+    except OSError as error:
+        if begun:
+            raise
+        kind = "sweep" if swept(prepared) else "run"
+        raise InvalidInput(
+            f"{error.filename or 'the folder of this job'}: Hydra's record of the job cannot be written ({error.strerror}); "
+            f"try another folder, such as hydra.{kind}.dir=/tmp/ringattn"
+        ) from error
 
 
-def _task(verb: str) -> Callable[[Any], None]:
+def _task(verb: str, begun: list[str]) -> Callable[[Any], None]:
+    """The task of a verb; `begun` has an entry while it runs."""
+
     def task(cfg: Any) -> None:
         from omegaconf import OmegaConf
-        from omegaconf.errors import MissingMandatoryValue
+        from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
         try:
             try:
                 config = OmegaConf.to_object(cfg)
             except MissingMandatoryValue as error:
                 raise InvalidInput(f"a value is missing: {str(error).splitlines()[0]}") from None
+            except OmegaConfBaseException as error:
+                raise refused(verb, error) from error
+            begun.append(verb)
             import_module(f".commands.{verb}", __package__).main(config)
             sys.stdout.flush()
+            begun.clear()
         except RingAttentionError as error:
             _fail(error)
         except BrokenPipeError:  # here, since Hydra would show its traceback
             drop_output()
             raise SystemExit(UNREAD) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:  # files are told of where they are written
+                raise
+            drop_output()
+            _fail(InvalidInput(f"standard output: could not be written ({error.strerror}); make room where it goes"))
 
     return task
 

@@ -131,7 +131,11 @@ class SimulateConfig(Shape):
             self.dtype = "float64" if self.mode == "numerics" else "float32"
 
     def size(self) -> int:
-        return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
+        found = super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
+        if not found:
+            name = "tokens" if self.shard is None else "shard"
+            raise InvalidInput(f"{name}=0: without tokens there is nothing to simulate; try {name}=64k")
+        return found
 
 
 @dataclass

@@ -21,7 +21,7 @@ from .data import Source, open_source
 from .files import check_writable, writing
 from .pattern import parse_pattern
 from .plan import Plan, make_plan
-from .report import Number, show, show_choice, size
+from .report import Number, shape, show, show_choice, size
 from .sampling import Reduce, oracle_rows, places, sampled_rows
 
 
@@ -137,8 +137,7 @@ class Run:
         plan, c = self.plan, self.config
         title = f"{plan.pattern!r}, {plan.tokens:,} tokens, {self.where()}"
         numbers = [
-            Number("input", f"{c.input.name}, B={plan.batch} H={plan.heads} K={plan.kv_heads} D={plan.head_dim} "
-                   f"{plan.dtype}, {torch.get_num_threads()} threads per process"),
+            Number("input", f"{c.input.name}, {shape(plan)}, {torch.get_num_threads()} threads per process"),
             Number("pairs", f"{plan.pairs():,}, imbalance {plan.imbalance:.3f}", "counted"),
         ]  # fmt: skip
         for name in ("forward", "backward"):

@@ -21,7 +21,7 @@ UNITS = {
 }  # fmt: skip
 REQUIRED = ("flops", "alpha", "beta")
 #: Keys that a file must have, and those it may.
-NEEDED, ALLOWED = ("format", "values"), ("made", "kernel", "residuals", "samples", "fits")
+NEEDED, ALLOWED = ("format", "values"), ("made", "flops_dtype", "kernel", "residuals", "samples", "fits")
 
 
 def values_of(machine: Machine) -> dict[str, Any]:
@@ -41,6 +41,7 @@ def kernel_of(times: KernelTimes) -> dict[str, Any]:
         "source": "measured",
         "head_dim": times.head_dim,
         "dtype": times.dtype,
+        "heads": times.heads,
         "overhead": list(times.overhead),
         "grids": [
             {
@@ -60,6 +61,8 @@ def write_machine(path: Path, machine: Machine, **more: Any) -> None:
     from omegaconf import OmegaConf
 
     record = {"format": FORMAT, "made": more.pop("made", {}), "values": values_of(machine)}
+    if machine.flops_dtype is not None:
+        record["flops_dtype"] = machine.flops_dtype
     if machine.kernel is not None:
         record["kernel"] = kernel_of(machine.kernel)
     if machine.residuals:
@@ -130,7 +133,8 @@ def _machine(record: dict[str, Any]) -> Machine:
     residuals = tuple(float(x) for x in record["residuals"]["values"]) if "residuals" in record else ()
     if residuals:
         sources.append(("residuals", record["residuals"]["source"]))
-    return Machine(**values, kernel=kernel, residuals=residuals, sources=tuple(sources))
+    dtype = record.get("flops_dtype")
+    return Machine(**values, kernel=kernel, residuals=residuals, sources=tuple(sources), flops_dtype=dtype)
 
 
 def _kernel(part: dict[str, Any]) -> KernelTimes:
@@ -145,4 +149,5 @@ def _kernel(part: dict[str, Any]) -> KernelTimes:
         )
         for grid in part["grids"]
     )
-    return KernelTimes(part["head_dim"], part["dtype"], (float(forward), float(backward)), grids)
+    overhead = (float(forward), float(backward))
+    return KernelTimes(part["head_dim"], part["dtype"], overhead, grids, heads=part.get("heads"))

@@ -1,12 +1,17 @@
-"""The modes of `ringattn simulate`, and the keys that have a meaning in each."""
+"""The modes of `ringattn simulate`, and which settings have a meaning in each, and beside what."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from .errors import InvalidInput
+from .groups import MachineGroup
+from .machine_file import UNITS
 
 #: What only timing gives a meaning to, and what each mode of `simulate` leaves without one.
 _TIMED = ("slow", "slow_links", "stalls", "passes", "tier")
@@ -16,18 +21,70 @@ MODES: dict[str, tuple[str, ...]] = {
                  "rotate", "backward", "seed", *_TIMED),
     "numerics": ("validate", "study", "batch", *_TIMED),
 }  # fmt: skip
+#: What a machine file says of its calibration, and so of the validation that reads it.
+FILED = ("heads", "head_dim", "dtype")
 
 
-def of_experiment(name: str, folder: Path) -> str | None:
-    """The mode that an experiment in a conf folder sets, if it does."""
+@dataclass(frozen=True)
+class Need:
+    """A key that has no meaning unless `there` holds of the configuration; `where`: in which case it has none."""
+
+    key: str
+    there: Callable[[Any], Any]
+    where: str
+    #: The value that is not asked for; ...: that of the schema.
+    default: Any = ...
+
+
+def _each(keys: Sequence[str], there: Callable[[Any], Any], where: str) -> tuple[Need, ...]:
+    return tuple(Need(key, there, where) for key in keys)
+
+
+_ROTATE = Need("rotate", lambda c: c.backward, "without backward=true")
+#: Numbers of a machine that every calibration measures, and those that ranks which send to each other measure.
+_ALONE = ("flops", "merge", "jitter")
+_LINKS = ("alpha", "beta", "inner", "inner_alpha", "inner_beta", "shared", "gamma", "call")
+#: By what a command does: the keys that it reads in some cases only.
+NEEDS: dict[str, tuple[Need, ...]] = {
+    "timing": (
+        _ROTATE,
+        Need("seed", lambda c: c.machine.made().jitter, "without machine.jitter=..., whose samples it is of"),
+        *_each(("machine.checkpoint", "machine.restart"), lambda c: c.machine.made().mtbf, "without machine.mtbf=..."),
+        Need("machine.extrapolate", lambda c: c.machine.made().kernel, "without kernel times, which machine=file brings"),
+    ),
+    "numerics": (
+        _ROTATE,
+        Need("machine", lambda c: "auto" in (c.layout.spec, c.schedule.spec),
+             "with mode=numerics, unless layout=auto or schedule=auto choose by it", MachineGroup("auto")),
+    ),
+    "validate": (
+        *_each([f"validate.{name}" for name in ("rows", "widths", "messages")], lambda c: c.machine.path is None,
+               "beside machine.path=..., whose file says what was calibrated"),
+        *_each([f"machine.{name}" for name in (*UNITS, "extrapolate")], lambda c: False,
+               "with mode=validate: the machine is measured, or is that of machine.path"),
+        Need("machine.spec", lambda c: c.machine.spec in ("auto", "file"), "with mode=validate, which measures this machine"),
+    ),
+    "calibrate": (
+        *_each(("ranks", "messages", "timeout"), lambda c: c.transport.spec != "none", "with transport=none, one process alone"),
+        *_each([f"machine.{name}" for name in _ALONE], lambda c: False, "here: a calibration measures it"),
+        *_each([f"machine.{name}" for name in _LINKS], lambda c: c.transport.spec == "none",
+               "here: a calibration of ranks measures it"),
+        Need("machine.extrapolate", lambda c: False, "here: kernel times are measured"),
+    ),
+}  # fmt: skip
+
+
+def of_experiment(name: str, key: str, folder: Path) -> str | None:
+    """What an experiment in a conf folder sets a plain key to, if it does."""
     path = folder / "experiment" / f"{name}.yaml"
-    found = re.search(r"^mode: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
+    found = re.search(rf"^{key}: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
     return found[1] if found else None
 
 
 def check_mode(given: Mapping[str, str], folder: Path) -> None:
     """Refuse keys that the chosen mode of `simulate` would not look at."""
-    set_there = [found for name in given.get("experiment", "null").split(",") if (found := of_experiment(name, folder))]
+    names = given.get("experiment", "null").split(",")
+    set_there = [found for name in names if (found := of_experiment(name, "mode", folder))]
     for mode in given["mode"].split(",") if "mode" in given else set_there or ["timing"]:
         for key in given:
             name = re.split(r"[./@]", key)[0]
@@ -36,3 +93,32 @@ def check_mode(given: Mapping[str, str], folder: Path) -> None:
                 raise InvalidInput(
                     f"{key}={given[key]} has no meaning with mode={mode}; leave it out, or try mode={' or '.join(takers)}"
                 )
+            if mode == "validate" and name in FILED and "machine.path" in given:
+                raise InvalidInput(
+                    f"{key}={given[key]} has no meaning beside machine.path: the file says it; leave it out"
+                )
+
+
+def check_needs(what: str, *configs: Any) -> None:
+    """Refuse a setting, other than the default, that none of some configurations gives a meaning to.
+
+    `what` is one of `NEEDS`. Raises InvalidInput.
+    """
+    for need in NEEDS[what]:
+        default = _value(type(configs[0])(), need.key) if need.default is ... else need.default
+        set_there = [config for config in configs if _value(config, need.key) != default]
+        if set_there and not any(need.there(config) for config in set_there):
+            value = _value(set_there[0], need.key)
+            text = f"{need.key}.*" if is_dataclass(value) else f"{need.key}={_text(value)}"
+            raise InvalidInput(f"{text} has no meaning {need.where}; leave it out")
+
+
+def _value(config: Any, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _text(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, bool | float):
+        return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+    return str(value).replace("'", "").replace(", ", ",")

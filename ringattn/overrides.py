@@ -11,7 +11,7 @@ from typing import Any
 from .config import SCHEMAS, conf_dir, parse_size
 from .errors import InvalidInput, did_you_mean
 from .launcher import Launch
-from .modes import check_mode
+from .modes import check_mode, of_experiment
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
@@ -21,6 +21,11 @@ PARAMETERS = ("pattern", "layout", "schedule", "input")
 RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 #: What a file says itself.
 FILES = ("tokens", "heads", "kv_heads", "head_dim", "batch", "dtype")
+#: What a value of a key is, by the annotation of the key.
+KINDS = {
+    "bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text", "list[int]": "a list of whole numbers",
+    "list[str]": "a list of names", "list[Any]": "a list", "dict[str, Any]": "values by key, in braces",
+}  # fmt: skip
 #: Transports whose ranks a launcher may have started.
 LAUNCHED = ("gloo", "nccl", "mpi")
 
@@ -53,6 +58,37 @@ def prepare(verb: str, overrides: Sequence[str], launch: Launch | None = None) -
 def swept(overrides: Sequence[str]) -> bool:
     """Whether the command line asks for one job per value."""
     return bool({"-m", "--multirun"} & set(overrides))
+
+
+def refused(verb: str, error: Exception) -> InvalidInput:
+    """What Hydra, or OmegaConf under it, finds wrong with the overrides of a verb, in our words where they are known."""
+    first = str(error).splitlines()[0]
+    merged = re.match(r"Error merging override [+~]*([\w./@-]+)=(.*)", str(error), re.DOTALL)
+    if merged is not None:
+        key, value = merged.groups()
+        kind, _, rest = _kind(SCHEMAS[verb], key).partition(" | ")
+        wanted = KINDS.get(kind, "keys of it, such as those that --cfg job shows") + (", or null" if rest else "")
+        return InvalidInput(f"{key}={value}: expected {wanted}{_example(SCHEMAS[verb], key)}")
+    override = getattr(error, "override", None)  # of what could not be parsed
+    if override is not None:
+        said = [line for line in str(error).splitlines() if not line.startswith(("See ", "Error parsing"))]
+        return InvalidInput(
+            f"{override}: cannot be read as key=value ({'; '.join(said)}); close brackets and quotes, and quote for the shell "
+            "what has blanks or brackets, such as 'slow={5: 1.3}'"
+        )
+    return InvalidInput(f"{first}; ringattn {verb} --help shows groups and keys, --cfg job --resolve what would run")
+
+
+def _example(schema: Any, key: str) -> str:
+    """The words "; try key=value" with the default of a key, or none."""
+    field = _field(schema, key)
+    if field is None or dataclasses.is_dataclass(field.default_factory):
+        return ""
+    found = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    text = {None: "null", True: "true", False: "false"}.get(found) if isinstance(found, bool | None) else str(found)
+    if isinstance(found, list):
+        text = f"'{key}=[{','.join(map(str, found))}]'"
+    return f"; try {text if isinstance(found, list) else f'{key}={text}'}"
 
 
 def without_meaning(option: str, stream: str) -> InvalidInput:
@@ -151,9 +187,16 @@ def _check_file(given: Mapping[str, str]) -> None:
 
 
 def _check_ranks(given: Mapping[str, str], ranks: str | None, launch: Launch) -> None:
-    """Refuse a number of ranks that is not the number which a launcher started."""
+    """Refuse a number of ranks that is not the number which a launcher started, be it that of an experiment."""
     if given.get("transport", "gloo") not in LAUNCHED or given.get("stream", "null") != "null":
         return
+    for name in given.get("experiment", "null").split(",") if ranks is None else ():
+        found = of_experiment(name, "ranks", conf_dir())
+        if found is not None and parse_size(found, "ranks") != launch.world:
+            raise InvalidInput(
+                f"experiment={name} sets ranks={found}: {launch.kind} started {launch.world}, and as many take part; add "
+                f"ranks={launch.world}, or have {launch.kind} start {found}"
+            )
     if ranks not in (None, str(launch.world)):
         raise InvalidInput(
             f"ranks={ranks}: {launch.kind} started {launch.world}, and as many take part; leave ranks out, or have "
@@ -185,6 +228,8 @@ def _prepare(verb: str, override: str) -> list[str]:
     check_key(verb, schema, key.replace("/", "."))
     if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
         return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
+    if _kind(schema, key) in ("float", "float | None") and re.fullmatch(r"([\d.]+[kmgt]?,?)+", value, re.IGNORECASE):
+        return [f"{prefix}{key}={','.join(_number(key, part) for part in value.split(','))}"]
     folder = conf_dir() / key
     if prefix or not folder.is_dir() or key not in _names(schema):
         return [override]
@@ -202,16 +247,27 @@ def _prepare(verb: str, override: str) -> list[str]:
 
 def _kind(schema: Any, key: str) -> str:
     """The annotation of a key; nothing of one inside a plain value."""
+    found = _field(schema, key)
+    return "" if found is None else str(found.type)
+
+
+def _field(schema: Any, key: str) -> Any:
+    """The field of a key; None of one inside a plain value."""
     first, _, rest = key.partition(".")
     found = _names(schema).get(first)
     if found is None or not rest:
-        return "" if found is None else str(found.type)
-    return _kind(found.default_factory, rest) if dataclasses.is_dataclass(found.default_factory) else ""
+        return found
+    return _field(found.default_factory, rest) if dataclasses.is_dataclass(found.default_factory) else None
 
 
 def _whole(key: str, text: str) -> str:
     """A whole number in digits: sizes are understood everywhere."""
     return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
+
+
+def _number(key: str, text: str) -> str:
+    """A number in digits, which may have been written as a size."""
+    return str(parse_size(text, key)) if text[-1:].isalpha() else text
 
 
 def check_key(verb: str, schema: type, key: str) -> None:

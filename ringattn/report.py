@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from .choice import Choice, duration
+from .errors import plural
+from .machine_file import UNITS
+from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,29 @@ def size(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def shape(plan: Plan) -> str:
+    """The sizes of a plan that its pattern, tokens and ranks do not say: B batch, H query heads, K key/value heads, D head dim."""
+    return f"B={plan.batch} H={plan.heads} K={plan.kv_heads} D={plan.head_dim} {plan.dtype}"
+
+
+def head(plan: Plan, ranks: str = "rank") -> str:
+    """A plan in one line; `ranks` is what its ranks are called."""
+    return (
+        f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, ranks)}, {plan.schedule}, "
+        f"{shape(plan)}"
+    )
+
+
+def quantity(name: str, value: Any) -> str:
+    """A number of a machine with its unit."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    unit = UNITS[name]
+    if isinstance(value, int):
+        return f"{value:,} {unit.replace('ranks', 'rank').replace('slots', 'slot') if value == 1 else unit}"
+    return f"{value:g} {unit}"
 
 
 def show(title: str, numbers: Iterable[Number]) -> None:

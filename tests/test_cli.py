@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn import cli
 from ringattn.config import SCHEMAS, parse_size
 from ringattn.errors import InvalidInput
 from ringattn.overrides import prepare
@@ -29,26 +27,6 @@ def ringattn(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subp
 
 
 Inside = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
-    """As `ringattn`, in this process, where torch has been imported already: for calls that start no ranks."""
-
-    def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        for name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["ringattn", *arguments])
-        status: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code or 0
-        told = capsys.readouterr()
-        return subprocess.CompletedProcess(list(arguments), status, told.out, told.err)
-
-    return call
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
@@ -175,11 +153,20 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("plan", "experiment=window_64k"), 0, "over 65,536 tokens, zigzag on 4 ranks"),
         (("plan", "machine.inner=3", "tokens=64"), 2, "8 ranks do not fill nodes of 3 evenly"),
         (("plan", "ranks=2", "output.path=no/such/p.json"), 2, "the folder no/such does not exist"),
+        (("simulate", "backward=maybe"), 2, "ringattn: backward=maybe: expected true or false; try backward=false"),
+        (("calibrate", "rows=5"), 2, "rows=5: expected a list; try 'rows=[64,256,1024,4096]'"),
+        (("plan", "machine.flops=fast"), 2, "machine.flops=fast: expected a number, or null"),
+        (("bench", "cases=x"), 2, "cases=x: expected a list of names, or null"),
+        (("simulate", "slow={1"), 2, "slow={1: cannot be read as key=value (no viable alternative at input '{1')"),
+        (("run", "+tokens"), 2, "+tokens: cannot be read as key=value (missing EQUAL at '<EOF>')"),
+        (("simulate", "tokens=${nope}"), 2, "'nope' not found; ringattn simulate --help shows groups and keys"),
+        (("simulate", "machine.memory=8G", "ranks=2"), 0, "8.58993e+09 bytes"),
+        (("simulate", "ranks=1", "tokens=64"), 0, "over 64 tokens, zigzag on 1 rank, ring, B=1 H=1 K=1 D=64 float32"),
     ):
         done = inside(*arguments, cwd=tmp_path)
         assert done.returncode == code, (arguments, done.stderr)
         assert words in done.stdout + done.stderr, (arguments, done.stdout, done.stderr)
-        assert "Traceback" not in done.stderr
+        assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR" not in done.stderr
 
 
 def test_sweep(inside: Inside, tmp_path: Path) -> None:

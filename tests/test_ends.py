@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from test_cli import Inside
 
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.files import write_text, writing
@@ -60,6 +61,35 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
     assert "o.safetensors: could not be written (" in done.stderr and "make room in" in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "ranks=2"), ""),
+        (("simulate", "ranks=2"), ""),
+        (("simulate", "mode=numerics", "ranks=2", "tokens=64"), ""),
+        (("run", "transport=virtual", *SMALL), "Hydra's record of the job cannot be written (No such file or directory); try"),
+        (("plan", "-m", "ranks=2,4"), "try another folder, such as hydra.sweep.dir=/tmp/ringattn"),
+        (("simulate", "-m", "ranks=2,4"), "outputs/studies/"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_folders_that_cannot_be_written(inside: Inside, arguments: tuple[str, ...], words: str) -> None:
+    """What writes nothing works there, what would is told in a line. /proc takes no files, not even of root."""
+    done = inside(*arguments, cwd=Path("/proc"))
+    assert done.returncode == (2 if words else 0), done.stderr
+    assert words in done.stderr and len(done.stderr.splitlines()) <= 1
+
+
+def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "simulate", "ranks=2"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+    told = "ringattn: standard output: could not be written (No space left on device); make room where it goes\n"
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 @pytest.mark.multi

@@ -328,8 +328,8 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 def config(**options: object) -> SimulateConfig:
     return SimulateConfig(
-        PatternGroup("Window(100)"), LayoutGroup("contiguous"), ScheduleGroup("ring"), MachineGroup("cpu"),
-        tokens="64k", ranks=2048, dtype="float64", head_dim=8, heads=1, rotate="keys",
+        PatternGroup("Window(100)"), LayoutGroup("contiguous"), ScheduleGroup("ring"), MachineGroup("auto"),
+        tokens="64k", ranks=2048, dtype="float64", head_dim=8, heads=1,
         numerics=NumericsGroup(**{"period": PERIOD, **options}),  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -342,7 +342,7 @@ def test_the_command_reports_and_fails(capsys: pytest.CaptureFixture[str], monke
         ({"way": "al"}, "did you mean 'all'"),
         ({"way": "all", "spread": 3}, "numerics.spread=3 has no meaning with numerics.way=all"),
         ({"count": 3}, "numerics.count=3 has no meaning with numerics.way=sample"),
-        ({"fault_rank": 3}, "numerics.fault_rank=3 has no meaning with no numerics.fault"),
+        ({"fault_rank": 3}, "numerics.fault_rank=3 has no meaning without numerics.fault"),
         ({"rows": [5], "fault": "drop", "fault_rank": 9}, "numerics.fault_rank=9 is not executed"),
         ({"rows": 0}, "at least one row"),
         ({"threads": 0}, "numerics.threads=0"),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import ringattn as ra
 from ringattn.config import SCHEMAS, conf_dir
 from ringattn.errors import InvalidInput
 from ringattn.groups import MachineGroup
 from ringattn.launcher import Launch
-from ringattn.overrides import prepare
+from ringattn.overrides import prepare, refused
 
 TWO = Launch("mpich", 0, 2, 0, 2)
 
@@ -58,6 +65,54 @@ def test_a_launcher_says_how_many_ranks_there_are(ranks: str) -> None:
 def test_the_number_that_was_launched_is_taken() -> None:
     for overrides in (["ranks=2"], ["tokens=64"], []):
         assert prepare("run", overrides, TWO) == overrides
+
+
+def test_an_experiment_does_not_say_how_many_were_launched() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"experiment=window_64k sets ranks=4: mpich started 2, .*; add ranks=2, or have mpich"
+    ):
+        prepare("run", ["experiment=window_64k"], TWO)
+    for overrides, launch in (
+        (["experiment=window_64k", "ranks=2"], TWO),
+        (["experiment=window_64k"], Launch("mpich", 0, 4, 0, 4)),
+        (["experiment=window_64k"], Launch("none")),
+        (["experiment=window_64k", "transport=virtual"], TWO),
+    ):
+        assert prepare("run", overrides, launch) == overrides
+
+
+def leaves(kind: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, annotation) of all settings of a schema."""
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from leaves(field.default_factory, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, str(field.type)
+
+
+@pytest.mark.parametrize("verb", SCHEMAS)
+def test_values_of_a_wrong_type_are_told_in_our_words(verb: str) -> None:
+    """What OmegaConf itself takes and refuses, value by value, for every setting of every command."""
+    told = 0
+    for key, annotation in leaves(SCHEMAS[verb]):
+        wrong = {"bool": "maybe", "int": "[1]", "float": "much", "str": "[a]", "list": "5", "dict": "5"}
+        value = wrong.get(annotation.split("[")[0].split(" ")[0])
+        if value is None:
+            assert annotation == "Any", (key, annotation)
+            continue
+        config = OmegaConf.structured(SCHEMAS[verb])
+        with pytest.raises(OmegaConfBaseException) as cause:
+            OmegaConf.update(config, key, yaml.safe_load(value))
+        error = ConfigCompositionException(f"Error merging override {key}={value}")
+        error.__cause__ = cause.value
+        text = str(refused(verb, error))
+        assert text.startswith(f"{key}={value}: expected "), text
+        assert (", or null" in text) == ("None" in annotation)
+        if "; try " in text:  # what is proposed must be taken
+            (override,) = shlex.split(text.split("; try ")[1])
+            OmegaConf.update(config, key, yaml.safe_load(override.partition("=")[2]))
+            told += 1
+    assert told or verb == "doctor"
 
 
 @pytest.mark.parametrize("path", sorted((conf_dir() / "experiment").glob("*.yaml")), ids=lambda path: path.stem)

@@ -33,7 +33,9 @@ class Line:
     worst_error: float
 
 
-def kernel_times(samples: Sequence[Sample], overhead: tuple[float, float], head_dim: int, dtype: str) -> KernelTimes:
+def kernel_times(
+    samples: Sequence[Sample], overhead: tuple[float, float], head_dim: int, dtype: str, heads: int | None = None
+) -> KernelTimes:
     """Kernel times from samples that form a grid of rows x keys for each shape and direction.
 
     A rate is FLOPs / (median seconds - overhead); where next to nothing is left of the median, a tenth of it.
@@ -48,7 +50,7 @@ def kernel_times(samples: Sequence[Sample], overhead: tuple[float, float], head_
                 raise InvalidInput(f"samples of {shape} tiles: {missing[0]} missing; measure all rows x keys")
             rates = tuple(tuple(_rate(found[r, k], overhead[backward]) for k in keys) for r in rows)
             grids.append(Grid(shape, backward, rows, keys, rates))
-    return KernelTimes(head_dim, dtype, overhead, tuple(grids))
+    return KernelTimes(head_dim, dtype, overhead, tuple(grids), heads=heads)
 
 
 def _rate(sample: Sample, overhead: float) -> float:

@@ -15,11 +15,12 @@ from ..calibrate.passes import Settings
 from ..calibrate.team import Team
 from ..choice import duration
 from ..config import CalibrateConfig, parse_size
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput, did_you_mean, plural
 from ..files import check_writable
 from ..launcher import detect
 from ..machine_file import UNITS, write_machine
-from ..report import Number, console, grid, show, size
+from ..modes import check_needs
+from ..report import Number, console, grid, quantity, show, size
 from ..sizes import ITEM_BYTES
 from ..timing import Machine
 from ..transport.base import Transport
@@ -43,6 +44,7 @@ def main(config: CalibrateConfig) -> None:
 
 def _before(config: CalibrateConfig) -> tuple[Sizes, Settings]:
     """What can be wrong is said before minutes are spent on measuring."""
+    check_needs("calibrate", config)
     for name in ("repeat", "heads", "head_dim"):
         if getattr(config, name) < 1:
             raise InvalidInput(f"{name}={getattr(config, name)}: must be at least 1")
@@ -85,7 +87,7 @@ def _measure(config: CalibrateConfig, transport: Transport | None, where: torch.
         assert config.output.path is not None
         path = Path(config.output.path)
         write_machine(path, found.machine, made=_made(config, team), samples=found.samples, fits=found.fits)
-        _show(found)
+        _show(found, settings.repeat)
         console().print(f"\nwritten {path}; use it with machine=file machine.path={path}", soft_wrap=True)
 
 
@@ -98,7 +100,7 @@ def _made(config: CalibrateConfig, team: Team) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(found: Calibration) -> None:
+def _show(found: Calibration, repeat: int) -> None:
     machine = found.machine
     show("", [Number(name, text, machine.source(name)) for name, text in _values(machine)])
     times = machine.kernel
@@ -116,11 +118,17 @@ def _show(found: Calibration) -> None:
         inside = machine.interval(1.0)
         text = f"{inside[0]:.3f} .. {inside[1]:.3f}" if inside else "not known: fewer than 19 passes"
         show("", [
-            Number("passes", f"{len(found.passes)} kinds, {len(ratios)} runs", "measured"),
+            Number("passes", f"{plural(len(found.passes), 'kind')}, {plural(len(ratios), 'run')}", "measured"),
             Number("measured / modelled", f"{ratios[len(ratios) // 2]:.3f} median, {ratios[0]:.3f} .. {ratios[-1]:.3f}",
                    "measured"),
             Number("90 % interval of it", text, "measured"),
         ])  # fmt: skip
+        if repeat == 1:
+            console().print(
+                "note: repeat=1: each kind of pass ran once, so that intervals hold what differs between kinds, and little of what "
+                "differs from run to run; try repeat=5",
+                soft_wrap=True,
+            )
 
 
 def _values(machine: Machine) -> list[tuple[str, str]]:
@@ -129,7 +137,7 @@ def _values(machine: Machine) -> list[tuple[str, str]]:
         value = getattr(machine, name)
         if value is None:
             continue
-        text = f"{value:.4g} {unit}" if isinstance(value, float) else f"{value} {unit}"
+        text = quantity(name, value)
         if unit == "s":
             text = duration(value)
         elif unit == "bytes/s":

@@ -11,13 +11,16 @@ import torch
 
 from ..asked import asked_plan
 from ..config import SimulateConfig, parse_size
-from ..errors import InvalidInput, NumericsFailure, did_you_mean
+from ..errors import InvalidInput, NumericsFailure, did_you_mean, plural
 from ..files import check_writable, write_text
 from ..groups import NumericsGroup
 from ..memory import peak
+from ..modes import check_needs
 from ..plan import Plan
-from ..report import Number, show, size
+from ..progress import listening
+from ..report import Number, console, head, show, size
 from ..simulator import MODES, Mutation, NumericsReport, chosen_rows, numerics
+from .progress import progress
 
 #: What each way leaves without a meaning.
 OTHERS = {"sample": ("first", "count", "together"), "all": ("rows", "spread")}
@@ -29,6 +32,7 @@ def main(config: SimulateConfig) -> NumericsReport:
     Raises NumericsFailure where a plan fails, or where a fault that was asked for passes.
     """
     options = config.numerics
+    check_needs("numerics", config)
     _check(options)
     if config.output.path:
         check_writable(Path(config.output.path))
@@ -36,18 +40,16 @@ def main(config: SimulateConfig) -> NumericsReport:
     plan = asked_plan(config)
     rows, ranks = _rows(plan, config), _ranks(plan, options)
     fault = _fault(plan, options, rows, ranks)
-    report = numerics(
-        plan, mode=options.way, rows=rows, ranks=ranks, backward=config.backward, together=options.together,
-        period=options.period, seed=config.seed, mutation=fault,
-    )  # fmt: skip
-    title = (
-        f"{plan.pattern!r}, {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks:,} virtual ranks, {plan.schedule}"
-    )
+    with progress(console()) as tell, listening(tell):
+        report = numerics(
+            plan, mode=options.way, rows=rows, ranks=ranks, backward=config.backward, together=options.together,
+            period=options.period, seed=config.seed, mutation=fault,
+        )  # fmt: skip
     numbers = [*report.numbers(), Number("peak memory", size(peak()), "measured")]
     if fault is not None:
         text = f"{fault.fault} at rank {fault.rank}, block of {fault.owner}: {_caught(report)}"
         numbers.append(Number("fault", text, "measured"))
-    show(title, numbers)
+    show(head(plan, "virtual rank"), numbers)
     if config.output.path:
         write_text(Path(config.output.path), json.dumps(_written(report, numbers, fault), indent=2) + "\n")
     if fault is None and not report.passed:
@@ -68,8 +70,8 @@ def _check(options: NumericsGroup) -> None:
         meaningless += ["fault_rank", "fault_owner"]
     for name in meaningless:
         if getattr(options, name) != getattr(plain, name):
-            beside = f"numerics.way={options.way}" if name in OTHERS[options.way] else "no numerics.fault"
-            raise InvalidInput(f"numerics.{name}={getattr(options, name)} has no meaning with {beside}; leave it out")
+            beside = f"with numerics.way={options.way}" if name in OTHERS[options.way] else "without numerics.fault"
+            raise InvalidInput(f"numerics.{name}={getattr(options, name)} has no meaning {beside}; leave it out")
     if options.threads < 1:
         raise InvalidInput(f"numerics.threads={options.threads}: must be at least 1")
 
@@ -84,7 +86,14 @@ def _rows(plan: Plan, config: SimulateConfig) -> list[int]:
     number = parse_size(options.rows, "numerics.rows")
     if number < 1:
         raise InvalidInput(f"numerics.rows={options.rows}: at least one row is needed, or a list of positions")
-    return chosen_rows(plan, number, options.spread, config.seed)
+    found = chosen_rows(plan, number, options.spread, config.seed)
+    if len(found) < number and options.rows != NumericsGroup().rows:
+        ranks = f" on at most {plural(options.spread, 'rank')}" if options.spread is not None else ""
+        raise InvalidInput(
+            f"numerics.rows={options.rows}: a sequence of {plural(plan.tokens, 'token')} has {plural(len(found), 'query row')}{ranks}; "
+            f"try numerics.rows={len(found)}"
+        )
+    return found
 
 
 def _ranks(plan: Plan, options: NumericsGroup) -> range | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from ..asked import asked_plan
 from ..choice import within_reach
 from ..config import PlanConfig
+from ..errors import plural
 from ..files import write_text
 from ..plan import Plan
 from ..report import Number, console, grid, show, show_choice, size
@@ -22,7 +23,8 @@ def main(config: PlanConfig) -> None:
         write_text(Path(config.output.path), plan.to_json() + "\n")
     lines = console()
     lines.print(
-        f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks} ranks", highlight=False
+        f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plural(plan.ranks, 'rank')}",
+        highlight=False,
     )
     found = within_reach(plan, plan.ranks // 2) if plan.ranks > ALL_RANKS else (plan, 0)
     if found is None:

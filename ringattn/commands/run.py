@@ -8,12 +8,12 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import Progress
 
 from ..config import RunConfig
 from ..data import open_source, shards
@@ -24,6 +24,7 @@ from ..job import Measured, Run, plan_of, save
 from ..launcher import detect
 from ..report import console
 from ..transport.base import Message, Post, Transport
+from .progress import progress
 from .ranks import check, device, start
 from .streamed import Streamed
 
@@ -162,9 +163,9 @@ class _Ranks(Run):
         mine = self.plan.for_rank(0)
         lists = [mine.forward, *([mine.backward] if self.config.backward else [])]
         waits = sum(len(step.posts) for steps in lists for step in steps)
-        with Progress(console=console(), transient=True) as bar:
-            task = bar.add_task("steps", total=waits * (self.config.repeat + 1))
-            self.watched = _Watched(self.transport, lambda: bar.advance(task))
+        total, done = waits * (self.config.repeat + 1), count(1)
+        with progress(console(), lines=True) as tell:
+            self.watched = _Watched(self.transport, lambda: tell(next(done), total, "steps"))
             yield
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,15 +10,17 @@ from typing import Any
 from ..asked import asked_plan
 from ..choice import duration
 from ..config import SimulateConfig
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput, did_you_mean, plural
 from ..files import check_writable, write_text
-from ..modes import MODES
+from ..modes import MODES, check_needs
 from ..plan import Plan
-from ..report import Number, console, show, size
+from ..progress import listening
+from ..report import Number, console, head, quantity, show, size
 from ..study.point import asked_options
 from ..timing import Machine, Timeline, machine_fields, simulate
 from ..timing.budget import JOULES_PER_KWH
 from ..timing.timeline import CAUSES
+from .progress import progress
 
 
 def main(config: SimulateConfig) -> None:
@@ -36,16 +38,16 @@ def main(config: SimulateConfig) -> None:
         return
     if config.output.path:
         check_writable(Path(config.output.path))
+    check_needs("timing", config)
     machine = config.machine.made(ranks=config.ranks)
     plan, options = asked_plan(config, machine), asked_options(config)
-    found = [
-        simulate(plan, machine, backward=back, **options) for back in ((False, True) if config.backward else (False,))
-    ]
     lines = console()
-    lines.print(
-        f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plan.ranks:,} ranks, {plan.schedule}",
-        highlight=False,
-    )
+    with progress(lines) as tell, listening(tell):
+        found = [
+            simulate(plan, machine, backward=back, **options)
+            for back in ((False, True) if config.backward else (False,))
+        ]
+    lines.print(head(plan), highlight=False, markup=False)
     show("machine", _machine(machine))
     tables = {one.direction: _numbers(one) for one in found}
     for one in found:
@@ -53,6 +55,8 @@ def main(config: SimulateConfig) -> None:
     if len(found) > 1:
         kind = "extrapolated" if any(one.extrapolated for one in found) else "modelled"
         show("", [Number("forward and backward", duration(sum(one.seconds for one in found)), kind)])
+    for note in found[0].notes:
+        lines.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     lines.print("not modelled: " + "; ".join(found[0].unmodelled), highlight=False, markup=False, soft_wrap=True)
     if config.output.path:
         write_text(Path(config.output.path), json.dumps(_written(plan, machine, found, tables), indent=2) + "\n")
@@ -61,7 +65,11 @@ def main(config: SimulateConfig) -> None:
 def _machine(machine: Machine) -> list[Number]:
     """The numbers of a machine that are given, each with its source."""
     given = [(name, getattr(machine, name)) for name in machine_fields()]
-    numbers = [Number(name, f"{value:g}", machine.source(name)) for name, value in given if value not in (None, False)]
+    of = f" of {machine.flops_dtype}" if machine.flops_dtype else ""
+    numbers = [
+        Number(name, quantity(name, value) + (of if name == "flops" else ""), machine.source(name))
+        for name, value in given if value not in (None, False)
+    ]  # fmt: skip
     if machine.kernel is not None:
         known = machine.kernel
         text = f"of {known.dtype} tiles with head_dim={known.head_dim}, which replace flops"
@@ -80,19 +88,20 @@ def _numbers(one: Timeline) -> list[Number]:
     ]
     if one.interval is not None:
         low, high = one.interval
-        numbers.append(Number("  95 % of the mean", f"{duration(low)} .. {duration(high)}", one.kind))
+        numbers.append(
+            Number("  95 % interval", f"{duration(low)} .. {duration(high)}, of the mean of sampled runs", one.kind)
+        )
     inside = one.machine.interval(one.seconds)
     if inside is not None:
-        text = (
-            f"{duration(inside[0])} .. {duration(inside[1])}, by {len(one.machine.residuals)} passes of the calibration"
-        )
+        text = f"{duration(inside[0])} .. {duration(inside[1])}, by {plural(len(one.machine.residuals), 'pass')} of the calibration"
         numbers.append(Number("  90 % of measured passes", text, one.kind))
     if one.finish is not None and one.ranks > 1:
-        numbers.append(Number("first rank done", duration(float(one.finish.min())), "modelled"))
+        calm = "" if one.interval is None else ", without jitter"
+        numbers.append(Number("first rank done", duration(float(one.finish.min())) + calm, "modelled"))
     if one.traffic is not None:
         links = one.traffic
         numbers += [
-            Number("messages", f"{links.messages:,} on {links.links:,} links", "counted"),
+            Number("messages", f"{plural(links.messages, 'message')} on {plural(links.links, 'link')}", "counted"),
             Number("bytes", f"{size(links.total)}, {size(links.busiest)} on the busiest link", "counted"),
         ]
     else:
@@ -124,11 +133,12 @@ def _budget(one: Timeline) -> list[Number]:
             Number("checkpoint", f"{duration(found.write)} after every {duration(found.interval)}", "modelled"),
         ]
     if one.passes > 1 or one.failures is not None:
-        numbers.append(Number(f"{one.passes:,} passes", duration(one.total), one.kind))
+        risky = "" if one.failures is None else ", with failures"
+        numbers.append(Number(plural(one.passes, "pass") + risky, duration(one.total), one.kind))
     if one.joules is not None:
         numbers.append(Number("energy", f"{one.joules / JOULES_PER_KWH:.4g} kWh", one.kind))
     if one.price is not None:
-        numbers.append(Number("cost", f"{one.price:.4g}", one.kind))
+        numbers.append(Number("cost", f"{one.price:.4g} in the currency of machine.price", one.kind))
     return numbers
 
 
@@ -150,5 +160,5 @@ def _written(
             }
             for one in found
         },
-        "not modelled": found[0].unmodelled,
+        "not modelled": found[0].unmodelled, "notes": found[0].notes,
     }  # fmt: skip

@@ -6,24 +6,18 @@ import dataclasses
 import hashlib
 import json
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config import SimulateConfig
 from ..errors import InvalidInput
+from ..modes import check_needs
 from ..report import console
-from ..study.runner import Study, Tell, run
+from ..study.runner import Study, run
 from ..study.space import points
-
-#: Without a terminal, progress is a line at every so much of the work.
-LINES = 10
+from .progress import progress
 
 
 def main(config: SimulateConfig) -> None:
@@ -32,10 +26,11 @@ def main(config: SimulateConfig) -> None:
         raise InvalidInput(f"mode={config.mode} has no meaning with a study, whose points are modelled; leave it out")
     overrides, choices, text = _hydra(config)
     found = points(config, overrides, choices)
+    check_needs("timing", *(point.config for point in found))
     study = Study(config.study.name, config, found, Path("."), text, overrides)
     folder = Path(config.output.path) if config.output.path else _folder(study)
     study = dataclasses.replace(study, folder=folder)
-    with _progress(config.study.progress) as tell:
+    with progress(Console(stderr=True), wanted=config.study.progress, lines=True) as tell:
         done = run(study, tell)
     refused = sum(row["status"] == "refused" for row in done.rows)
     console().print(
@@ -59,27 +54,3 @@ def _hydra(config: SimulateConfig) -> tuple[list[str], dict[str, str], str]:
         return [], {}, text
     job = known.get()
     return list(job.overrides.task), {str(key): str(value) for key, value in job.runtime.choices.items()}, text
-
-
-@contextmanager
-def _progress(wanted: bool) -> Iterator[Tell]:
-    """Progress on standard error: a bar on a terminal, else a line now and then."""
-    lines = Console(stderr=True)
-    if not wanted:
-        yield lambda done, count, what: None
-        return
-    if lines.is_terminal:
-        shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*shown, console=lines, transient=True) as bar:
-            task = bar.add_task("")
-            yield lambda done, count, what: bar.update(task, completed=done, total=count, description=what)
-        return
-    last: list[Any] = [None]
-
-    def tell(done: int, count: int, what: str) -> None:
-        part = (what, done * LINES // count)
-        if part != last[0]:
-            last[0] = part
-            sys.stderr.write(f"ringattn: {what}: {done:,} of {count:,}\n")
-
-    yield tell

@@ -20,11 +20,12 @@ from ..calibrate.team import Team
 from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, oversubscribed
 from ..choice import duration
 from ..config import CalibrateConfig, SimulateConfig, parse_size
-from ..errors import InvalidInput, LaunchFailure, RingAttentionError
+from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
 from ..files import check_writable, write_text
 from ..groups import Group, OutputGroup, TransportGroup
 from ..launcher import detect, run_local
 from ..machine_file import read_machine, read_record
+from ..modes import check_needs
 from ..report import Number, console, grid, show
 from ..timing import Machine
 from ..transport.torchdist import TorchDist
@@ -65,6 +66,7 @@ def _check(config: SimulateConfig) -> None:
         raise InvalidInput(
             f"{launch.kind} started this process: the validation starts its own ranks, several numbers of them; start it alone"
         )
+    check_needs("validate", config)
     options = config.validate
     if not options.ranks or min(options.ranks) < 2:
         raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")
@@ -103,7 +105,7 @@ def _on(ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any],
     threads = options.threads or made["threads"]
     settings = Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat)
     slow = oversubscribed(ranks, threads, cores, (made["ranks"], made["threads"]))
-    console().print(f"measuring {len(chosen(rows, ranks))} kinds of passes on {ranks} ranks")
+    console().print(f"measuring {plural(len(chosen(rows, ranks)), 'kind')} of passes on {plural(ranks, 'rank')}")
     try:
         found: list[list[Pass]] = run_local(
             _rank, ranks, rows, machine, settings, slow, options.timeout, timeout=math.inf,
@@ -141,7 +143,7 @@ def _show(ranks: int, passes: list[Pass], machine: Machine, found: Errors) -> No
     grid(f"{ranks} Gloo ranks", header, lines)
     coverage = "not known: the machine file has too few residuals"
     if found.coverage is not None:
-        coverage = f"{found.coverage:.1%} of {found.runs} runs"
+        coverage = f"{found.coverage:.1%} of {plural(found.runs, 'run')}"
     show(f"modelled against measured, {ranks} ranks, {found.passes} held-out passes", [
         Number("signed bias", f"{found.bias:+.1%}", "measured"),
         Number("median absolute error", f"{found.median:.1%}", "measured"),

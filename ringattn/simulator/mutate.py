@@ -43,6 +43,10 @@ class Mutation:
         """Raise InvalidInput where there is no such visit to harm."""
         if self.fault not in FAULTS:
             raise InvalidInput(f"fault {self.fault!r}: {did_you_mean(self.fault, FAULTS)}expected {', '.join(FAULTS)}")
+        if plan.ranks == 1:
+            raise InvalidInput(
+                f"fault {self.fault!r} harms what comes from another rank, and here is only one; try ranks=2 or more"
+            )
         for number in (self.rank, self.owner):
             if not 0 <= number < plan.ranks:
                 raise InvalidInput(f"the fault names rank {number}, the plan has ranks 0 .. {plan.ranks - 1}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import InvalidInput, did_you_mean
 from ..plan import Plan
+from ..timing.asked import check_seed
 from .mutate import Mutation
 from .result import NumericsReport
 from .sampled import chosen_rows, sample
@@ -43,6 +44,7 @@ def numerics(
     """
     if mode not in MODES:
         raise InvalidInput(f"mode={mode!r}: {did_you_mean(mode, MODES)}expected {' or '.join(MODES)}")
+    check_seed(seed)
     source = make_source(plan, seed=seed, period=period)
     if mode == "all":
         return whole(

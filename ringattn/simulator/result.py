@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import plural
 from ..plan import Plan
 from ..report import Number
 
@@ -65,13 +66,11 @@ class NumericsReport:
         ledger = "not kept"
         if self.wrong is not None:
             ledger = "complete" if self.complete else "NOT COMPLETE"
-            ledger += (
-                f": {self.visits:,} of {self.visits_expected:,} visits, {self.pairs:,} of {self.pairs_expected:,} pairs"
-            )
-            ledger += f", {self.wrong:,} rows differ"
+            ledger += f": {self.visits:,} of {plural(self.visits_expected, 'visit')}, {self.pairs:,} of {plural(self.pairs_expected, 'pair')}"
+            ledger += f", {plural(self.wrong, 'row')} wrong"
         found = [
-            Number("executed", f"{self.ranks:,} of {plan.ranks:,} ranks, {self.calls:,} calls of the kernel", "counted"),
-            Number("compared", f"{self.rows:,} of {plan.tokens:,} query rows, {plan.heads} heads", "counted"),
+            Number("executed", f"{self.ranks:,} of {plural(plan.ranks, 'rank')}, {plural(self.calls, 'call')} of the kernel", "counted"),
+            Number("compared", f"{self.rows:,} of {plural(plan.tokens, 'query row')}, {plural(plan.heads, 'head')}", "counted"),
             Number("ledger", ledger, "counted"),
             Number("error", f"{self.error:.2e} (out), {self.lse_error:.2e} (lse), at most {self.tolerance:.2e} allowed",
                    "measured"),
@@ -91,9 +90,9 @@ class NumericsReport:
             found.append(
                 Number("from the source", f"{self.answered:,} messages of ranks that were not executed", "counted")
             )
-        what = "shards of K/V" if self.mode == "sample" else "ranks"
+        live = f"{plural(self.live, 'shard')} of K/V" if self.mode == "sample" else plural(self.live, "rank")
         return [
             *found,
-            Number("at a time", f"{self.live:,} {what} at most", "counted"),
+            Number("at a time", f"{live} at most", "counted"),
             Number("time", f"{self.seconds:.1f} s", "measured"),
         ]

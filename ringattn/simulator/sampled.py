@@ -20,6 +20,7 @@ from ..plan import Plan
 from ..pool import memory_pool
 from ..rows import Inputs
 from ..softmax import merge_
+from ..timing.asked import check_seed
 from ..work import Work
 from .gradients import Backward, chosen_keys, expected_hashes, lost_gradients
 from .ledger import Book, Witness, expect
@@ -36,6 +37,7 @@ TOLERANCE = 1e-11
 def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0) -> list[int]:
     """`number` distinct query positions, the first and the last of the sequence among them, on at most `ranks` ranks
     (default: as many as there are rows)."""
+    check_seed(seed)
     random = np.random.default_rng(seed)
     number = min(number, plan.tokens)
     homes = {plan.layout.owner(0), plan.layout.owner(plan.tokens - 1)} if plan.tokens else set()

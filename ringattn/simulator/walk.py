@@ -17,6 +17,7 @@ import torch
 from ..cut import WHOLE, Cut, Cuts
 from ..errors import Unsupported
 from ..plan import Plan
+from ..progress import told
 from ..schedules import planner
 from ..schedules.allgather import AllGather
 from ..schedules.route import Route
@@ -99,11 +100,13 @@ class Walk:
         size, at, hops = self.plan.ranks, 0, 0
         for one in reversed(self.streams):
             one.next = next(one.blocks, None)
+        owners = iter(told(count(), size, "blocks"))
         while waiting := [one for one in self.streams if one.next is not None]:
             here = [one for one in waiting if one.next is not None and one.next[0] == at]
             if not here:
                 at = min((one.next[0] for one in waiting if one.next is not None), key=partial(_apart, at, size))
                 continue
+            next(owners)
             groups: dict[tuple[tuple[int, int], Cuts], list[Stream]] = {}
             for one in here:
                 assert one.next is not None

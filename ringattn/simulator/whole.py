@@ -20,6 +20,7 @@ from ..kernels import get_kernel
 from ..kernels.base import Kernel
 from ..pattern import Pattern, Tile
 from ..plan import Plan
+from ..progress import told
 from ..steps import Part
 from .ledger import Book, Witness, expect, expected_counts
 from .lockstep import Cohort, Lockstep, cohorts, connected
@@ -269,7 +270,7 @@ def whole(
     plain = get_kernel(kernel, one, one, one)
     done = _Compared(true, source, factor, plain)
     groups = make_groups(plan, mine, backward=grads, together=together)
-    for group in groups:
+    for group in told(groups, len(groups), "groups of ranks"):
         members = [rank for cohort in group.cohorts for rank in cohort.ranks]
         book = Book(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
 

@@ -74,7 +74,7 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
         return {"status": "refused", "why": str(error), "values": values}
     for one in found:
         values |= {f"{one.direction} {name}": value for name, value in numbers(one).items()}
-    return {"status": "ok", "values": values, "not modelled": list(found[0].unmodelled)}
+    return {"status": "ok", "values": values, "not modelled": [*found[0].unmodelled, *found[0].notes]}
 
 
 def _pairs(plan: Plan) -> int:

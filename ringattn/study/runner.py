@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from ..config import SimulateConfig, parse_size
 from ..errors import InvalidInput, NumericsFailure, RingAttentionError
 from ..files import make_folder, write_text
 from ..plan import Plan
+from ..progress import Tell
 from ..provenance import git, source
 from ..timing.machine import machine_fields
 from ..timing.window import window
@@ -66,10 +67,6 @@ class Study:
             "format": FORMAT, "study": self.name, "version": __version__, "source": source(), "points": digest,
             "execute": asdict(self.config.study.execute),
         }  # fmt: skip
-
-
-#: Called before each unit of work with its number, their count, and what it is.
-Tell = Callable[[int, int, str], None]
 
 
 def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:

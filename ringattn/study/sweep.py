@@ -78,4 +78,4 @@ def _mode(arguments: list[str]) -> str:
     given = dict(argument.partition("=")[::2] for argument in arguments)
     if "mode" in given:
         return given["mode"]
-    return of_experiment(given.get("experiment", "null"), conf_dir()) or "timing"
+    return of_experiment(given.get("experiment", "null"), "mode", conf_dir()) or "timing"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import plural
 from ..layout import Contiguous, Zigzag
 
 if TYPE_CHECKING:
@@ -142,6 +143,17 @@ def banded(plan: Plan) -> Banded | None:
     if 4 * size**2 * heads > LARGEST or (not tile.dense and size * chunks * tokens > LARGEST):
         return None
     return Banded(plan.ranks, size, chunks, tile.lo, tile.hi, heads)
+
+
+def unequal(plan: Plan) -> str:
+    """Why a plan's ranks are not alike whatever its mask, or nothing."""
+    tokens, ranks = plan.tokens, plan.ranks
+    if ranks > tokens:
+        return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so that some have none"
+    chunks = 2 * ranks if isinstance(plan.layout, Zigzag) else ranks
+    if tokens % chunks:
+        return f"{tokens:,} tokens do not divide into {chunks:,} equal chunks, so that shards are unequal"
+    return ""
 
 
 def _even(plan: Plan) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..progress import told
 from .changes import Changes
 from .chords import Chords, joined
 from .ring import NEVER, Lane, Phase, Ring, Solved, Value, largest, shifted
@@ -64,7 +65,7 @@ class Delay:
         if not self.clock:
             self.reference = float(np.max(largest(self.ring.busy(phase), *(lane.seconds for lane in phase.lanes))))
         if self.ring.buffers > 1:
-            for _ in range(clocks):
+            for _ in told(range(clocks), clocks, "clocks"):
                 self._slotted(phase)
         else:
             coefficients = [_delay(value, self.reference) for value in self.ring.stencil(phase)]
@@ -134,7 +135,7 @@ def _blocked(
     padded: list[Coefficient] = []
     buffers = [np.zeros(min(BLOCK, ranks) + 2 * depth) for _ in range(3)]
     then = np.empty_like(now)
-    for done in range(0, clocks, depth):
+    for done in told(range(0, clocks, depth), -(-clocks // depth), f"clocks by {depth}"):
         step = min(depth, clocks - done)
         around = _around(now, depth)
         if changes is not None or not padded:

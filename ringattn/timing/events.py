@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InvalidInput, Unsupported
+from ..progress import told
 from .loads import Loads, Traffic
 from .noise import factor
 from .predict import visits
@@ -161,7 +162,7 @@ def _prepare(rates: Rates, faults: Faults, noise: np.random.Generator | None) ->
     ranks: list[_Rank] = []
     count = 0
     visits_of: list[list[float]] = [[] for _ in range(plan.ranks)]
-    for index in range(plan.ranks):
+    for index in told(range(plan.ranks), plan.ranks, "ranks"):
         steps, rank = _steps(rates, index), _Rank([], [])
         count += sum(1 + len(step.sends) for step in steps)
         if count > EVENTS:

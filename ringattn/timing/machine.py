@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..errors import InvalidInput, did_you_mean
+from ..sizes import ITEM_BYTES
 from .speed import KernelTimes
 
 #: Where a number may come from: a publication or a data sheet, a guess, or a run.
@@ -83,6 +84,8 @@ class Machine:
     residuals: tuple[float, ...] = ()
     #: (field, source) of numbers that are cited or measured; all others are assumed.
     sources: tuple[tuple[str, str], ...] = ()
+    #: The dtype whose `flops` these are; None: that of any plan.
+    flops_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, (wanted, example) in _FIELDS.items():
@@ -103,6 +106,11 @@ class Machine:
             )
         if not all(math.isfinite(ratio) and ratio > 0 for ratio in self.residuals):
             raise InvalidInput("machine: residuals must be ratios > 0 of measured over modelled times")
+        if self.flops_dtype not in (None, *ITEM_BYTES):
+            raise InvalidInput(
+                f"machine: flops_dtype={self.flops_dtype!r}: {did_you_mean(self.flops_dtype, ITEM_BYTES)}expected one of "
+                f"{', '.join(ITEM_BYTES)}, or None"
+            )
         for name, label in self.sources:
             if name not in (*machine_fields(), *TABLES) or label not in SOURCES:
                 hint = did_you_mean(name, machine_fields()) or did_you_mean(label, SOURCES)
@@ -115,9 +123,12 @@ class Machine:
         return dict(self.sources).get(name, "assumed")
 
     def changed(self, **values: Any) -> Machine:
-        """The machine with other values, which are assumed unless `sources` is among them."""
-        kept = tuple(pair for pair in self.sources if pair[0] not in values)
-        return replace(self, **{"sources": kept, **values})
+        """The machine with other values, which are assumed unless `sources` is among them. Other `flops` are those of any
+        dtype unless `flops_dtype` is."""
+        kept: dict[str, Any] = {"sources": tuple(pair for pair in self.sources if pair[0] not in values)}
+        if "flops" in values:
+            kept["flops_dtype"] = None
+        return replace(self, **{**kept, **values})
 
     def interval(self, seconds: float, level: float = 0.9) -> tuple[float, float] | None:
         """Where a measured pass that is modelled to take `seconds` lies with probability `level`; None: not known.
@@ -151,7 +162,7 @@ class Machine:
 
 def machine_fields() -> tuple[str, ...]:
     """The fields of a machine that hold one number, or one yes or no."""
-    return tuple(field.name for field in fields(Machine) if field.name not in ("sources", *TABLES))
+    return tuple(field.name for field in fields(Machine) if field.name not in ("sources", "flops_dtype", *TABLES))
 
 
 def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
@@ -162,7 +173,7 @@ def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
         return MACHINES.get(device, MACHINES["cpu"])
     if isinstance(machine, Machine):
         return machine
-    if machine not in MACHINES:
+    if not isinstance(machine, str) or machine not in MACHINES:
         raise InvalidInput(
             f"unknown machine {machine!r}; {did_you_mean(machine, MACHINES)}expected {', '.join(MACHINES)}, or a "
             "Machine such as ringattn.Machine(flops=5e10, alpha=1e-4, beta=1.5e9)"

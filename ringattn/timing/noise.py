@@ -15,6 +15,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from ..errors import Unsupported
+from ..progress import told
 from .dense import dense
 from .ring import Phase, Ring
 
@@ -33,6 +34,11 @@ class Sampled:
     high: float
     extrapolated: bool
     why: str
+
+    def at_least(self, seconds: float) -> Sampled:
+        """The same of a mean that cannot be below `seconds`."""
+        mean_, low, high = (max(value, seconds) for value in (self.seconds, self.low, self.high))
+        return replace(self, seconds=mean_, low=low, high=high)
 
 
 def varied(ring: Ring, jitter: float, seed: int) -> Sampled:
@@ -53,7 +59,7 @@ def varied(ring: Ring, jitter: float, seed: int) -> Sampled:
     # The longest phase, for as many clocks as ranks; the others add as they are.
     main = max(ring.phases, key=lambda phase: phase.clocks)
     found = []
-    for _ in range(REPEATS):
+    for _ in told(range(REPEATS), REPEATS, "runs with jitter"):
         times = [_run(replace(ring, ranks=n, phases=(replace(main, clocks=n),)), jitter, source) / n for n in SIZES]
         slope, level = np.polyfit([n ** (-2 / 3) for n in SIZES], times, 1)
         found.append(clocks * (float(level) + float(slope) * clocks ** (-2 / 3)))
@@ -64,7 +70,7 @@ def varied(ring: Ring, jitter: float, seed: int) -> Sampled:
 
 def repeated(run: Callable[[], float], why: str) -> Sampled:
     """REPEATS runs."""
-    return _summed([run() for _ in range(REPEATS)], False, why)
+    return _summed([run() for _ in told(range(REPEATS), REPEATS, "runs with jitter")], False, why)
 
 
 def factor(jitter: float, source: np.random.Generator, count: int) -> np.ndarray:

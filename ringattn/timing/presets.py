@@ -174,9 +174,14 @@ FACTS: dict[str, Facts] = {
 }
 
 
-def _machine(facts: Facts) -> Machine:
-    known = tuple((name, fact.source) for name, fact in facts.items() if fact.source != "assumed")
-    return Machine(**{name: fact.value for name, fact in facts.items()}, sources=known)
+#: The dtype of the `flops` of machines; all others are of 16 bits.
+_DTYPES = {"cpu": "float32", "gtx1080_pcie": "float32"}
 
 
-MACHINES: dict[str, Machine] = {name: _machine(facts) for name, facts in FACTS.items()}
+def _machine(name: str, facts: Facts) -> Machine:
+    known = tuple((field, fact.source) for field, fact in facts.items() if fact.source != "assumed")
+    values = {field: fact.value for field, fact in facts.items()}
+    return Machine(**values, sources=known, flops_dtype=_DTYPES.get(name, "bfloat16"))
+
+
+MACHINES: dict[str, Machine] = {name: _machine(name, facts) for name, facts in FACTS.items()}

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..errors import plural
 from ..schedules.relay import Way
 from ..schedules.ring import Ring as RingSchedule
-from .banded import Banded, banded
+from .banded import Banded, banded, unequal
 from .counted import Counted
 from .course import Course
 from .lanes import Lanes, scaled
@@ -49,7 +50,7 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
         return f"the schedule {plan.schedule} is no ring"
     band = banded(plan)
     if band is None:
-        return "the mask is not one band over equal chunks of contiguous or zigzag ranks"
+        return unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
     # Blocks of queries go where keys are that they see.
     turned = rates.backward and plan.rotates == "queries"
     ways = tuple(RingSchedule(plan.transposed if turned else plan.demand).ways)
@@ -80,7 +81,7 @@ def band_words(band: Banded) -> str:
     low, high = (("-inf", "inf")[i] if x is None else f"{x:,}" for i, x in enumerate((band.lo, band.hi)))
     mask = "all pairs" if band.dense else f"{low} <= q - k <= {high}"
     return (
-        f"the mask's tiles: one, {mask}, over all {band.heads} heads; {band.rows:,} tokens on each of {band.ranks:,} "
+        f"the mask's tiles: one, {mask}, over all heads ({band.heads:,}); {plural(band.rows, 'token')} on each of {band.ranks:,} "
         "ranks (integers of the whole plan, no sample)"
     )
 

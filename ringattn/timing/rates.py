@@ -65,7 +65,10 @@ def factors(name: str, given: Factors | None, ranks: int) -> np.ndarray | None:
     elif not isinstance(given, list | tuple | np.ndarray):
         raise InvalidInput(f"{name}={given!r}: expected factors by rank such as {{0: 1.5}}, or one for each rank")
     else:
-        found = np.asarray(given, dtype=np.float64)
+        try:
+            found = np.asarray(given, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"{name}: a factor is not a number ({error}); try {{0: 1.5}}") from error
         if found.shape != (ranks,):
             raise InvalidInput(
                 f"{name}: expected a factor for each of {ranks:,} ranks or a dict such as {{0: 1.5}}, "

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import InvalidInput, Unsupported, did_you_mean
+from ..errors import InvalidInput, Unsupported
+from .asked import TIERS, check
 from .budget import cost, energy, failures, memory
 from .closed import closed
 from .cones import cones
@@ -18,6 +19,7 @@ from .folding import LEAST, folded
 from .loads import Loads, Traffic, survey
 from .machine import Machine, get_machine
 from .noise import Sampled, repeated, varied
+from .notes import notes
 from .problem import Problem, problem
 from .quotient import quotient
 from .rates import Factors, Faults, Rates, factors
@@ -28,14 +30,11 @@ from .timeline import Timeline
 if TYPE_CHECKING:
     from ..plan import Plan
 
-#: The tiers of a ring, the cheapest first; E is sampling on top of one of them.
-TIERS = ("A", "B", "C", "D")
 NEEDS = {
     "A": "all ranks and links alike",
     "B": "ranks that repeat with a period, and no stalls",
     "C": "few slow ranks or stalls in a uniform ring with one receive slot",
 }
-CHOICES = ("auto", *TIERS, "F")
 #: Ranks x clocks that tier D goes through with one slot and with more, and those whose numbers are counted one by one:
 #: with several slots, and with jitter.
 STENCIL, SLOTTED, COUNTED = 1 << 38, 1 << 31, 1 << 28
@@ -61,16 +60,8 @@ def simulate(
     jitter is sampled (E) on top of it with `seed`. F of many ranks may be that of a smaller plan with the same times. Raises InvalidInput, and Unsupported where no tier models what was
     asked for.
     """
+    check(plan, backward=backward, stalls=stalls, passes=passes, tier=tier, seed=seed)
     machine = get_machine(machine)
-    if tier not in CHOICES:
-        raise InvalidInput(f"tier={tier!r}: {did_you_mean(tier, CHOICES)}expected one of {', '.join(CHOICES)}")
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise InvalidInput(f"passes={passes!r}: expected how often the pass is made, an integer >= 1")
-    for stall in stalls:
-        if not isinstance(stall, Stall):
-            raise InvalidInput(f"stalls: {stall!r} is no Stall(rank, clock, seconds)")
-        if not 0 <= stall.rank < plan.ranks or stall.clock < 0 or not 0 <= stall.seconds < float("inf"):
-            raise InvalidInput(f"{stall}: expected a rank 0 .. {plan.ranks - 1}, a clock >= 0 and seconds >= 0")
     faults = Faults(
         factors("slow", slow, plan.ranks), factors("slow_links", slow_links, plan.ranks), tuple(stalls)
     )  # fmt: skip
@@ -179,6 +170,10 @@ def _timeline(
     name, why, interval = solved.tier, solved.why, None
     exposed = {**exposed, "jitter": 0.0, "call": machine.call or 0.0}
     if noise is not None:
+        # Times are maxima of sums: their mean is at least the time of the means, but for interference, which ends with the
+        # message; never less than what a rank computes.
+        least = seconds if not machine.gamma else compute
+        noise = noise.at_least(least)
         exposed["jitter"], seconds = noise.seconds - seconds, noise.seconds
         name, why, interval = (
             f"{name} + E",
@@ -207,4 +202,5 @@ def _timeline(
         joules=energy(machine, plan.ranks, total),
         price=cost(machine, plan.ranks, total),
         machine=machine,
+        notes=notes(plan, machine),
     )

@@ -97,6 +97,8 @@ class KernelTimes:
     overhead: tuple[float, float]
     grids: tuple[Grid, ...]
     extrapolate: bool = False
+    #: Query heads of the measured tiles; None: not known.
+    heads: int | None = None
 
     def __post_init__(self) -> None:
         known = {(grid.shape, grid.backward) for grid in self.grids}
@@ -110,7 +112,7 @@ class KernelTimes:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.head_dim, self.dtype, self.overhead, self.grids, self.extrapolate))
+        return hash((self.head_dim, self.dtype, self.overhead, self.grids, self.extrapolate, self.heads))
 
     def __hash__(self) -> int:
         return self._hash

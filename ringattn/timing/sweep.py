@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..progress import told
 from .changes import Changes
 from .counted import Counted
 from .crossing import Crossing
@@ -68,7 +69,7 @@ class Sweep:
         self.taken, self.interference = np.zeros((2, self.ranks))
 
     def __iter__(self) -> Iterator[Changes]:
-        for first in range(0, self.clocks, DEPTH):
+        for first in told(range(0, self.clocks, DEPTH), -(-self.clocks // DEPTH), f"clocks by {DEPTH}"):
             clocks = np.arange(max(first - 1, 0), min(first + DEPTH, self.clocks))
             runs = changed(self.counted, clocks)
             crossing = self.counted.crossing(int(clocks[0]), int(clocks[-1]) + 1)

@@ -61,6 +61,8 @@ class Timeline:
     joules: float | None
     price: float | None
     machine: Machine
+    #: What is assumed where the machine's speed is that of another dtype, head dim or number of heads.
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:

@@ -1,0 +1,22 @@
+"""Kernel times and machines of tests, as a calibration would have found them."""
+
+from __future__ import annotations
+
+import ringattn as ra
+from ringattn.timing import Grid, KernelTimes
+from ringattn.timing.speed import SHAPES
+
+ROWS = (64, 256, 1024)
+
+
+def times(rate: float = 1e10, overhead: float = 0.0, head_dim: int = 64, **by_shape: float) -> KernelTimes:
+    """Kernel times with one rate per shape, forward and backward."""
+    grids = [
+        Grid(shape, back, ROWS, (1,) if shape == "triangle" else ROWS, tuple(((by_shape.get(shape, rate),) * (1 if shape == "triangle" else 3),) * 3))
+        for shape in SHAPES for back in (False, True)
+    ]  # fmt: skip
+    return KernelTimes(head_dim, "float32", (overhead, overhead), tuple(grids))
+
+
+def machine(kernel: KernelTimes | None = None, **values: object) -> ra.Machine:
+    return ra.Machine(**{"flops": 1e10, "alpha": 0.0, "beta": 1e15, "kernel": kernel, **values})  # type: ignore[arg-type]
