@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..asked import asked_plan
+from ..asked import asked_machine, asked_plan
 from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean
@@ -15,6 +15,7 @@ from ..files import check_writable, write_text
 from ..modes import MODES
 from ..plan import Plan
 from ..report import Number, console, show, size
+from ..study.checks import check_unasked
 from ..study.point import asked_options
 from ..timing import Machine, Timeline, machine_fields, simulate
 from ..timing.budget import JOULES_PER_KWH
@@ -34,9 +35,10 @@ def main(config: SimulateConfig) -> None:
     if config.study.axes or config.study.together:
         import_module(".study", __package__).main(config)
         return
+    check_unasked(config.study)
     if config.output.path:
         check_writable(Path(config.output.path))
-    machine = config.machine.made(ranks=config.ranks)
+    machine = asked_machine(config)
     plan, options = asked_plan(config, machine), asked_options(config)
     found = [
         simulate(plan, machine, backward=back, **options) for back in ((False, True) if config.backward else (False,))

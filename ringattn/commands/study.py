@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..config import SimulateConfig
 from ..errors import InvalidInput
 from ..report import console
-from ..study.runner import Study, Tell, run
+from ..study.runner import STUDIES, Study, Tell, run
 from ..study.space import points
 
 #: Without a terminal, progress is a line at every so much of the work.
@@ -35,8 +35,12 @@ def main(config: SimulateConfig) -> None:
     study = Study(config.study.name, config, found, Path("."), text, overrides)
     folder = Path(config.output.path) if config.output.path else _folder(study)
     study = dataclasses.replace(study, folder=folder)
-    with _progress(config.study.progress) as tell:
-        done = run(study, tell)
+    try:
+        with _progress(config.study.progress) as tell:
+            done = run(study, tell)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"ringattn: {folder} keeps the points that are done; the same command goes on from there\n")
+        raise
     refused = sum(row["status"] == "refused" for row in done.rows)
     console().print(
         f"{len(done.rows) - refused:,} points [modelled], {refused:,} refused; {folder / 'report.md'}, report.html, sweep.csv, "
@@ -48,7 +52,7 @@ def main(config: SimulateConfig) -> None:
 def _folder(study: Study) -> Path:
     """A folder of this study's own: the same command goes on there, another one has another."""
     digest = hashlib.sha256(json.dumps(study.head, sort_keys=True).encode()).hexdigest()[:8]
-    return Path("outputs") / "studies" / f"{re.sub(r'[^A-Za-z0-9]+', '-', study.name)}-{digest}"
+    return STUDIES / f"{re.sub(r'[^A-Za-z0-9]+', '-', study.name)}-{digest}"
 
 
 def _hydra(config: SimulateConfig) -> tuple[list[str], dict[str, str], str]:

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
+from ..asked import asked_machine, asked_plan
 from ..config import SimulateConfig
 from ..errors import InvalidInput, Unsupported
 from ..groups import ExecuteGroup
-from ..pattern import parse_pattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
+from .space import Point
 
 #: Assumed of one core, in fp64: elements of K and V per second that sampled rows visit, those of whole ranks that are made,
 #: visited and compared, and multiplications per second.
@@ -36,13 +37,21 @@ class Order:
 
 
 def executed_plan(config: SimulateConfig) -> Plan:
-    """The plan of a point as it is executed: fp64, with the heads of study.execute. Raises InvalidInput."""
-    options = config.study.execute
-    return make_plan(
-        parse_pattern(config.pattern.spec), tokens=config.size(), ranks=config.ranks, layout=config.layout.spec,
-        schedule=config.schedule.spec, heads=options.heads, head_dim=options.head_dim, dtype="float64",
-        machine=config.machine.made(),
+    """The plan of a point as it is executed: its layout and schedule in fp64, with the heads of study.execute. Raises
+    InvalidInput."""
+    options, machine = config.study.execute, asked_machine(config)
+    chosen = {}
+    if _chosen(config):  # for the sizes of the point, not for those that are executed
+        plan = asked_plan(config, machine)
+        chosen = {"layout": plan.layout.name, "schedule": plan.schedule}
+    return asked_plan(
+        config, machine, heads=options.heads, kv_heads=options.heads, head_dim=options.head_dim, dtype="float64", batch=1,
+        wire_dtype=None, **chosen,
     )  # fmt: skip
+
+
+def _chosen(config: SimulateConfig) -> bool:
+    return "auto" in (config.layout.spec, config.schedule.spec)
 
 
 def wanted(plan: Plan, options: ExecuteGroup) -> Order:
@@ -96,10 +105,11 @@ def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def name_of(config: SimulateConfig) -> dict[str, Any]:
+def name_of(point: Point) -> dict[str, Any]:
     """All that an execution depends on: equal for points that share it."""
+    config = point.config
     return {
         "execute": asdict(config.study.execute), "pattern": config.pattern.spec, "layout": config.layout.spec,
         "schedule": config.schedule.spec, "tokens": config.size(), "ranks": config.ranks,
-        "machine": asdict(config.machine) if "auto" in (config.layout.spec, config.schedule.spec) else None,
+        "chosen for": point.inputs if _chosen(config) else None,
     }  # fmt: skip

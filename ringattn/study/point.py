@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..asked import asked_plan
+from ..asked import asked_machine, asked_plan
 from ..config import SimulateConfig
 from ..errors import InvalidInput, Unsupported
 from ..machine_file import UNITS
@@ -55,7 +55,7 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
     """What is recorded of a point: {"status": "ok", "values": by column name}, or {"status": "refused", "why": text},
     with the values that are counted where there is a plan."""
     try:
-        machine = config.machine.made()
+        machine = asked_machine(config)
         plan = asked_plan(config, machine)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error)}
