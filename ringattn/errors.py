@@ -49,6 +49,12 @@ class NumericsFailure(RingAttentionError, RuntimeError):
     """A simulation found numbers, or a ledger, that are not what they must be."""
 
 
+def plural(count: int, noun: str) -> str:
+    """A number of things in words: "1 rank", "8,192 ranks", "2 passes"."""
+    more = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else more}"
+
+
 def did_you_mean(name: object, options: Iterable[str]) -> str:
     """The words "did you mean 'x'? " for the option that is nearest to a wrong name, or nothing."""
     near = difflib.get_close_matches(str(name), list(options), n=1)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config import SimulateConfig
-from ..errors import InvalidInput
+from ..errors import InvalidInput, plural
 from ..report import console
+from ..study.point import PASSES
 from ..study.runner import STUDIES, Study, Tell, run
 from ..study.space import points
+from ..study.tables import Row
 
 #: Without a terminal, progress is a line at every so much of the work.
 LINES = 10
@@ -41,12 +43,19 @@ def main(config: SimulateConfig) -> None:
     except KeyboardInterrupt:
         sys.stderr.write(f"ringattn: {folder} keeps the points that are done; the same command goes on from there\n")
         raise
-    refused = sum(row["status"] == "refused" for row in done.rows)
     console().print(
-        f"{len(done.rows) - refused:,} points [modelled], {refused:,} refused; {folder / 'report.md'}, report.html, sweep.csv, "
-        "summary.json",
+        f"{_told(done.rows)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _told(rows: Sequence[Row]) -> str:
+    """How many points have numbers, and by how many plans something was executed."""
+    refused = sum(row["status"] == "refused" for row in rows)
+    words = sorted({row[f"{one} kind"] for row in rows for one in PASSES if f"{one} kind" in row}, reverse=True)
+    text = f"{plural(len(rows) - refused, 'point')} [{', '.join(words)}], {refused:,} refused"
+    turns = {row["executed turn"]: "executed how" in row for row in rows if "executed turn" in row}
+    return f"{text}; {sum(turns.values()):,} of {plural(len(turns), 'plan')} executed [counted]" if turns else text
 
 
 def _folder(study: Study) -> Path:

@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import Any
 
 from ..asked import asked_machine, asked_plan
+from ..choice import duration
 from ..config import SimulateConfig
-from ..errors import InvalidInput, Unsupported
+from ..errors import InvalidInput, Unsupported, plural
 from ..groups import ExecuteGroup
 from ..plan import Plan
 from .space import Point
@@ -72,9 +73,10 @@ def wanted(plan: Plan, options: ExecuteGroup) -> Order:
 
 def left_out(order: Order, options: ExecuteGroup, left: float) -> Order:
     """The order of nothing, where `left` seconds of the budget are too few."""
+    what = plural(order.count, "row" if order.how == "rows" else "whole rank")
     why = (
-        f"not executed: {order.count} {'rows' if order.how == 'rows' else 'ranks'} would take about {order.seconds:,.0f} s at "
-        f"the assumed rates, {left:,.0f} s of study.execute.budget={options.budget:g} are left"
+        f"not executed: {what} would take {duration(order.seconds)} at the assumed rates, and {duration(left)} of the budget of "
+        f"{duration(float(options.budget or 0))} were left at its turn"
     )
     return Order("nothing", why=why)
 
@@ -84,10 +86,10 @@ def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:
     if order.how == "nothing":
         return {"why not": order.why}
     numerics = import_module("..simulator", __package__).numerics  # which needs torch
+    some = range(order.first, order.first + order.count)  # of whole ranks
     settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}
     if order.how != "rows":
-        some = None if order.how == "whole" else range(order.first, order.first + order.count)
-        settings = {"mode": "all", "ranks": some}
+        settings = {"mode": "all", "ranks": None if order.how == "whole" else some}
     try:
         found = numerics(plan, seed=options.seed, **settings)
     except (InvalidInput, Unsupported) as error:
@@ -95,11 +97,12 @@ def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:
     words = {
         "whole": "all ranks, whole",
         "some": f"ranks {order.first:,} .. {order.first + order.count - 1:,}, whole",
-        "rows": f"{found.rows} rows, with all keys that they see",
+        "rows": f"{plural(found.rows, 'row')}, with all keys that they see",
     }
+    rows = found.rows if order.how == "rows" else sum(map(plan.layout.rows, some))
     return {
-        "how": words[order.how], "ranks": found.ranks, "rows": found.rows, "visits": found.visits,
-        "visits expected": found.visits_expected, "pairs": found.pairs, "part of all pairs": found.pairs / plan.pairs(),
+        "how": words[order.how], "ranks": found.ranks, "rows": rows, "rows compared": found.rows, "visits": found.visits,
+        "visits expected": found.visits_expected, "pairs": found.pairs, "part of all pairs": found.pairs / max(plan.pairs(), 1),
         "ledger": "complete" if found.complete else "NOT COMPLETE", "error": found.error, "error of lse": found.lse_error,
         "most allowed": found.tolerance,
     }  # fmt: skip

@@ -113,7 +113,7 @@ _SECONDS = {"time", "time low", "time high", "compute", "imbalance", "merge", "i
 _OTHERS = {
     "efficiency": ("compute / time", "kind"), "bytes": ("bytes", "counted"), "busiest link": ("bytes", "counted"),
     "messages": ("messages", "counted"), "memory": ("bytes per rank", "modelled"), "energy": ("J", "kind"),
-    "cost": ("currency", "kind"), "kind": ("", ""), "tier": ("", ""), "fits": ("", "modelled"),
+    "cost": ("currency of machine.price", "kind"), "kind": ("", ""), "tier": ("", ""), "fits": ("", "modelled"),
 }  # fmt: skip
 #: Seconds that jitter, and so an extrapolation, has no part in.
 _PLAIN = {"compute", "imbalance", "merge", "interference", "stalls", "wait", "call", "failure every"}
@@ -138,8 +138,8 @@ def column(name: str) -> Column:
 
 #: (unit, word) of what was executed.
 EXECUTED = {
-    "how": ("", ""), "ranks": ("ranks", "counted"), "rows": ("query rows", "counted"), "visits": ("visits", "counted"),
-    "visits expected": ("visits", "counted"), "pairs": ("(query, key, head) pairs", "counted"),
-    "part of all pairs": ("", "counted"), "ledger": ("", "counted"), "error": ("", "measured"),
-    "error of lse": ("", "measured"), "most allowed": ("", ""), "why not": ("", ""),
+    "turn": ("", ""), "how": ("", ""), "ranks": ("ranks", "counted"), "rows": ("query rows", "counted"),
+    "rows compared": ("query rows", "counted"), "visits": ("visits", "counted"), "visits expected": ("visits", "counted"),
+    "pairs": ("(query, key, head) pairs", "counted"), "part of all pairs": ("", "counted"), "ledger": ("", "counted"),
+    "error": ("", "measured"), "error of lse": ("", "measured"), "most allowed": ("", ""), "why not": ("", ""),
 }  # fmt: skip

@@ -140,15 +140,14 @@ def _executions(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[st
         key=lambda entry: (entry[2].how == "rows", -entry[1].tokens if entry[2].how == "rows" else entry[1].tokens)
     )
     left = options.budget
-    for done, (key, plan, order) in enumerate(orders):
-        tell(done, len(orders), f"executing, {plan.tokens:,} tokens")
-        if order.seconds > left:
-            order = left_out(order, options, left)
-        left -= order.seconds
+    for turn, (key, plan, order) in enumerate(orders, 1):
+        tell(turn - 1, len(orders), f"executing, {plan.tokens:,} tokens")
+        done = order if order.seconds <= left else left_out(order, options, left)
         if key not in journal.known:
-            journal.add(key, {"values": execute(plan, order, options)})
+            journal.add(key, {"values": execute(plan, done, options)})
             journal.sync()
-        values[key] = journal.known[key]["values"]
+        values[key] = {"turn": turn, **journal.known[key]["values"]}
+        left -= order.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}
 
 
@@ -200,7 +199,7 @@ def _write(study: Study, head: dict[str, Any], found: Table, records: dict[int, 
     write_text(folder / "sweep.csv", as_csv(found))
     more = {"extrapolated": [asdict(one) for one in far], "machines": lines}
     write_text(folder / "summary.json", as_summary(found, whole, notes, more))
-    parts = report(study.name, found, drawn, notes, command, whole, lines, far, remarks)
+    parts = report(study.name, options.execute, found, drawn, notes, command, whole, lines, far, remarks)
     write_text(folder / "report.md", as_markdown(parts))
     write_text(folder / "report.html", as_html(f"Study {study.name}", parts))
 
