@@ -31,8 +31,9 @@ def check(options: StudyGroup, points: Sequence[Point], given: Mapping[str, str]
 def check_unasked(options: StudyGroup) -> None:
     """Raise InvalidInput where settings of a study are given, and no axes, so that there is none."""
     for key, value in _differing("study", options, StudyGroup()):
+        text = str(value).replace("'", "")  # as it is written on the command line
         raise InvalidInput(
-            f"{key}={value} has no meaning without a study; give it axes, such as study.axes.ranks=[8,64], take one with "
+            f"{key}={text} has no meaning without a study; give it axes, such as study.axes.ranks=[8,64], take one with "
             "study=NAME, or write several values with -m"
         )
 

@@ -10,6 +10,7 @@ from ..errors import RingAttentionError
 from ..machine_file import UNITS
 from ..timing import Machine
 from ..timing.machine import machine_fields
+from ..timing.presets import CURRENCY, MACHINES
 from .space import Point
 
 
@@ -36,17 +37,21 @@ def described(points: Sequence[Point], made: Mapping[int, Machine]) -> list[str]
     for point in points:
         if point.number in made:
             named.setdefault(point.config.machine.spec, {})[made[point.number]] = None
-    return [f"{name}: {', '.join(_numbers(list(some)))}" for name, some in named.items()]
+    return [f"{name}: {', '.join(_numbers(name, list(some)))}" for name, some in named.items()]
 
 
-def _numbers(some: Sequence[Machine]) -> list[str]:
+def _numbers(name: str, some: Sequence[Machine]) -> list[str]:
+    preset = MACHINES.get(name)
     found = []
     for key in machine_fields():
         given = {one: value for one in some if (value := getattr(one, key)) not in (None, False)}
         if given:
             values, sources = sorted(set(given.values())), sorted({one.source(key) for one in given})
             text = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} .. {values[-1]:g}"
-            text = "true" if values[0] is True else f"{text} {UNITS[key]}"
+            unit = UNITS[key]
+            if key == "price" and preset is not None and values == [preset.price]:
+                unit = unit.replace("currency", CURRENCY)
+            text = "true" if values[0] is True else f"{text} {unit}"
             differ = ", by point" if len(values) > 1 or len(given) < len(some) else ""
             found.append(f"{key}={text}{differ} [{', '.join(sources)}]")
     return found

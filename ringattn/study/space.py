@@ -20,6 +20,8 @@ from ..overrides import WRITTEN, check_key
 GROUPS = ("pattern", "layout", "schedule", "machine")
 #: Keys that are those of the study itself, or of other modes.
 FIXED = ("study", "output", "experiment", "mode", "validate", "numerics")
+#: Keys whose values are sizes, however they are written.
+SIZES = ("tokens", "shard")
 #: Keys of a configuration that a point's numbers do not depend on.
 ELSEWHERE = (*FIXED, "label")
 #: More points than this are refused: a list of them would not be looked at.
@@ -249,7 +251,7 @@ def _value(key: str, value: Any) -> Any:
         if "None" in kind or kind == "Any":
             return None
         raise InvalidInput(f"study: {key} needs a value")
-    if kind.startswith("int"):
+    if kind.startswith("int") or key in SIZES:
         return parse_size(value, key)
     if kind == "bool":
         read = _read(value) if isinstance(value, str) else value
