@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn import InvalidInput
 from ringattn.config import MachineGroup, SimulateConfig, conf_dir
 from ringattn.groups import ExecuteGroup, StudyGroup, WindowGroup
-from ringattn.study import plots, runner
+from ringattn.study import plots, point, runner
 from ringattn.study.runner import run
 from ringattn.study.space import in_order, points
 from ringattn.study.sweep import as_study, split
@@ -153,7 +153,7 @@ def test_what_is_known_before_the_first_point_is_said_before_it(
 ) -> None:
     """No point is done, and nothing is written, where the end of a study would fail."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(runner, "evaluate", lambda config: pytest.fail("a point was done"))
+    monkeypatch.setattr(runner, "evaluate", lambda *_: pytest.fail("a point was done"))
     axes = {"ranks": [2, 4], "layout": ["contiguous", "zigzag"]}
     for options, words in (
         ({"plots": ["stak"]}, "did you mean 'stack'"),
@@ -221,3 +221,23 @@ def test_overrides_are_taken_or_refused_in_our_words(tmp_path: Path, inside: Ins
         assert done.returncode == 0, done.stderr
         assert "1 point [modelled], 0 refused; " in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"outputs", "two"}
+
+
+def test_what_comes_to_the_same_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key/value heads that are those by default, seeds without jitter, and the preset that `auto` stands for."""
+    real, calls = point.simulate, []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(point, "simulate", counting)
+    axes = {"kv_heads": [None, 2], "seed": [0, 1], "machine": ["auto", "cpu"], "passes": [1, 2]}
+    rows = run(study(tmp_path / "s", axes)).rows
+    assert len(rows) == 16 and len(calls) == 2
+    for row in rows:
+        plan = ra.make_plan(ra.Causal(), tokens=4096, ranks=4, layout="zigzag", schedule="ring", heads=2)
+        assert row["forward total"] == ra.simulate(plan, "cpu", passes=row["passes"]).total
+    calls.clear()
+    rows = run(study(tmp_path / "jitter", {"seed": [0, 1]}, machine=MachineGroup("cpu", jitter=0.1))).rows
+    assert len(calls) == 2 and rows[0]["forward time"] != rows[1]["forward time"]

@@ -20,6 +20,7 @@ from ringattn import InvalidInput
 from ringattn.config import SimulateConfig
 from ringattn.study import runner
 from ringattn.study.journal import Journal
+from ringattn.study.point import Timed
 from ringattn.study.runner import run
 
 SWEEP = [
@@ -113,11 +114,11 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
     arguments = ("simulate", "-m", "ranks=2,4,8", "tokens=4k", "study.plots=[]", "output.path=out")
     real, done = runner.evaluate, []
 
-    def interrupted(config: SimulateConfig) -> dict[str, Any]:
+    def interrupted(config: SimulateConfig, timed: Timed) -> dict[str, Any]:
         done.append(config.ranks)
         if len(done) == 3:
             raise KeyboardInterrupt
-        return real(config)
+        return real(config, timed)
 
     monkeypatch.setattr(runner, "evaluate", interrupted)
     first = inside(*arguments, cwd=tmp_path)
@@ -131,7 +132,7 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
 def test_folders_that_cannot_be_used_are_refused_before_the_first_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "evaluate", lambda config: pytest.fail("a point was done"))
+    monkeypatch.setattr(runner, "evaluate", lambda *_: pytest.fail("a point was done"))
     (tmp_path / "file").write_text("")
     (tmp_path / "journal" / "points.jsonl").mkdir(parents=True)
     config_there = tmp_path / "config"

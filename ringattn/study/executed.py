@@ -90,10 +90,17 @@ def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:
     settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}
     if order.how != "rows":
         settings = {"mode": "all", "ranks": None if order.how == "whole" else some}
+    torch = import_module("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # as mode=numerics has: equal numbers whatever the cores, and short calls are no faster on more
     try:
         found = numerics(plan, seed=options.seed, **settings)
     except (InvalidInput, Unsupported) as error:
         return {"why not": str(error)}
+    finally:
+        torch.set_num_threads(threads)
     words = {
         "whole": "all ranks, whole",
         "some": f"ranks {order.first:,} .. {order.first + order.count - 1:,}, whole",

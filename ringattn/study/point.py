@@ -51,9 +51,13 @@ def _stalls(given: Any) -> list[Stall]:
     return [Stall(rank, clock, float(seconds)) for rank, clock, seconds in given or ()]
 
 
-def evaluate(config: SimulateConfig) -> dict[str, Any]:
+#: What was recorded of plans on machines, by all that it depends on: equal for points that come to the same.
+Timed = dict[tuple[Any, ...], dict[str, Any]]
+
+
+def evaluate(config: SimulateConfig, timed: Timed) -> dict[str, Any]:
     """What is recorded of a point: {"status": "ok", "values": by column name}, or {"status": "refused", "why": text},
-    with the values that are counted where there is a plan."""
+    with the values that are counted where there is a plan. What is in `timed` is not simulated again."""
     try:
         machine = asked_machine(config)
         plan = asked_plan(config, machine)
@@ -66,15 +70,22 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
     }  # fmt: skip
     try:
         options = asked_options(config)
-        found = [
-            simulate(plan, machine, backward=back, **options)
-            for back in ((False, True) if config.backward else (False,))
-        ]
+        if not machine.jitter:
+            options["seed"] = 0  # of jitter alone
+        same = plan.hash, machine, config.backward, repr(options)
+        if same not in timed:
+            timed[same] = _simulated(plan, machine, config.backward, options)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error), "values": values}
-    for one in found:
-        values |= {f"{one.direction} {name}": value for name, value in numbers(one).items()}
-    return {"status": "ok", "values": values, "not modelled": list(found[0].unmodelled)}
+    found = timed[same]
+    return {"status": "ok", "values": {**values, **found["values"]}, "not modelled": found["not modelled"]}
+
+
+def _simulated(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """The values of all passes, and what is not modelled."""
+    found = [simulate(plan, machine, backward=back, **options) for back in ((False, True) if backward else (False,))]
+    values = {f"{one.direction} {name}": value for one in found for name, value in numbers(one).items()}
+    return {"values": values, "not modelled": list(found[0].unmodelled)}
 
 
 def _pairs(plan: Plan) -> int:

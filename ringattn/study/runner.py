@@ -25,7 +25,7 @@ from .extend import extended
 from .journal import Journal
 from .machines import described, machines_of
 from .paper import as_html, as_markdown
-from .point import asked_options, evaluate
+from .point import Timed, asked_options, evaluate
 from .report import report
 from .space import Point, digest, in_order
 from .tables import Table, as_csv, as_summary, table
@@ -108,12 +108,13 @@ def _wrong(row: dict[str, Any]) -> bool:
 
 def _points(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, Any]]:
     """The records of all points, by number."""
-    found = {}
+    found: dict[int, dict[str, Any]] = {}
+    timed: Timed = {}
     for done, point in enumerate(in_order(study.points)):
         key = point.key
         if key not in journal.known:
             tell(done, len(study.points), "points")
-            journal.add(key, evaluate(point.config))
+            journal.add(key, evaluate(point.config, timed))
         found[point.number] = journal.known[key]
     return found
 
