@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +35,30 @@ def new_ranks() -> Callable[..., list[Any]]:
         return run_local(fn, n, *args, timeout=timeout, **{"threads": 1, **options})
 
     return run
+
+
+@pytest.fixture
+def inside(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """As `ringattn`, in this process, where torch has been imported already: for calls that start no ranks."""
+
+    from ringattn.cli import main
+
+    def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["ringattn", *arguments])
+        status: Any = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        told = capsys.readouterr()
+        return subprocess.CompletedProcess(list(arguments), status, told.out, told.err)
+
+    return call
 
 
 @pytest.fixture(scope="module")

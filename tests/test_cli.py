@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn import cli
 from ringattn.config import SCHEMAS, parse_size
 from ringattn.errors import InvalidInput
 from ringattn.overrides import prepare
@@ -29,26 +27,6 @@ def ringattn(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subp
 
 
 Inside = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
-    """As `ringattn`, in this process, where torch has been imported already: for calls that start no ranks."""
-
-    def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        for name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["ringattn", *arguments])
-        status: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code or 0
-        told = capsys.readouterr()
-        return subprocess.CompletedProcess(list(arguments), status, told.out, told.err)
-
-    return call
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:

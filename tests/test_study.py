@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from studies import config, read, study
-from test_cli import Inside, inside  # noqa: F401
+from test_cli import Inside
 
 import ringattn as ra
 from ringattn import InvalidInput
@@ -197,14 +197,14 @@ def test_numbers_of_machines_are_axes_of_plots_however_they_are_written(tmp_path
     )
 
 
-def test_nodes_that_do_not_fit_are_refused_as_in_one_simulation(tmp_path: Path, inside: Inside) -> None:  # noqa: F811
+def test_nodes_that_do_not_fit_are_refused_as_in_one_simulation(tmp_path: Path, inside: Inside) -> None:
     table = run(study(tmp_path / "s", {"ranks": [6, 8]}, machine=MachineGroup("cpu", inner=4)))
     assert [row["status"] for row in table.rows] == ["refused", "ok"]
     one = inside("simulate", "ranks=6", "machine=cpu", "machine.inner=4", cwd=tmp_path)
     assert one.returncode == 2 and one.stderr == f"ringattn: {table.rows[0]['why']}\n"
 
 
-def test_overrides_are_taken_or_refused_in_our_words(tmp_path: Path, inside: Inside) -> None:  # noqa: F811
+def test_overrides_are_taken_or_refused_in_our_words(tmp_path: Path, inside: Inside) -> None:
     """A new axis needs no plus; without a study its settings are refused, and so is a folder in none."""
     for arguments, words in (
         (("study.plots=[stack]",), "study.plots=[stack] has no meaning without a study"),
