@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from studies import files, read, study
@@ -12,8 +13,9 @@ from test_cli import ringattn
 
 import ringattn as ra
 from ringattn import Unsupported
+from ringattn.errors import NumericsFailure
 from ringattn.groups import ExecuteGroup, WindowGroup
-from ringattn.study import plots
+from ringattn.study import plots, runner
 from ringattn.study.executed import wanted
 from ringattn.study.runner import run
 
@@ -118,3 +120,16 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
         run(study(tmp_path, {"ranks": [2, 4]}, study={"plots": ["stack"]}))
     assert not list(tmp_path.iterdir())
     run(study(tmp_path, {"ranks": [2, 4]}))
+
+
+def test_wrong_numerics_fail_after_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = runner.execute
+
+    def harmed(plan: ra.Plan, *more: Any) -> dict[str, Any]:
+        found = real(plan, *more)
+        return {**found, "ledger": "NOT COMPLETE"} if plan.ranks == 4 else {**found, "error of lse": float("nan")}
+
+    monkeypatch.setattr(runner, "execute", harmed)
+    with pytest.raises(NumericsFailure, match="points 0, 1: the executed numerics are wrong"):
+        run(study(tmp_path / "s", {"ranks": [2, 4]}, study={"execute": ExecuteGroup(budget=5.0)}))
+    assert [row["executed ledger"] for row in read(tmp_path / "s" / "sweep.csv")] == ["complete", "NOT COMPLETE"]

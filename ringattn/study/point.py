@@ -84,7 +84,7 @@ def evaluate(config: SimulateConfig, timed: Timed) -> dict[str, Any]:
 def _simulated(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:
     """The values of all passes, and what is not modelled."""
     found = [simulate(plan, machine, backward=back, **options) for back in ((False, True) if backward else (False,))]
-    values = {f"{one.direction} {name}": value for one in found for name, value in numbers(one).items()}
+    values = {f"{one.direction} {name}": value for one in found for name, value in numbers(one, plan).items()}
     return {"values": values, "not modelled": list(found[0].unmodelled)}
 
 
@@ -94,12 +94,12 @@ def _pairs(plan: Plan) -> int:
     return int(plan.memory["pairs"])
 
 
-def numbers(one: Timeline) -> dict[str, Any]:
-    """The numbers of a pass by name; None: not modelled. `measured.COLUMNS` has their units and words."""
+def numbers(one: Timeline, plan: Plan) -> dict[str, Any]:
+    """The numbers of a pass of a plan by name; None: not modelled. `column` has their units and words."""
     low, high = one.interval or (None, None)
     links, failed = one.traffic, one.failures
     found: dict[str, Any] = {
-        "time": one.seconds, "kind": one.kind, "tier": one.tier, "compute": one.compute,
+        "time": one.seconds, "rate": plan.batch * plan.tokens / one.seconds if one.seconds else None, "kind": one.kind, "tier": one.tier, "compute": one.compute,
         **{name: value if _modelled(name, one.machine) else None for name, value in one.exposed.items()},
         "time low": low, "time high": high,
         "efficiency": one.compute / one.seconds if one.seconds else None,
@@ -122,7 +122,7 @@ _SECONDS = {"time", "time low", "time high", "compute", "imbalance", "merge", "i
             "call", "total", "failure every"}  # fmt: skip
 #: (unit, word) of a pass's other numbers; "kind": as the pass's column `kind` says.
 _OTHERS = {
-    "efficiency": ("compute / time", "kind"), "bytes": ("bytes", "counted"), "busiest link": ("bytes", "counted"),
+    "rate": ("tokens/s", "kind"), "efficiency": ("compute / time", "kind"), "bytes": ("bytes", "counted"), "busiest link": ("bytes", "counted"),
     "messages": ("messages", "counted"), "memory": ("bytes per rank", "modelled"), "energy": ("J", "kind"),
     "cost": ("currency of machine.price", "kind"), "kind": ("", ""), "tier": ("", ""), "fits": ("", "modelled"),
 }  # fmt: skip

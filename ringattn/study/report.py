@@ -31,7 +31,7 @@ WHAT = (
     "machine",
 )
 #: What a report shows of every pass, and of what was executed.
-SHOWN = ("time", "tier", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
+SHOWN = ("time", "rate", "tier", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
 EXECUTED = (
     "turn",
     "how",
@@ -79,7 +79,7 @@ def report(
         reasons: dict[str, list[int]] = {}
         for row in refused:
             reasons.setdefault(row["why"], []).append(row["point"])
-        parts += [Heading("Refused"), Items([f"{_some(numbers)}: {why}" for why, numbers in reasons.items()])]
+        parts += [Heading("Refused"), Items([f"{listed(numbers)}: {why}" for why, numbers in reasons.items()])]
     parts += [
         Heading("Not modelled"),
         Items(sorted(notes) or ["no point has numbers"]),
@@ -96,7 +96,8 @@ def report(
     return parts
 
 
-def _some(numbers: Sequence[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
+    """Points by their numbers, the first of many."""
     shown = ", ".join(map(str, numbers[:8]))
     return (
         f"point{'' if len(numbers) == 1 else 's'} {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
@@ -179,6 +180,8 @@ def shown(table: Table, name: str, row: Row) -> str:
         text = duration(value)
     elif found.unit.startswith("bytes"):
         text = size(value)
+    elif found.unit == "tokens/s":
+        text = f"{value:,.0f} {found.unit}"
     elif isinstance(value, float):
         text = f"{value:.4g}"
     else:

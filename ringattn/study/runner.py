@@ -26,7 +26,7 @@ from .journal import Journal
 from .machines import described, machines_of
 from .paper import as_html, as_markdown
 from .point import Timed, asked_options, evaluate
-from .report import report
+from .report import listed, report
 from .space import Point, digest, in_order
 from .tables import Table, as_csv, as_summary, table
 
@@ -76,7 +76,7 @@ Tell = Callable[[int, int, str], None]
 def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
     """Do what is not done yet, and write all files; returns the table. Raises InvalidInput, Unsupported, and, after all
     is written, NumericsFailure where an execution found wrong numbers."""
-    check(study.config.study, study.points, dict(override.partition("=")[::2] for override in study.overrides))
+    check(study.config.study, study.points, dict(one.lstrip("+~").partition("=")[::2] for one in study.overrides))
     for folder in (*((STUDIES.parent, STUDIES) if study.folder.parent == STUDIES else ()), study.folder):
         make_folder(folder)
     _check_folder(study.folder)
@@ -94,7 +94,7 @@ def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
     wrong = [row["point"] for row in found.rows if _wrong(row)]
     if wrong:
         raise NumericsFailure(
-            f"points {wrong}: the executed numerics are wrong; {study.folder / 'report.md'} says where"
+            f"{listed(wrong)}: the executed numerics are wrong; {study.folder / 'report.md'} says where"
         )
     return found
 
@@ -102,8 +102,8 @@ def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
 def _wrong(row: dict[str, Any]) -> bool:
     if "executed error" not in row:
         return False
-    worst = max(row["executed error"], row["executed error of lse"])
-    return row["executed ledger"] != "complete" or not worst <= row["executed most allowed"]
+    errors, most = (row["executed error"], row["executed error of lse"]), row["executed most allowed"]
+    return row["executed ledger"] != "complete" or not all(error <= most for error in errors)  # NaN is wrong, too
 
 
 def _points(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, Any]]:

@@ -77,7 +77,7 @@ def points(
     """
     axes = {str(key): _listed(str(key), values) for key, values in config.study.axes.items()}
     rows = [_settings(row) for row in config.study.together] or [{}]
-    given = dict(override.partition("=")[::2] for override in overrides)
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     for key in {*axes, *(key for row in rows for key in row)}:
         _check(key, given)
     for row in rows:
