@@ -162,8 +162,10 @@ def _grid(table: Table, names: Sequence[str]) -> list[Part]:
 
 
 def _header(table: Table, name: str) -> str:
-    word = column_of(table.columns, name).word
-    return f"{name}, {word}" if word and word != "kind" else name
+    found = column_of(table.columns, name)
+    if name.startswith("machine."):
+        return found.title
+    return f"{name}, {found.word}" if found.word and found.word != "kind" else name
 
 
 def shown(table: Table, name: str, row: Row) -> str:
@@ -176,9 +178,11 @@ def shown(table: Table, name: str, row: Row) -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
+    if name.startswith("machine."):  # in the unit of the header
+        return f"{value:.4g}"
     if found.unit == "s":
         text = duration(value)
-    elif found.unit.startswith("bytes"):
+    elif found.unit in ("bytes", "bytes per rank"):
         text = size(value)
     elif found.unit == "tokens/s":
         text = f"{value:,.0f} {found.unit}"
