@@ -54,8 +54,7 @@ def check_writable(path: Path) -> None:
         raise InvalidInput(f"output {path}: is a folder; give the path of a file")
     if path.exists() and not path.is_file():
         raise InvalidInput(f"output {path}: is no ordinary file, which could be replaced; give another path")
-    if not path.parent.is_dir():
-        raise InvalidInput(f"output {path}: the folder {path.parent} does not exist; make it first")
+    _check_parent(path)
     if path.exists() and not os.access(path, os.W_OK):
         raise InvalidInput(f"output {path}: not writable by this user; choose another path")
     try:  # permissions do not tell of file systems that take no files
@@ -68,13 +67,21 @@ def check_writable(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, with its parents, where it does not exist; raise InvalidInput where nothing can be written to it."""
+    """Make a folder where it does not exist, in one that does, as of files; raise InvalidInput where nothing can be written
+    to it."""
+    if not path.is_dir():
+        _check_parent(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
     except OSError as error:
         raise InvalidInput(f"output {path}: cannot be a folder ({error.strerror}); choose another path") from error
-    if not os.access(path, os.W_OK):
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise InvalidInput(f"output {path}: not writable by this user; choose another path")
+
+
+def _check_parent(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise InvalidInput(f"output {path}: the folder {path.parent} does not exist; make it first")
 
 
 def _umask() -> int:

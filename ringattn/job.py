@@ -16,23 +16,22 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from . import memory
+from .asked import asked_plan
 from .config import RunConfig
 from .data import Source, open_source
 from .files import check_writable, writing
-from .pattern import parse_pattern
-from .plan import Plan, make_plan
+from .plan import Plan
 from .report import Number, shape, show, show_choice, size
 from .sampling import Reduce, oracle_rows, places, sampled_rows
 
 
 def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
+    """The plan of a configuration over what an input holds, which has sizes of its own."""
     shape = source.shape
     cuda = config.transport.spec == "nccl" or config.transport.gpu_aware
-    return make_plan(
-        parse_pattern(config.pattern.spec), tokens=shape.tokens, ranks=ranks, layout=config.layout.spec,
-        schedule=config.schedule.spec, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch, wire_dtype=config.wire_dtype,
-        machine=config.machine.made("cuda" if cuda else "cpu", ranks), rotate=config.rotate,
+    return asked_plan(
+        config, config.machine.made("cuda" if cuda else "cpu", ranks), tokens=shape.tokens, ranks=ranks, heads=shape.heads,
+        kv_heads=shape.kv_heads, head_dim=shape.head_dim, value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch,
     )  # fmt: skip
 
 

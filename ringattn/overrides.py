@@ -226,6 +226,8 @@ def _prepare(verb: str, override: str) -> list[str]:
     prefix, key, value = match.groups()
     schema = SCHEMAS[verb]
     check_key(verb, schema, key.replace("/", "."))
+    if key.startswith("study.axes.") and "~" not in prefix:
+        return [f"++{key}={value}"]  # an axis may be new, or one of the study that is taken
     if _kind(schema, key) in ("int", "int | None") and not re.search(r"[(\[{$'\"]", value):
         return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
     if _kind(schema, key) in ("float", "float | None") and re.fullmatch(r"([\d.]+[kmgt]?,?)+", value, re.IGNORECASE):

@@ -233,10 +233,11 @@ def test_memory_by_hand() -> None:
     q, kv, lse = 1024 * 8 * 64 * 2, 1024 * 2 * 128 * 2, 1024 * 8 * 4
     assert memory(plan) == {
         "q, k, v": q + kv, "output": q, "lse": lse, "receive buffers": 2 * kv, "one visit's output": q + lse,
+        "sums of the output": 2 * q,
     }  # fmt: skip
     back = memory(plan, backward=True)
     assert back["sums of dq, dk, dv"] == 2 * (q + kv) and back["dq, dk, dv"] == q + kv
-    assert back["message buffers"] == 2 * (kv + 2 * kv) and back["kept block"] == kv
+    assert back["message buffers"] == 2 * (kv + 2 * kv) + 2 * kv + 2 * kv and back["kept block"] == kv
     whole = make_plan(Full(), tokens=4096, ranks=4, schedule="allgather", heads=8, kv_heads=2, dtype="bfloat16")
     assert memory(whole)["receive buffers"] == 4 * kv
     one = simulate(plan, replace(EVEN, memory=float(sum(memory(plan).values()))))

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..asked import asked_plan
+from ..asked import asked_machine, asked_plan
 from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean, plural
@@ -16,6 +16,7 @@ from ..modes import MODES, check_needs
 from ..plan import Plan
 from ..progress import listening
 from ..report import Number, console, head, quantity, show, size
+from ..study.checks import check_unasked
 from ..study.point import asked_options
 from ..timing import Machine, Timeline, machine_fields, simulate
 from ..timing.budget import JOULES_PER_KWH
@@ -36,10 +37,11 @@ def main(config: SimulateConfig) -> None:
     if config.study.axes or config.study.together:
         import_module(".study", __package__).main(config)
         return
+    check_unasked(config.study)
     if config.output.path:
         check_writable(Path(config.output.path))
     check_needs("timing", config)
-    machine = config.machine.made(ranks=config.ranks)
+    machine = asked_machine(config)
     plan, options = asked_plan(config, machine), asked_options(config)
     lines = console()
     with progress(lines) as tell, listening(tell):

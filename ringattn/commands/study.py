@@ -6,17 +6,21 @@ import dataclasses
 import hashlib
 import json
 import re
+import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 
 from ..config import SimulateConfig
-from ..errors import InvalidInput
+from ..errors import InvalidInput, plural
 from ..modes import check_needs
 from ..report import console
-from ..study.runner import Study, run
+from ..study.point import PASSES
+from ..study.runner import STUDIES, Study, run
 from ..study.space import points
+from ..study.tables import Row
 from .progress import progress
 
 
@@ -30,20 +34,31 @@ def main(config: SimulateConfig) -> None:
     study = Study(config.study.name, config, found, Path("."), text, overrides)
     folder = Path(config.output.path) if config.output.path else _folder(study)
     study = dataclasses.replace(study, folder=folder)
-    with progress(Console(stderr=True), wanted=config.study.progress, lines=True) as tell:
-        done = run(study, tell)
-    refused = sum(row["status"] == "refused" for row in done.rows)
+    try:
+        with progress(Console(stderr=True), wanted=config.study.progress, lines=True) as tell:
+            done = run(study, tell)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"ringattn: {folder} keeps the points that are done; the same command goes on from there\n")
+        raise
     console().print(
-        f"{len(done.rows) - refused:,} points [modelled], {refused:,} refused; {folder / 'report.md'}, report.html, sweep.csv, "
-        "summary.json",
+        f"{_told(done.rows)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _told(rows: Sequence[Row]) -> str:
+    """How many points have numbers, and by how many plans something was executed."""
+    refused = sum(row["status"] == "refused" for row in rows)
+    words = sorted({row[f"{one} kind"] for row in rows for one in PASSES if f"{one} kind" in row}, reverse=True)
+    text = f"{plural(len(rows) - refused, 'point')} [{', '.join(words)}], {refused:,} refused"
+    turns = {row["executed turn"]: "executed how" in row for row in rows if "executed turn" in row}
+    return f"{text}; {sum(turns.values()):,} of {plural(len(turns), 'plan')} executed [counted]" if turns else text
 
 
 def _folder(study: Study) -> Path:
     """A folder of this study's own: the same command goes on there, another one has another."""
     digest = hashlib.sha256(json.dumps(study.head, sort_keys=True).encode()).hexdigest()[:8]
-    return Path("outputs") / "studies" / f"{re.sub(r'[^A-Za-z0-9]+', '-', study.name)}-{digest}"
+    return STUDIES / f"{re.sub(r'[^A-Za-z0-9]+', '-', study.name)}-{digest}"
 
 
 def _hydra(config: SimulateConfig) -> tuple[list[str], dict[str, str], str]:

@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
+from ..asked import asked_machine, asked_plan
+from ..choice import duration
 from ..config import SimulateConfig
-from ..errors import InvalidInput, Unsupported
+from ..errors import InvalidInput, Unsupported, plural
 from ..groups import ExecuteGroup
-from ..pattern import parse_pattern
-from ..plan import Plan, make_plan
+from ..plan import Plan
+from .space import Point
 
 #: Assumed of one core, in fp64: elements of K and V per second that sampled rows visit, those of whole ranks that are made,
 #: visited and compared, and multiplications per second.
@@ -36,13 +38,21 @@ class Order:
 
 
 def executed_plan(config: SimulateConfig) -> Plan:
-    """The plan of a point as it is executed: fp64, with the heads of study.execute. Raises InvalidInput."""
-    options = config.study.execute
-    return make_plan(
-        parse_pattern(config.pattern.spec), tokens=config.size(), ranks=config.ranks, layout=config.layout.spec,
-        schedule=config.schedule.spec, heads=options.heads, head_dim=options.head_dim, dtype="float64",
-        machine=config.machine.made(),
+    """The plan of a point as it is executed: its layout and schedule in fp64, with the heads of study.execute. Raises
+    InvalidInput."""
+    options, machine = config.study.execute, asked_machine(config)
+    chosen = {}
+    if _chosen(config):  # for the sizes of the point, not for those that are executed
+        plan = asked_plan(config, machine)
+        chosen = {"layout": plan.layout.name, "schedule": plan.schedule}
+    return asked_plan(
+        config, machine, heads=options.heads, kv_heads=options.heads, head_dim=options.head_dim, dtype="float64", batch=1,
+        wire_dtype=None, **chosen,
     )  # fmt: skip
+
+
+def _chosen(config: SimulateConfig) -> bool:
+    return "auto" in (config.layout.spec, config.schedule.spec)
 
 
 def wanted(plan: Plan, options: ExecuteGroup) -> Order:
@@ -63,9 +73,10 @@ def wanted(plan: Plan, options: ExecuteGroup) -> Order:
 
 def left_out(order: Order, options: ExecuteGroup, left: float) -> Order:
     """The order of nothing, where `left` seconds of the budget are too few."""
+    what = plural(order.count, "row" if order.how == "rows" else "whole rank")
     why = (
-        f"not executed: {order.count} {'rows' if order.how == 'rows' else 'ranks'} would take about {order.seconds:,.0f} s at "
-        f"the assumed rates, {left:,.0f} s of study.execute.budget={options.budget:g} are left"
+        f"not executed: {what} would take {duration(order.seconds)} at the assumed rates, and {duration(left)} of the budget of "
+        f"{duration(float(options.budget or 0))} were left at its turn"
     )
     return Order("nothing", why=why)
 
@@ -75,31 +86,40 @@ def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:
     if order.how == "nothing":
         return {"why not": order.why}
     numerics = import_module("..simulator", __package__).numerics  # which needs torch
+    some = range(order.first, order.first + order.count)  # of whole ranks
     settings: dict[str, Any] = {"mode": "sample", "rows": options.rows}
     if order.how != "rows":
-        some = None if order.how == "whole" else range(order.first, order.first + order.count)
-        settings = {"mode": "all", "ranks": some}
+        settings = {"mode": "all", "ranks": None if order.how == "whole" else some}
+    torch = import_module("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # as mode=numerics has: equal numbers whatever the cores, and short calls are no faster on more
     try:
         found = numerics(plan, seed=options.seed, **settings)
     except (InvalidInput, Unsupported) as error:
         return {"why not": str(error)}
+    finally:
+        torch.set_num_threads(threads)
     words = {
         "whole": "all ranks, whole",
         "some": f"ranks {order.first:,} .. {order.first + order.count - 1:,}, whole",
-        "rows": f"{found.rows} rows, with all keys that they see",
+        "rows": f"{plural(found.rows, 'row')}, with all keys that they see",
     }
+    rows = found.rows if order.how == "rows" else sum(map(plan.layout.rows, some))
     return {
-        "how": words[order.how], "ranks": found.ranks, "rows": found.rows, "visits": found.visits,
-        "visits expected": found.visits_expected, "pairs": found.pairs, "part of all pairs": found.pairs / plan.pairs(),
+        "how": words[order.how], "ranks": found.ranks, "rows": rows, "rows compared": found.rows, "visits": found.visits,
+        "visits expected": found.visits_expected, "pairs": found.pairs, "part of all pairs": found.pairs / max(plan.pairs(), 1),
         "ledger": "complete" if found.complete else "NOT COMPLETE", "error": found.error, "error of lse": found.lse_error,
         "most allowed": found.tolerance,
     }  # fmt: skip
 
 
-def name_of(config: SimulateConfig) -> dict[str, Any]:
+def name_of(point: Point) -> dict[str, Any]:
     """All that an execution depends on: equal for points that share it."""
+    config = point.config
     return {
         "execute": asdict(config.study.execute), "pattern": config.pattern.spec, "layout": config.layout.spec,
         "schedule": config.schedule.spec, "tokens": config.size(), "ranks": config.ranks,
-        "machine": asdict(config.machine) if "auto" in (config.layout.spec, config.schedule.spec) else None,
+        "chosen for": point.inputs if _chosen(config) else None,
     }  # fmt: skip

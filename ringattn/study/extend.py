@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import InvalidInput
 from ..timing import Machine
 from .plots import passes, series, total
 from .tables import Row, Table
@@ -26,16 +25,12 @@ class Extended:
 
 
 def extended(table: Table, machines: dict[int, Machine], tokens: int) -> list[Extended]:
-    """Every series of the table at `tokens`; `machines` by point. Raises InvalidInput where one is that long already."""
+    """Every series of the table at `tokens`, which is more than any point has; `machines` by point."""
     found = []
     for name, rows in series(table, "tokens", without=("ranks", "shard", "tokens")).items():
         last = rows[-2:]
         if len(last) < 2 or last[0]["shard"] != last[1]["shard"] or last[0]["ranks"] == last[1]["ranks"]:
             continue  # of a line through points with other shards nothing could be said
-        if tokens <= last[1]["tokens"]:
-            raise InvalidInput(
-                f"study.extrapolate={tokens}: the study itself has {last[1]['tokens']:,} tokens; take more"
-            )
         found.append(_one(name, last, machines[last[1]["point"]], tokens))
     return found
 

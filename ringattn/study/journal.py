@@ -27,7 +27,12 @@ class Journal:
         """Open or begin a journal. Raises InvalidInput where it is that of another study, broken, or in use."""
         self.path = path
         self.known: dict[str, dict[str, Any]] = {}
-        self._file = path.open("a+b")
+        try:
+            self._file = path.open("a+b", buffering=0)  # what is written is written, or an error
+        except OSError as error:
+            raise InvalidInput(
+                f"output {path}: cannot be written ({error.strerror}); give another output.path"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -35,6 +40,11 @@ class Journal:
             raise InvalidInput(
                 f"{path.parent}: another process is at work on this study; wait for it, or give another output.path"
             ) from None
+        except OSError as error:
+            self._file.close()
+            raise InvalidInput(
+                f"{path}: cannot be locked on this file system ({error.strerror}); give an output.path on another"
+            ) from error
         try:
             self._read(head)
         except InvalidInput:
@@ -83,8 +93,16 @@ class Journal:
         self._synced = time.monotonic()
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
+        line = json.dumps(record).encode() + b"\n"
+        try:
+            whole, why = self._file.write(line) == len(line), "only a part of a line"
+        except OSError as error:
+            whole, why = False, str(error.strerror)
+        if not whole:
+            raise InvalidInput(
+                f"output {self.path}: could not be written ({why}); make room, and the same command goes on after the points "
+                "that are done"
+            )
 
     def __enter__(self) -> Journal:
         return self

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput, Unsupported, did_you_mean
-from ..files import replacing
+from ..files import writing
 from ..timing.window import Window
 from .tables import Row, Table
 
@@ -36,8 +36,12 @@ def check() -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise InvalidInput where a plot is unknown."""
+    """Raise InvalidInput where a plot is unknown, or there twice."""
+    known: set[str] = set()
     for name in names:
+        if name in known:
+            raise InvalidInput(f"study.plots: {name} is there twice; name each plot once")
+        known.add(name)
         if name not in PLOTS:
             raise InvalidInput(f"study.plots: {did_you_mean(name, PLOTS)}{name!r} is none of {', '.join(PLOTS)}")
 
@@ -50,6 +54,8 @@ def axes_of(table: Table, x: str | None, y: str | None) -> tuple[str, str | None
             raise InvalidInput(
                 f"study: {name} is no axis with several numbers; those are {', '.join(numeric) or 'none here'}"
             )
+    if x is not None and x == y:
+        raise InvalidInput(f"study: x and y are both {x}; give two axes, or leave y out")
     left = [name for name in numeric if name not in (x, y)]
     x = x or (left.pop(0) if left else None)
     if x is None:
@@ -90,7 +96,7 @@ def _save(folder: Path, name: str, figure: Any) -> list[Path]:
     found = []
     for kind in FORMATS:
         path = folder / f"{name}.{kind}"
-        with tools.rc_context(_SETTINGS), replacing(path) as temporary:
+        with tools.rc_context(_SETTINGS), writing(path) as temporary:
             figure.savefig(temporary, format=kind, metadata=_METADATA[kind], dpi=110)
         found.append(path)
     return found
@@ -197,10 +203,7 @@ def _bars(
 
 
 def _crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    if y is None:
-        raise InvalidInput(
-            "study: a crossover map needs a second axis with several numbers, study.y; leave it out of plots"
-        )
+    assert y is not None  # checked before the first point
     best = winners(table, x, y)
     if not best:
         return False

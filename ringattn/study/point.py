@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..asked import asked_plan
+from ..asked import asked_machine, asked_plan
 from ..config import SimulateConfig
 from ..errors import InvalidInput, Unsupported
 from ..machine_file import UNITS
@@ -51,11 +51,15 @@ def _stalls(given: Any) -> list[Stall]:
     return [Stall(rank, clock, float(seconds)) for rank, clock, seconds in given or ()]
 
 
-def evaluate(config: SimulateConfig) -> dict[str, Any]:
+#: What was recorded of plans on machines, by all that it depends on: equal for points that come to the same.
+Timed = dict[tuple[Any, ...], dict[str, Any]]
+
+
+def evaluate(config: SimulateConfig, timed: Timed) -> dict[str, Any]:
     """What is recorded of a point: {"status": "ok", "values": by column name}, or {"status": "refused", "why": text},
-    with the values that are counted where there is a plan."""
+    with the values that are counted where there is a plan. What is in `timed` is not simulated again."""
     try:
-        machine = config.machine.made()
+        machine = asked_machine(config)
         plan = asked_plan(config, machine)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error)}
@@ -66,15 +70,22 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
     }  # fmt: skip
     try:
         options = asked_options(config)
-        found = [
-            simulate(plan, machine, backward=back, **options)
-            for back in ((False, True) if config.backward else (False,))
-        ]
+        if not machine.jitter:
+            options["seed"] = 0  # of jitter alone
+        same = plan.hash, machine, config.backward, repr(options)
+        if same not in timed:
+            timed[same] = _simulated(plan, machine, config.backward, options)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error), "values": values}
-    for one in found:
-        values |= {f"{one.direction} {name}": value for name, value in numbers(one).items()}
-    return {"status": "ok", "values": values, "not modelled": [*found[0].unmodelled, *found[0].notes]}
+    found = timed[same]
+    return {"status": "ok", "values": {**values, **found["values"]}, "not modelled": found["not modelled"]}
+
+
+def _simulated(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """The values of all passes, and what is not modelled."""
+    found = [simulate(plan, machine, backward=back, **options) for back in ((False, True) if backward else (False,))]
+    values = {f"{one.direction} {name}": value for one in found for name, value in numbers(one, plan).items()}
+    return {"values": values, "not modelled": [*found[0].unmodelled, *found[0].notes]}
 
 
 def _pairs(plan: Plan) -> int:
@@ -83,12 +94,12 @@ def _pairs(plan: Plan) -> int:
     return int(plan.memory["pairs"])
 
 
-def numbers(one: Timeline) -> dict[str, Any]:
-    """The numbers of a pass by name; None: not modelled. `measured.COLUMNS` has their units and words."""
+def numbers(one: Timeline, plan: Plan) -> dict[str, Any]:
+    """The numbers of a pass of a plan by name; None: not modelled. `column` has their units and words."""
     low, high = one.interval or (None, None)
     links, failed = one.traffic, one.failures
     found: dict[str, Any] = {
-        "time": one.seconds, "kind": one.kind, "tier": one.tier, "compute": one.compute,
+        "time": one.seconds, "rate": plan.batch * plan.tokens / one.seconds if one.seconds else None, "kind": one.kind, "tier": one.tier, "compute": one.compute,
         **{name: value if _modelled(name, one.machine) else None for name, value in one.exposed.items()},
         "time low": low, "time high": high,
         "efficiency": one.compute / one.seconds if one.seconds else None,
@@ -111,9 +122,9 @@ _SECONDS = {"time", "time low", "time high", "compute", "imbalance", "merge", "i
             "call", "total", "failure every"}  # fmt: skip
 #: (unit, word) of a pass's other numbers; "kind": as the pass's column `kind` says.
 _OTHERS = {
-    "efficiency": ("compute / time", "kind"), "bytes": ("bytes", "counted"), "busiest link": ("bytes", "counted"),
+    "rate": ("tokens/s", "kind"), "efficiency": ("compute / time", "kind"), "bytes": ("bytes", "counted"), "busiest link": ("bytes", "counted"),
     "messages": ("messages", "counted"), "memory": ("bytes per rank", "modelled"), "energy": ("J", "kind"),
-    "cost": ("currency", "kind"), "kind": ("", ""), "tier": ("", ""), "fits": ("", "modelled"),
+    "cost": ("currency of machine.price", "kind"), "kind": ("", ""), "tier": ("", ""), "fits": ("", "modelled"),
 }  # fmt: skip
 #: Seconds that jitter, and so an extrapolation, has no part in.
 _PLAIN = {"compute", "imbalance", "merge", "interference", "stalls", "wait", "call", "failure every"}
@@ -138,8 +149,8 @@ def column(name: str) -> Column:
 
 #: (unit, word) of what was executed.
 EXECUTED = {
-    "how": ("", ""), "ranks": ("ranks", "counted"), "rows": ("query rows", "counted"), "visits": ("visits", "counted"),
-    "visits expected": ("visits", "counted"), "pairs": ("(query, key, head) pairs", "counted"),
-    "part of all pairs": ("", "counted"), "ledger": ("", "counted"), "error": ("", "measured"),
-    "error of lse": ("", "measured"), "most allowed": ("", ""), "why not": ("", ""),
+    "turn": ("", ""), "how": ("", ""), "ranks": ("ranks", "counted"), "rows": ("query rows", "counted"),
+    "rows compared": ("query rows", "counted"), "visits": ("visits", "counted"), "visits expected": ("visits", "counted"),
+    "pairs": ("(query, key, head) pairs", "counted"), "part of all pairs": ("", "counted"), "ledger": ("", "counted"),
+    "error": ("", "measured"), "error of lse": ("", "measured"), "most allowed": ("", ""), "why not": ("", ""),
 }  # fmt: skip

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..choice import duration
+from ..errors import plural
+from ..groups import ExecuteGroup
 from ..report import size
 from .extend import Extended
 from .paper import Code, Grid, Heading, Items, Part, Plot, Text
@@ -14,17 +16,43 @@ from .tables import Row, Table, column_of
 
 #: Rows of the table in a report; all of them are in sweep.csv.
 ROWS = 200
+#: What a point is: columns where it differs from point to point, else said once.
+WHAT = (
+    "tokens",
+    "ranks",
+    "pattern",
+    "layout",
+    "schedule",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "dtype",
+    "batch",
+    "machine",
+)
 #: What a report shows of every pass, and of what was executed.
-SHOWN = ("time", "tier", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
-EXECUTED = ("how", "ranks", "rows", "ledger", "error", "most allowed", "part of all pairs", "why not")
+SHOWN = ("time", "rate", "tier", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
+EXECUTED = (
+    "turn",
+    "how",
+    "ranks",
+    "rows",
+    "ledger",
+    "rows compared",
+    "error",
+    "most allowed",
+    "part of all pairs",
+    "why not",
+)
 WORDS = (
-    "counted: exact integers of the plan. modelled: by the timing model on the machine that is named, not run. measured: it "
-    "ran on the machine that made this report. extrapolated: a formula carried beyond what was modelled or run."
+    "Every number has a word. counted: exact integers of the plan. modelled: by the timing model on the machine that is named, not run. measured: it "
+    "ran on the machine that made this report. extrapolated: a formula carried beyond what was modelled or run. Columns without a "
+    "word say what a point is, or are labels that the study was given."
 )
 
 
 def report(
-    name: str, table: Table, plots: Sequence[Path], notes: Iterable[str], command: str, head: dict[str, Any],
+    name: str, execute: ExecuteGroup, table: Table, plots: Sequence[Path], notes: Iterable[str], command: str, head: dict[str, Any],
     machines: Sequence[str], extended: Sequence[Extended], remarks: Sequence[str],
 ) -> list[Part]:  # fmt: skip
     """The parts of a report."""
@@ -33,13 +61,16 @@ def report(
     commit = f", commit {head['commit']}" if head.get("commit") else ""
     parts: list[Part] = [
         Heading(f"Study {name}", 1),
-        Text(f"{done:,} of {len(table.rows):,} points have numbers, {len(refused):,} were refused. {WORDS}"),
+        Text(
+            f"{done:,} of {plural(len(table.rows), 'point')} {'has' if done == 1 else 'have'} numbers, {len(refused):,} "
+            f"{'was' if len(refused) == 1 else 'were'} refused. {WORDS}"
+        ),
         *[Text(remark) for remark in remarks],
         Heading("Points"),
         *_points(table),
     ]
     if any("executed how" in row or "executed why not" in row for row in table.rows):
-        parts += [Heading("Executed"), *_executed(table)]
+        parts += [Heading("Executed"), *_executed(table, execute)]
     if extended:
         parts += [Heading("Extrapolated"), *_extended(extended)]
     if plots:
@@ -48,7 +79,7 @@ def report(
         reasons: dict[str, list[int]] = {}
         for row in refused:
             reasons.setdefault(row["why"], []).append(row["point"])
-        parts += [Heading("Refused"), Items([f"{_some(numbers)}: {why}" for why, numbers in reasons.items()])]
+        parts += [Heading("Refused"), Items([f"{listed(numbers)}: {why}" for why, numbers in reasons.items()])]
     parts += [
         Heading("Not modelled"),
         Items(sorted(notes) or ["no point has numbers"]),
@@ -65,44 +96,60 @@ def report(
     return parts
 
 
-def _some(numbers: Sequence[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
+    """Points by their numbers, the first of many."""
     shown = ", ".join(map(str, numbers[:8]))
-    return f"points {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
+    return (
+        f"point{'' if len(numbers) == 1 else 's'} {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
+    )
 
 
 def _points(table: Table) -> list[Part]:
     labels = [one.name for one in table.columns if not one.unit and one.name not in table.axes and not one.word]
-    known = {
-        "point",
-        "status",
-        "why",
-        "pattern",
-        "layout",
-        "schedule",
-        "heads",
-        "dtype",
-        "machine",
-        "kv_heads",
-        "batch",
-    }
+    known = {"point", "status", "why", *WHAT}
     plain = [name for name in labels if " " not in name and name not in known]
-    varied = [*table.axes, *(n for n in ("tokens", "ranks", "machine") if n not in table.axes), *plain, "pairs"]
-    names = [*varied]
+    there = [one.name for one in table.columns]
+    values = {name: {str(row.get(name)) for row in table.rows} for name in WHAT if name in there}
+    same = [name for name, some in values.items() if len(some) == 1 and name not in table.axes]
+    varied = [name for name in values if name not in (*same, *table.axes)]
+    names = [*table.axes, *varied, *plain, "pairs"]
     for one in ("forward", "backward"):
         names += [f"{one} {name}" for name in SHOWN]
-    there = {one.name for one in table.columns}
-    return _grid(table, [name for name in names if name in there and any(name in row for row in table.rows)])
+    found = _grid(table, [name for name in names if name in there and any(name in row for row in table.rows)])
+    if same:
+        found.append(
+            Text("The same of all points: " + ", ".join(f"{name}={values[name].pop()}" for name in same) + ".")
+        )
+    return found
 
 
-def _executed(table: Table) -> list[Part]:
+def _executed(table: Table, options: ExecuteGroup) -> list[Part]:
     there = {one.name for one in table.columns}
-    first = [name for name in ("tokens", "ranks", "pattern", "layout") if name in there]
-    seen: dict[str, Row] = {}
+    first = [name for name in ("tokens", "ranks", "pattern", "layout", "schedule") if name in there]
+    turns: dict[Any, Row] = {}
     for row in table.rows:  # points that differ in the machine alone share it
-        seen.setdefault(str([row.get(name) for name in (*first, "schedule")]), row)
-    rows = tuple(row for row in seen.values() if any(name.startswith("executed ") for name in row))
+        if any(name.startswith("executed ") for name in row):
+            turns.setdefault(row.get("executed turn", str([row.get(name) for name in first])), row)
+    rows = tuple(sorted(turns.values(), key=lambda row: row.get("executed turn", 0)))
     names = [*first, *(f"executed {name}" for name in EXECUTED)]
-    return _grid(Table(table.columns, rows, table.axes), [name for name in names if name in there])
+    heads = plural(options.heads, "head")
+    text = (
+        f"Plans of these patterns, tokens and ranks, executed in fp64 with {heads} of {options.head_dim} elements and a batch of 1, "
+        "on inputs that are made on demand; points that differ in the machine alone share one. Of every executed row a ledger is "
+        "kept, of the pairs that were computed beside those that the pattern asks for. The rows that were compared were so with "
+        "softmaxes over all of their keys, in fp64 or wider; the error is the largest of their outputs, over the largest entry of "
+        "the truth, or over 1."
+    )
+    turned = (
+        f"In the order of the turns: whole ranks, the shortest sequences first, then sampled rows, the longest first. Each takes "
+        f"its seconds, at assumed rates and not by a clock, from study.execute.budget={options.budget:g}; where more is needed than is "
+        "left at its turn, nothing is executed, and the next has its turn."
+    )
+    return [
+        Text(text),
+        *_grid(Table(table.columns, rows, table.axes), [name for name in names if name in there]),
+        Text(turned),
+    ]
 
 
 def _grid(table: Table, names: Sequence[str]) -> list[Part]:
@@ -115,8 +162,10 @@ def _grid(table: Table, names: Sequence[str]) -> list[Part]:
 
 
 def _header(table: Table, name: str) -> str:
-    word = column_of(table.columns, name).word
-    return f"{name}, {word}" if word and word != "kind" else name
+    found = column_of(table.columns, name)
+    if name.startswith("machine."):
+        return found.title
+    return f"{name}, {found.word}" if found.word and found.word != "kind" else name
 
 
 def shown(table: Table, name: str, row: Row) -> str:
@@ -129,10 +178,14 @@ def shown(table: Table, name: str, row: Row) -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
+    if name.startswith("machine."):  # in the unit of the header
+        return f"{value:.4g}"
     if found.unit == "s":
         text = duration(value)
-    elif found.unit.startswith("bytes"):
+    elif found.unit in ("bytes", "bytes per rank"):
         text = size(value)
+    elif found.unit == "tokens/s":
+        text = f"{value:,.0f} {found.unit}"
     elif isinstance(value, float):
         text = f"{value:.4g}"
     else:

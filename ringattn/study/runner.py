@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from .. import __version__
-from ..asked import asked_plan
-from ..config import SimulateConfig, parse_size
+from ..asked import asked_machine, asked_plan
+from ..config import SimulateConfig
 from ..errors import InvalidInput, NumericsFailure, RingAttentionError
-from ..files import make_folder, write_text
+from ..files import check_writable, make_folder, write_text
+from ..groups import WindowGroup
 from ..plan import Plan
 from ..progress import Tell
 from ..provenance import git, source
-from ..timing.machine import machine_fields
-from ..timing.window import window
+from ..timing.window import Window, window
 from . import plots, trace
+from .checks import check, extrapolated
 from .executed import Order, execute, executed_plan, left_out, name_of, wanted
 from .extend import extended
 from .journal import Journal
+from .machines import described, machines_of
 from .paper import as_html, as_markdown
-from .point import asked_options, evaluate
-from .report import report
-from .space import Point, in_order
+from .point import Timed, asked_options, evaluate
+from .report import listed, report
+from .space import Point, digest, in_order
 from .tables import Table, as_csv, as_summary, table
 
 FORMAT = "ringattn study 1"
 JOURNAL = "points.jsonl"
+#: Where studies without an output.path have their folders.
+STUDIES = Path("outputs") / "studies"
 #: Names of the files that a study ends with, whose left-over halves are removed.
 WINDOW = "straggler_heat"
 FILES = (
@@ -61,10 +63,9 @@ class Study:
     @property
     def head(self) -> dict[str, Any]:
         """What a journal must agree with to be gone on with."""
-        inputs = json.dumps([[point.inputs, point.labels] for point in self.points], sort_keys=True)
-        digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
+        points = digest([[point.key, point.labels] for point in self.points])
         return {
-            "format": FORMAT, "study": self.name, "version": __version__, "source": source(), "points": digest,
+            "format": FORMAT, "study": self.name, "version": __version__, "source": source(), "points": points,
             "execute": asdict(self.config.study.execute),
         }  # fmt: skip
 
@@ -72,16 +73,15 @@ class Study:
 def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
     """Do what is not done yet, and write all files; returns the table. Raises InvalidInput, Unsupported, and, after all
     is written, NumericsFailure where an execution found wrong numbers."""
-    options = study.config.study
-    if options.plots or options.window.point is not None:
-        plots.check()
-        plots.check_names(options.plots)
+    check(study.config.study, study.points, dict(one.lstrip("+~").partition("=")[::2] for one in study.overrides))
+    for folder in (*((STUDIES.parent, STUDIES) if study.folder.parent == STUDIES else ()), study.folder):
+        make_folder(folder)
     _check_folder(study.folder)
-    _check_window(study)
-    make_folder(study.folder)
     head = study.head
     with Journal(study.folder / JOURNAL, head) as journal:
         _clean(study.folder)
+        for name in _names(study):
+            check_writable(study.folder / name)
         records = _points(study, journal, tell)
         executed = _executions(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
@@ -91,7 +91,7 @@ def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
     wrong = [row["point"] for row in found.rows if _wrong(row)]
     if wrong:
         raise NumericsFailure(
-            f"points {wrong}: the executed numerics are wrong; {study.folder / 'report.md'} says where"
+            f"{listed(wrong)}: the executed numerics are wrong; {study.folder / 'report.md'} says where"
         )
     return found
 
@@ -99,22 +99,19 @@ def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
 def _wrong(row: dict[str, Any]) -> bool:
     if "executed error" not in row:
         return False
-    worst = max(row["executed error"], row["executed error of lse"])
-    return row["executed ledger"] != "complete" or not worst <= row["executed most allowed"]
-
-
-def _key(inputs: Any) -> str:
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
+    errors, most = (row["executed error"], row["executed error of lse"]), row["executed most allowed"]
+    return row["executed ledger"] != "complete" or not all(error <= most for error in errors)  # NaN is wrong, too
 
 
 def _points(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, Any]]:
     """The records of all points, by number."""
-    found = {}
+    found: dict[int, dict[str, Any]] = {}
+    timed: Timed = {}
     for done, point in enumerate(in_order(study.points)):
-        key = _key(point.inputs)
+        key = point.key
         if key not in journal.known:
             tell(done, len(study.points), "points")
-            journal.add(key, evaluate(point.config))
+            journal.add(key, evaluate(point.config, timed))
         found[point.number] = journal.known[key]
     return found
 
@@ -127,7 +124,7 @@ def _executions(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[st
         return {}
     sharing: dict[str, list[Point]] = {}
     for point in study.points:
-        sharing.setdefault(_key(name_of(point.config)), []).append(point)
+        sharing.setdefault(digest(name_of(point)), []).append(point)
     values: dict[str, dict[str, Any]] = {}
     orders: list[tuple[str, Plan, Order]] = []
     for key, points in sharing.items():
@@ -141,15 +138,14 @@ def _executions(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[st
         key=lambda entry: (entry[2].how == "rows", -entry[1].tokens if entry[2].how == "rows" else entry[1].tokens)
     )
     left = options.budget
-    for done, (key, plan, order) in enumerate(orders):
-        tell(done, len(orders), f"executing, {plan.tokens:,} tokens")
-        if order.seconds > left:
-            order = left_out(order, options, left)
-        left -= order.seconds
+    for turn, (key, plan, order) in enumerate(orders, 1):
+        tell(turn - 1, len(orders), f"executing, {plan.tokens:,} tokens")
+        done = order if order.seconds <= left else left_out(order, options, left)
         if key not in journal.known:
-            journal.add(key, {"values": execute(plan, order, options)})
+            journal.add(key, {"values": execute(plan, done, options)})
             journal.sync()
-        values[key] = journal.known[key]["values"]
+        values[key] = {"turn": turn, **journal.known[key]["values"]}
+        left -= order.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}
 
 
@@ -160,42 +156,39 @@ def _check_done(study: Study, found: Table) -> None:
 
 def _check_folder(folder: Path) -> None:
     """Refuse a folder with files that are not a study's, which might be replaced."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / JOURNAL).is_file():
+    if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
         raise InvalidInput(f"{folder}: holds files, and none of a study; give an output.path that is new or empty")
 
 
-def _check_window(study: Study) -> None:
-    point = study.config.study.window.point
-    if point is not None and not 0 <= point < len(study.points):
-        raise InvalidInput(f"study.window.point={point}: the study has the points 0 .. {len(study.points) - 1}")
+def _names(study: Study) -> list[str]:
+    """The files that a study ends with, beside its journal."""
+    names = [*study.config.study.plots, *([WINDOW] if study.config.study.window.point is not None else [])]
+    return [*FILES, *(f"{name}.{kind}" for name in names for kind in plots.FORMATS)]
 
 
 def _clean(folder: Path) -> None:
     """Remove what a killed process was about to rename."""
-    names = [*FILES, *(f"{name}.{kind}" for name in (*plots.PLOTS, WINDOW) for kind in plots.FORMATS)]
-    for name in names:
+    for name in [*FILES, *(f"{name}.{kind}" for name in (*plots.PLOTS, WINDOW) for kind in plots.FORMATS)]:
         for left in folder.glob(f".{name}.*"):
-            left.unlink()
+            if left.is_file():
+                left.unlink()
 
 
 def _write(study: Study, head: dict[str, Any], found: Table, records: dict[int, dict[str, Any]]) -> None:
     options, folder = study.config.study, study.folder
     notes = sorted({note for record in records.values() for note in record.get("not modelled", ())})
     drawn, remarks = _drawn(study, found)
-    machines = {point.number: point.config.machine.made() for point in _with_machines(study.points)}
+    machines = machines_of(study.points)
     far = []
     if options.extrapolate is not None:
-        by_point = {point.number: machines[_first(study.points, point)] for point in study.points}
-        far = extended(found, by_point, parse_size(options.extrapolate, "study.extrapolate"))
-    named = {point.config.machine.spec: machines[point.number] for point in _with_machines(study.points)}
-    lines = [
-        f"{name}: " + ", ".join(
-            f"{key}={value:g} [{machine.source(key)}]"
-            for key in machine_fields()
-            if (value := getattr(machine, key)) not in (None, False)
-        )
-        for name, machine in named.items()
-    ]  # fmt: skip
+        tokens = extrapolated(options, study.points)
+        far = extended(found, machines, tokens)
+        if not far:
+            remarks.append(
+                f"Nothing is extrapolated to {tokens:,} tokens: it takes a series whose last two points have numbers, as many "
+                "tokens on each rank, and different ranks."
+            )
+    lines = described(study.points, machines)
     whole = {**head, "commit": git("rev-parse", "--short", "HEAD")}
     command = " ".join(["ringattn simulate", *map(quote, study.overrides)])
     write_text(folder / "config.yaml", study.yaml)
@@ -204,27 +197,9 @@ def _write(study: Study, head: dict[str, Any], found: Table, records: dict[int, 
     write_text(folder / "sweep.csv", as_csv(found))
     more = {"extrapolated": [asdict(one) for one in far], "machines": lines}
     write_text(folder / "summary.json", as_summary(found, whole, notes, more))
-    parts = report(study.name, found, drawn, notes, command, whole, lines, far, remarks)
+    parts = report(study.name, options.execute, found, drawn, notes, command, whole, lines, far, remarks)
     write_text(folder / "report.md", as_markdown(parts))
     write_text(folder / "report.html", as_html(f"Study {study.name}", parts))
-
-
-def _with_machines(points: Sequence[Point]) -> Iterator[Point]:
-    """The first point of each machine that can be made."""
-    known = set()
-    for point in points:
-        key = json.dumps(asdict(point.config.machine))
-        if key not in known:
-            known.add(key)
-            try:
-                point.config.machine.made()
-            except RingAttentionError:
-                continue  # its points are refused, and say so
-            yield point
-
-
-def _first(points: Sequence[Point], point: Point) -> int:
-    return next(other.number for other in points if other.config.machine == point.config.machine)
 
 
 def _drawn(study: Study, found: Table) -> tuple[list[Path], list[str]]:
@@ -237,31 +212,24 @@ def _drawn(study: Study, found: Table) -> tuple[list[Path], list[str]]:
         for name in options.plots:
             files += plots.draw(study.folder, name, found, x, y)
     if options.window.point is not None:
-        with _remarking(remarks):
-            files += _windowed(study)
+        try:
+            seen = _seen(study.points[options.window.point].config, options.window)
+        except RingAttentionError as error:
+            remarks.append(f"There is no heat map and no trace: {error}")
+        else:
+            record = {
+                "traceEvents": trace.events(seen, "forward"), "displayTimeUnit": "ms", "otherData": {"kind": "modelled"}
+            }  # fmt: skip
+            write_text(study.folder / "trace.json", json.dumps(record) + "\n")
+            files += plots.heat(study.folder, WINDOW, seen)
     return files, remarks
 
 
-@contextmanager
-def _remarking(remarks: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except RingAttentionError as error:
-        remarks.append(f"There is no heat map and no trace: {error}")
-
-
-def _windowed(study: Study) -> list[Path]:
-    options = study.config.study.window
-    if not 0 <= options.point < len(study.points):  # type: ignore[operator]
-        raise InvalidInput(f"study.window.point={options.point}: the points are 0 .. {len(study.points) - 1}")
-    config = study.points[options.point].config  # type: ignore[index]
-    machine = config.machine.made()
+def _seen(config: SimulateConfig, options: WindowGroup) -> Window:
+    machine = asked_machine(config)
     plan, asked = asked_plan(config, machine), asked_options(config)
-    seen = window(
+    return window(
         plan, machine, ranks=range(options.first_rank, min(options.first_rank + options.ranks, plan.ranks)),
         clocks=range(options.first_clock, options.first_clock + options.clocks),
         slow=asked["slow"], slow_links=asked["slow_links"], stalls=asked["stalls"],
     )  # fmt: skip
-    record = {"traceEvents": trace.events(seen, "forward"), "displayTimeUnit": "ms", "otherData": {"kind": "modelled"}}
-    write_text(study.folder / "trace.json", json.dumps(record) + "\n")
-    return plots.heat(study.folder, WINDOW, seen)

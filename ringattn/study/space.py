@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -19,6 +20,8 @@ from ..overrides import WRITTEN, check_key
 GROUPS = ("pattern", "layout", "schedule", "machine")
 #: Keys that are those of the study itself, or of other modes.
 FIXED = ("study", "output", "experiment", "mode", "validate", "numerics")
+#: Keys whose values are sizes, however they are written.
+SIZES = ("tokens", "shard")
 #: Keys of a configuration that a point's numbers do not depend on.
 ELSEWHERE = (*FIXED, "label")
 #: More points than this are refused: a list of them would not be looked at.
@@ -46,6 +49,11 @@ class Point:
             if name not in ELSEWHERE
         }
 
+    @cached_property
+    def key(self) -> str:
+        """A name of its inputs: points with equal keys have equal numbers."""
+        return digest(self.inputs)
+
     @property
     def problem(self) -> str:
         """What a plan is made of: points that differ in the machine alone have the same."""
@@ -53,6 +61,11 @@ class Point:
         found = {name: value for name, value in self.inputs.items() if name not in left}
         chosen = self.config.layout.spec == "auto" or self.config.schedule.spec == "auto"
         return json.dumps(self.inputs if chosen else found, sort_keys=True)
+
+
+def digest(inputs: Any) -> str:
+    """A short name of plain data, equal where the data is."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def points(
@@ -64,7 +77,7 @@ def points(
     """
     axes = {str(key): _listed(str(key), values) for key, values in config.study.axes.items()}
     rows = [_settings(row) for row in config.study.together] or [{}]
-    given = dict(override.partition("=")[::2] for override in overrides)
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     for key in {*axes, *(key for row in rows for key in row)}:
         _check(key, given)
     for row in rows:
@@ -82,7 +95,23 @@ def points(
     made = _Maker(config, given, choices or {})
     combined = ({**row, **dict(zip(axes, values, strict=True))} for row in rows for values in product(*axes.values()))
     together = tuple(dict.fromkeys(key for row in rows for key in row if not key.startswith("label.")))
-    return [replace(made.point(number, settings), together=together) for number, settings in enumerate(combined)]
+    found = [replace(made.point(number, settings), together=together) for number, settings in enumerate(combined)]
+    _check_apart(found)
+    return found
+
+
+def _check_apart(found: Sequence[Point]) -> None:
+    """Refuse a point that is another one again: as typed it would be a row that says nothing."""
+    known: dict[tuple[str, str], Point] = {}
+    for point in found:
+        first = known.setdefault((point.key, json.dumps(point.labels, sort_keys=True)), point)
+        if first is not point:
+            written = [", ".join(f"{key}={value}" for key, value in one.settings.items()) for one in (first, point)]
+            both = " and ".join(dict.fromkeys(written))
+            raise InvalidInput(
+                f"study: the points {first.number} and {point.number} are the same ({both}): a value is there twice; give each "
+                "value once"
+            )
 
 
 def in_order(found: Sequence[Point]) -> Iterator[Point]:
@@ -112,7 +141,8 @@ def _check(key: str, given: Mapping[str, str]) -> None:
     if key.startswith("label."):
         return
     check_key("simulate", SimulateConfig, key)
-    if key.split(".")[0] in FIXED:
+    group, dotted, _ = key.partition(".")
+    if group in FIXED or (dotted and group not in GROUPS):
         raise InvalidInput(f"study: {key} cannot be an axis; axes are what a simulated pass depends on")
     if key in given:
         raise InvalidInput(
@@ -131,18 +161,24 @@ class _Maker:
 
     def point(self, number: int, settings: dict[str, Any]) -> Point:
         parts: dict[str, dict[str, Any]] = {}
-        plain, labels = {}, {}
+        read, labels = {}, {}
         for key, value in settings.items():
-            group = key.split(".")[0]
+            group, _, name = key.partition(".")
             if group == "label":
-                labels[key.partition(".")[2]] = value
+                labels[name] = value
             elif group in GROUPS:
-                parts.setdefault(group, {})[key] = value
+                parts.setdefault(group, {})[key] = read[key] = value
             else:
-                plain[key] = _value(key, value)
+                read[key] = _value(key, value)
         made = {group: self._group(group, part) for group, part in parts.items()}
-        config = replace(self.base, **plain, **made)
-        return Point(number, {k: v for k, v in settings.items() if k.split(".")[0] != "label"}, labels, config)
+        config = replace(
+            self.base, **{key: value for key, value in read.items() if key.split(".")[0] not in GROUPS}, **made
+        )
+        for key in read:  # numbers of groups are numbers, too, however they were written
+            group, _, name = key.partition(".")
+            if name:
+                read[key] = getattr(made[group], name)
+        return Point(number, read, labels, config)
 
     def _group(self, group: str, part: dict[str, Any]) -> Any:
         known = json.dumps([group, part], sort_keys=True)
@@ -153,6 +189,7 @@ class _Maker:
     def _made(self, group: str, part: dict[str, Any]) -> Any:
         tools = import_module("omegaconf")
         kind = type(getattr(self.base, group))
+        kinds = {f.name: str(f.type) for f in dataclasses.fields(kind)}
         option = part.pop(group, None)
         if option is None:
             values = dataclasses.asdict(getattr(self.base, group))
@@ -164,14 +201,14 @@ class _Maker:
         else:
             written = group in WRITTEN and set("(:") & set(str(option))
             values = {"spec": str(option)} if written else _option(group, option)
-            taken = {f.name for f in dataclasses.fields(kind)} if group == "machine" else set(values)
+            taken = set(kinds) if group == "machine" else set(values)
             words = {key.partition(".")[2]: value for key, value in self.given.items() if key.startswith(f"{group}.")}
             values |= {name: _read(text) for name, text in words.items() if name in taken}
         for key, value in part.items():
             name = key.partition(".")[2]
             if name not in taken:
                 raise InvalidInput(f"study: {key}={value} has no meaning with {group}={option}")
-            values[name] = _read(value) if isinstance(value, str) else value
+            values[name] = _number_or(kinds[name], value, key)
         try:
             return tools.OmegaConf.to_object(tools.OmegaConf.merge(tools.OmegaConf.structured(kind), values))
         except import_module("omegaconf.errors").OmegaConfBaseException as error:
@@ -200,6 +237,13 @@ def _read(text: str) -> Any:
     return import_module("yaml").safe_load(text)
 
 
+def _number_or(kind: str, value: Any, key: str) -> Any:
+    """A value of a group's key: sizes such as 64k are whole numbers there, too."""
+    if not isinstance(value, str):
+        return value
+    return parse_size(value, key) if kind.startswith("int") and value != "null" else _read(value)
+
+
 def _value(key: str, value: Any) -> Any:
     """A value of a plain key, of the type that the key has. Raises InvalidInput."""
     (kind,) = (str(f.type) for f in dataclasses.fields(SimulateConfig) if f.name == key)
@@ -207,7 +251,7 @@ def _value(key: str, value: Any) -> Any:
         if "None" in kind or kind == "Any":
             return None
         raise InvalidInput(f"study: {key} needs a value")
-    if kind.startswith("int"):
+    if kind.startswith("int") or key in SIZES:
         return parse_size(value, key)
     if kind == "bool":
         read = _read(value) if isinstance(value, str) else value

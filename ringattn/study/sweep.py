@@ -31,7 +31,8 @@ def as_study(arguments: list[str]) -> list[str]:
                     "jobs; leave it out, or run several commands"
                 )
             rest.append(argument)
-        elif not found or key.startswith(("study", "output")):
+        elif not found or key.lstrip("+~").startswith(("study", "output")):
+            _check_single(argument, key, value)
             rest += [] if argument in FLAGS else [argument]
         elif len(values := _values(argument, value)) > 1:
             axes[key] = values
@@ -41,6 +42,15 @@ def as_study(arguments: list[str]) -> list[str]:
         raise InvalidInput("-m: no key has several values; write them with commas, such as ranks=8,64,512")
     text = ", ".join(f"{key}: [{', '.join(map(_quoted, values))}]" for key, values in axes.items())
     return [*rest, f"+study.axes={{{text}}}"] if axes else rest
+
+
+def _check_single(argument: str, key: str, value: str) -> None:
+    """Refuse several values of what all points of a study share."""
+    if len(_values(argument, value)) > 1:
+        raise InvalidInput(
+            f"{argument}: the points of -m are one study, which has one {key}; run a command for each value, or write a list "
+            "in brackets where the key takes one"
+        )
 
 
 def split(text: str) -> list[str]:

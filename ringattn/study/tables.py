@@ -64,7 +64,7 @@ def _inputs(point: Point) -> Row:
     return {
         "tokens": config.size(), "ranks": config.ranks, "shard": -(-config.size() // config.ranks),
         "pattern": config.pattern.spec, "layout": config.layout.spec, "schedule": config.schedule.spec,
-        "heads": config.heads, "dtype": config.dtype, "machine": config.machine.spec,
+        "heads": config.heads, "kv_heads": config.heads if config.kv_heads is None else config.kv_heads, "dtype": config.dtype, "machine": config.machine.spec,
     }  # fmt: skip
 
 

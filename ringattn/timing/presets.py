@@ -32,6 +32,9 @@ def assumed(value: Any, why: str) -> Fact:
     return Fact(value, "assumed", why)
 
 
+#: The currency of all prices here.
+CURRENCY = "USD"
+
 # Shared by several machines.
 _NODE_OF_8 = cited(8, "NVIDIA HGX and DGX systems: 8 GPUs per node, all joined by NVSwitch")
 _NCCL_NEAR = assumed(1e-5, "a NCCL message between GPUs of a node takes about 10 us with its launch")

@@ -1,0 +1,35 @@
+"""Studies as tests make them, and what they leave in a folder."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from ringattn.config import MachineGroup, SimulateConfig
+from ringattn.groups import LayoutGroup, PatternGroup, ScheduleGroup, StudyGroup
+from ringattn.study.runner import Study
+from ringattn.study.space import points
+
+
+def config(**more: Any) -> SimulateConfig:
+    base: dict[str, Any] = {
+        "pattern": PatternGroup("Causal()"), "layout": LayoutGroup("zigzag"), "schedule": ScheduleGroup("ring"),
+        "machine": MachineGroup("h100_nvlink_ib"), "tokens": 4096, "ranks": 4, "heads": 2, "study": StudyGroup(plots=[]),
+    }  # fmt: skip
+    return SimulateConfig(**{**base, **more})
+
+
+def study(folder: Path, axes: dict[str, Any], **more: Any) -> Study:
+    options = {"plots": [], **more.pop("study", {})}
+    made = config(study=StudyGroup(axes=axes, **options), **more)
+    return Study("test", made, points(made), folder)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
