@@ -218,7 +218,6 @@ EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7)
         ({"stalls": [Stall("a", 0, 1.0)]}, "expected a rank 0 .. 3"),  # type: ignore[arg-type]
         ({"stalls": [Stall(0, 0, "x")]}, "a clock >= 0 and seconds >= 0"),  # type: ignore[arg-type]
     ],
-    ids=str,
 )  # fmt: skip
 def test_wrong_types_are_told(arguments: Any, words: str) -> None:
     given, options = ((PLAN, EVEN), arguments) if isinstance(arguments, dict) else (arguments, {})
