@@ -80,6 +80,8 @@ def make_folder(path: Path) -> None:
 
 
 def _check_parent(path: Path) -> None:
+    if path.parent.exists() and not path.parent.is_dir():
+        raise InvalidInput(f"output {path}: {path.parent} is no folder; choose another path")
     if not path.parent.is_dir():
         raise InvalidInput(f"output {path}: the folder {path.parent} does not exist; make it first")
 

@@ -71,7 +71,7 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
         (("simulate", "mode=numerics", "ranks=2", "tokens=64"), ""),
         (("run", "transport=virtual", *SMALL), "Hydra's record of the job cannot be written (No such file or directory); try"),
         (("plan", "-m", "ranks=2,4"), "try another folder, such as hydra.sweep.dir=/tmp/ringattn"),
-        (("simulate", "-m", "ranks=2,4"), "outputs/studies/"),
+        (("simulate", "-m", "ranks=2,4"), "output outputs: cannot be a folder"),
     ],
     ids=" ".join,
 )  # fmt: skip
