@@ -67,20 +67,23 @@ def counted(plan: Plan, machine: Machine = EVEN, **faults: object) -> Counted | 
 @dataclass
 class Pass:
     """The backward of a plan clock by clock: by clock, the pairs of each rank's visits (one entry for each that there
-    is), and the bytes of each message by its ends."""
+    is), the (query row, head) of all of them that see a key, and the bytes of each message by its ends."""
 
     ranks: int
     clocks: int
     pairs: list[list[list[int]]]
+    rows: list[list[int]]
     messages: list[dict[tuple[int, int], int]]
 
 
 def whole_pass(plan: Plan, one: Counted) -> Pass:
     """Messages from the steps of all ranks, whose tags say at which clock; pairs from the dense mask. `one` says only
     along which ways, and how far, blocks go."""
-    mask = plan.pattern.mask(plan.tokens, plan.heads).sum(0)
+    heads = plan.pattern.mask(plan.tokens, plan.heads)
+    mask = heads.sum(0)
     where = [[p for run in plan.layout.shard(rank) for p in run] for rank in range(plan.ranks)]
     seen = [[int(mask[np.ix_(q, k)].sum()) for k in where] for q in where]
+    seeing = [[int(heads[:, q][:, :, k].any(-1).sum()) for k in where] for q in where]
     keys = plan.rotates == "keys"
     sent: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
     for rank in range(plan.ranks):
@@ -89,16 +92,19 @@ def whole_pass(plan: Plan, one: Counted) -> Pass:
             sent[hop.tag // 2][rank, hop.peer] = sum(map(plan.part_bytes, hop.parts))
     last = max(one.reach, *sent) if sent else 0
     pairs: list[list[list[int]]] = []
+    rows: list[list[int]] = []
     for clock in range(last + 1):
         pairs.append([])
+        rows.append([])
         for rank in range(plan.ranks):
             owners = [(rank - way.sign * clock) % plan.ranks for way in one.ways if clock <= way.limit]
             found = [seen[rank][o] if keys else seen[o][rank] for o in (owners if clock else [rank])]
             pairs[-1].append([count for count in found if count])
+            rows[-1].append(sum(seeing[rank][o] if keys else seeing[o][rank] for o in (owners if clock else [rank])))
     messages = [sent[clock] for clock in range(last + 1)]
     if keys:
-        pairs, messages = pairs[::-1], messages[::-1]
-    return Pass(plan.ranks, last + 1, pairs, messages)
+        pairs, rows, messages = pairs[::-1], rows[::-1], messages[::-1]
+    return Pass(plan.ranks, last + 1, pairs, rows, messages)
 
 
 def starts(
@@ -107,7 +113,6 @@ def starts(
     """S[k][r], when rank r begins clock k, the last when it has finished; and the seconds of messages by clock."""
     begun, taken = [[0.0] * plan.ranks], []
     rates = Rates(plan, machine, True)
-    merging = rates.merge(plan.tokens // plan.ranks)
     for k in range(done.clocks):
         totals: defaultdict[tuple[int, bool, bool], float] = defaultdict(float)
         for (source, target), size in done.messages[k].items():
@@ -124,7 +129,7 @@ def starts(
             visit = slow.get(rank, 1.0) * rates.pair * sum(done.pairs[k][rank])
             longest = max((value for ends, value in seconds.items() if rank in ends), default=0.0)
             late = sum(s.seconds for s in stalls if (s.rank, s.clock) == (rank, k))
-            merged = slow.get(rank, 1.0) * merging * len(done.pairs[k][rank])
+            merged = slow.get(rank, 1.0) * rates.merge(done.rows[k][rank])
             busy = visit + (machine.gamma or 0.0) * min(visit, longest) + merged + late
             ended = [max(now[a], now[b]) + value for (a, b), value in seconds.items() if rank in (a, b)]
             then.append(max([now[rank] + busy, *ended]))
@@ -154,7 +159,7 @@ def test_pairs_and_messages_of_every_clock_are_those_of_the_plan(plan: Plan) -> 
     for clock in range(one.clocks):
         counts = one.at(one.ranks, np.asarray(clock))
         assert (counts[0] * plan.heads).tolist() == [sum(found) for found in done.pairs[clock]]
-        assert counts[1].tolist() == [len(found) for found in done.pairs[clock]]
+        assert (counts[1] * plan.heads).tolist() == done.rows[clock]
         sent = {
             (rank, (rank + sign) % plan.ranks): size
             for sign, row in zip(one.signs, counts[2:].tolist(), strict=True)

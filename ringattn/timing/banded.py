@@ -62,6 +62,20 @@ class Banded:
                 found += self.area(q - k)
         return found
 
+    def rows_seeing(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """Query rows of visits that see a key, int64, by ranks of equal shape."""
+        n, shape = self.size, np.broadcast_shapes(queriers.shape, owners.shape)
+        total = np.zeros(shape, dtype=np.int64)
+        for q in self._chunks(queriers):
+            pieces = []
+            for k in self._chunks(owners):
+                shift = np.broadcast_to((q - k) * n, shape)
+                first = np.zeros_like(shift) if self.lo is None else np.clip(self.lo - shift, 0, n)
+                last = np.full_like(shift, n) if self.hi is None else np.clip(self.hi - shift + n, 0, n)
+                pieces.append((first, last))
+            total += _union(pieces, n)
+        return total
+
     def rows_beyond(self, owners: np.ndarray, sign: int, first: np.ndarray | int, last: int) -> np.ndarray:
         """Rows of each owner's block that ranks at distances first .. last along a direction see, int64 [owners]."""
         total = np.zeros(owners.shape, dtype=np.int64)

@@ -128,17 +128,22 @@ class Counted:
         return self.reach - clocks if self.course.back else clocks
 
     def at(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
-        """Pairs of one head and visits of ranks at clocks, and for each of `signs` the bytes that they send to that
-        neighbour: int64 [2 + signs, ...]."""
+        """Pairs of one head and query rows that are merged of ranks at clocks, and for each of `signs` the bytes that they
+        send to that neighbour: int64 [2 + signs, ...]."""
         shape = np.broadcast_shapes(ranks.shape, clocks.shape)
         found = np.zeros((2 + len(self.signs), *shape), dtype=np.int64)
         away = self.away(clocks)
         for index, way in enumerate(self.ways or (Way(+1, 0),)):
             # At distance 0 a rank visits its own block, whatever the ways.
             visiting = (away <= way.limit) & ((away > 0) | (index == 0))
-            seen = self.band.seen(ranks, (ranks - way.sign * away) % self.band.ranks) * visiting
-            found[0] += seen
-            found[1] += seen > 0
+            owner = (ranks - way.sign * away) % self.band.ranks
+            found[0] += self.band.seen(ranks, owner) * visiting
+            merged = visiting & self.rates.merges(away == 0)
+            if self.rates.machine.merge is not None and merged.any():
+                # Blocks of keys are visited by queries of the rank, blocks of queries by keys of it.
+                turned = self.rates.backward and self.rates.plan.rotates == "queries"
+                band = self.band.transposed if turned else self.band
+                found[1] += merged * band.rows_seeing(*((owner, ranks) if turned else (ranks, owner)))
         for way in self.ways:
             sent = found[2 + self.signs.index(self._sign(way))]
             for cargo in self.course.cargo:
@@ -173,7 +178,7 @@ class Counted:
         """One clock on the machine, of all ranks or of `ranks`, neighbours along the last axis, with the chords that
         `crossing` has at `clocks` in what their messages take. Without stalls."""
         faults = self.faults if ranks is None else self.faults.at(ranks)
-        merge = scaled(self.rates.merge(self.band.rows), faults)
+        merge = scaled(self.rates.merge(self.band.heads), faults)
         beside: np.ndarray | None = None
         longest: Value = 0.0
         if crossing is not None and clocks is not None:
@@ -224,13 +229,18 @@ class Counted:
             return None
         sign = self.ways[0].sign if self.ways else 1
         memory = self.rates.plan.memory
-        if "busiest" not in memory:
-            memory["busiest"] = self._busiest(self.ways[0].limit if self.ways else 0, sign)
-        rank, compared, runs = memory["busiest"]
+        key = "busiest", self.rates.machine.merge is None
+        if key not in memory:
+            memory[key] = self._busiest(self.ways[0].limit if self.ways else 0, sign)
+        rank, compared, runs = memory[key]
         if rank is None:
             return None
-        merge = self.rates.merge(self.band.rows)
-        phases = tuple(Phase(count, pairs * self.rates.pair, merge * (pairs > 0)) for pairs, count in runs)
+        merge = self.rates.merge(self.band.rows * self.band.heads)
+        # The first visit is to the own block.
+        phases = tuple(
+            Phase(count, pairs * self.rates.pair, merge * (index > 0 and pairs > 0))
+            for index, (pairs, count) in enumerate(runs)
+        )
         ring = Ring(self.band.ranks, phases)
         if self.ways:
             busy = [ring.busy(phase) for phase in (phases if runs[-1][1] > 1 else phases[:-1])]
@@ -249,8 +259,8 @@ class Counted:
         return float(np.max(Lanes(self.rates, self.faults, [(sign, size)]).lane(sign).seconds))
 
     def _busiest(self, limit: int, sign: int) -> tuple[int | None, int, list[tuple[int, int]]]:
-        """A rank that has as many pairs as any at each clock up to `limit`, or None, how many counts were compared, and
-        its pairs as (pairs, clocks) runs.
+        """A rank that has as many pairs as any at each clock up to `limit`, and merges all its rows where any rank merges,
+        or None, how many counts were compared, and its pairs as (pairs, clocks) runs, the first clock by itself.
 
         A visit's chunks are apart by rank - owner, which has two values at a clock, before and after the turn of the
         ring, and, where a rank has two chunks, by 2 ranks - 1 - rank - owner, over which the most is taken.
@@ -267,7 +277,10 @@ class Counted:
             most = most + np.max(band.area(across) + band.area(-across))
             count += len(across)
         for rank in (ranks - 1, 0):
-            pairs = band.pairs(np.full_like(clocks, rank), (rank - sign * clocks) % ranks)
-            if (pairs >= most * band.heads).all():
-                return rank, count, [(value, len(list(run))) for value, run in groupby(pairs.tolist())]
+            visits = np.full_like(clocks, rank), (rank - sign * clocks) % ranks
+            pairs = band.pairs(*visits)
+            merged = self.rates.machine.merge is None or (band.rows_seeing(*visits) == band.rows)[pairs > 0].all()
+            if (pairs >= most * band.heads).all() and merged:
+                runs = [(value, len(list(run))) for value, run in groupby(pairs[1:].tolist())]
+                return rank, count, [(int(pairs[0]), 1), *runs]
         return None, count, []

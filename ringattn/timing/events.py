@@ -196,13 +196,17 @@ def _work(
     rates: Rates, faults: Faults, index: int, step: Step, noise: np.random.Generator | None
 ) -> tuple[float, float]:
     """Seconds of the visits of a step, and of merging them."""
-    counts = visits(rates.plan, index, step, rates.backward)
+    inner, met = visits(rates.plan, index, step, rates.backward)
     slow = faults.factor(index)
-    compute = slow * rates.pair * sum(pairs for pairs, _ in counts)
+    compute = slow * rates.pair * sum(inner.demand.pairs(*visit) for visit in met)
     if noise is not None and rates.machine.jitter:
         compute *= float(factor(rates.machine.jitter, noise, 1)[0])
-    merge = slow * sum(rates.merge(rows) for pairs, rows in counts if pairs)
-    return compute, merge
+    rows = sum(
+        inner.transposed.size((range(keys, keys + 1),), queries)
+        for queries, keys in met
+        if rates.machine.merge is not None and rates.merges(queries == keys)
+    )
+    return compute, slow * rates.merge(rows)
 
 
 def _late(faults: Faults, index: int, number: int) -> float:

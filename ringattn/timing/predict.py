@@ -69,7 +69,8 @@ def _one(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
     sent = sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
     seconds = compute = 0.0
     for index, step in enumerate(steps):
-        busy = per_pair * sum(pairs for pairs, _ in visits(plan, rank, step, backward))
+        inner, met = visits(plan, rank, step, backward)
+        busy = per_pair * sum(inner.demand.pairs(*visit) for visit in met)
         compute += busy
         seconds += max(busy, *moved[index].values(), 0.0)
     return Prediction(seconds, compute, seconds - compute, sent, len(hops))
@@ -84,14 +85,14 @@ def pair_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
     return plan.batch * flops / machine.flops
 
 
-def visits(plan: Plan, rank: int, step: Step, backward: bool) -> list[tuple[int, int]]:
-    """(pairs, query rows) of the visits of a step; that of an owner may be to several parts of its block."""
+def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, list[tuple[int, int]]]:
+    """The plan of a rank's heads, and (rank with the queries, rank with the keys) of the visits of a step in it. That of an
+    owner may be to several parts of its block."""
     inner, place = plan.member(rank)
     # Where queries rotate, the visit is that of their owner to the keys of this rank.
     turned = backward and plan.rotates == "queries"
     owners = sorted({part.owner for part in step.visits})
-    met = [(owner, place) if turned else (place, owner) for owner in owners]
-    return [(inner.demand.pairs(querier, owner), inner.layout.rows(querier)) for querier, owner in met]
+    return inner, [(owner, place) if turned else (place, owner) for owner in owners]
 
 
 def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:

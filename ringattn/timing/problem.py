@@ -112,20 +112,20 @@ def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) ->
     distinct = inner if not faults and ranks % inner == 0 else ranks
     pairs = band.rows**2 * band.heads
     compute = scaled(pairs * rates.pair, faults)
-    merge = scaled(rates.merge(band.rows), faults)
+    merge = scaled(rates.merge(band.rows * band.heads), faults)
     course, hops = Course.of(plan, rates.backward), ranks - 1
     # Where rows stop, the next rank is their owner: sums that go straight are a hop more, after the last visit.
     homeward = 0 if course.back or not hops else course.straight
     sign = (-1 if course.back else 1) * (ways[0].sign if ways else 1)
     edges = {edge for cargo in course.cargo for edge in (2 * cargo.lag, hops + cargo.lag)}
     last = ranks + (homeward > 0)
-    bounds = sorted({0, ranks, last, *(edge for edge in edges if edge < last)})
+    bounds = sorted({0, *(() if rates.backward else (1,)), ranks, last, *(edge for edge in edges if edge < last)})
     phases = []
     for first, stop in pairwise(bounds):
         moving = (cargo.row_bytes for cargo in course.cargo if 2 * cargo.lag <= first < hops + cargo.lag)
         size = float(band.rows * (sum(moving) + (homeward if first == ranks else 0)))
         lanes = (Lanes(rates, faults, [(sign, size)], np.arange(distinct)).lane(sign),) if size else ()
-        visits = (compute, merge) if first < ranks else (0.0, 0.0)
+        visits = (compute if first < ranks else 0.0, merge if first < ranks and rates.merges(first == 0) else 0.0)
         phases.append(Phase(stop - first, *visits, lanes))
     phases = phases[::-1] if course.back else phases
     ring = Ring(distinct, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)

@@ -64,7 +64,7 @@ class Sweep:
         #: Only what it says of a clock is asked for: its phases are made here.
         self.ring = Ring(self.ranks, (), rates.buffers, rates.gamma)
         width = 2 + 2 * len(counted.signs)
-        #: Pairs, visits, bytes sent by direction, messages by direction: of the clock that was last, and over all clocks.
+        #: Pairs, rows that are merged, bytes sent by direction, messages by direction: of the clock that was last, and over all clocks.
         self.now, self.totals = np.zeros((2, width, self.ranks), dtype=np.int64)
         self.taken, self.interference = np.zeros((2, self.ranks))
 
@@ -169,12 +169,12 @@ def swept(counted: Counted) -> tuple[Solved, Loads, Traffic]:
 def _loads(counted: Counted, sweep: Sweep) -> tuple[Loads, Traffic]:
     rates, faults, signs = counted.rates, counted.faults, len(counted.signs)
     slow = np.ones(sweep.ranks) if faults.slow is None else faults.slow
-    pairs, visits = sweep.totals[:2]
+    pairs, merged = sweep.totals[:2]
     stalls = np.zeros(sweep.ranks)
     for stall in faults.stalls:
         stalls[stall.rank] += stall.seconds
     loads = Loads(
-        slow * pairs * counted.pair, slow * visits * rates.merge(counted.band.rows), sweep.interference, stalls
+        slow * pairs * counted.pair, slow * merged * rates.merge(counted.band.heads), sweep.interference, stalls
     )
     sent, messages = sweep.totals[2 : 2 + signs], int(sweep.totals[2 + signs :].sum())
     return loads, Traffic.of(sent.ravel(), messages, counted.across.bytes)

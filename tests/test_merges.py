@@ -1,0 +1,47 @@
+"""What the timing model takes to be merged, against what the executor merges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn import Causal, Dilated, Full, Machine, Pattern, Window, make_plan, rows
+from ringattn.timing.events import events
+from ringattn.timing.problem import Problem, problem
+from ringattn.timing.rates import Faults, Rates
+from ringattn.timing.simulation import simulate
+
+EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8)
+PATTERNS = (Full(), Causal(), Causal() & Window(63), Window(300, 200), Dilated((256,), (2,), causal=True))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_rows_that_are_merged(pattern: Pattern, layout: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those of a rank's own block, of which there is no partial yet, in the rows that see a key."""
+    tokens, heads = 1024, 2
+    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=heads, head_dim=8)
+    merged = 0
+    inner = rows.merge_
+
+    def counting(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        nonlocal merged
+        merged += part_lse.numel()
+        inner(out, lse, part, part_lse)
+
+    monkeypatch.setattr(rows, "merge_", counting)
+    q, k, v = torch.randn(3, 1, heads, tokens, 8)
+    ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, schedule="ring")
+    rates = Rates(plan, EVEN, backward=False)
+    _, loads, _ = events(rates, Faults())
+    counted = loads.merge.sum() / rates.merge(1)
+    if layout == "zigzag" and pattern == PATTERNS[3] and ranks > 1:  # visits of several calls that share rows
+        assert counted < merged < 1.2 * counted
+    else:
+        assert counted == pytest.approx(merged)
+    if isinstance(problem(rates, Faults()), Problem):
+        assert simulate(plan, EVEN, tier="D").exposed["merge"] == pytest.approx(
+            simulate(plan, EVEN, tier="F").exposed["merge"], abs=1e-15
+        )
