@@ -32,7 +32,7 @@ def test_windows_and_traces_are_the_plain_recurrence(slow: dict[int, float], tie
             moving = k < ranks - 1
             busy = []
             for factor in (factors.get(r, 1.0) for r in range(ranks)):
-                busy.append(factor * (visit + merging) + 0.1 * moving * min(factor * visit, message))
+                busy.append(factor * (visit + (k > 0) * merging) + 0.1 * moving * min(factor * visit, message))
             clocks.append(Clock(busy, {1: [(message, message - 1e-4)] * ranks} if moving else {}))
         return starts(ranks, clocks), clocks
 

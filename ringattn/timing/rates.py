@@ -109,14 +109,14 @@ class Rates:
         size = plan.batch * rows * width * max(ITEM_BYTES[plan.dtype], 4)
         return MERGE_PASSES * size / self.machine.merge
 
-    def merges(self, own: bool | np.ndarray) -> bool | np.ndarray:
+    def merges(self, own: bool | np.ndarray) -> np.ndarray:
         """Whether a visit of a rank, to its own block or to another, is merged, in the rows that see a key of it.
 
         In a forward the own block comes first: there is nothing yet to be merged with. Where some rows see none of their
         own block, the first visit in which they see a key is still taken to be merged, though it is copied; where calls of the
         kernel for one visit share rows, these are taken to be merged once.
         """
-        return self.backward | ~np.asarray(own) if isinstance(own, np.ndarray) else self.backward or not own
+        return np.logical_or(self.backward, np.logical_not(own))
 
     def near(self, sign: int, ranks: np.ndarray | None = None) -> np.ndarray:
         """Whether rank r and the one it sends to, r + sign, are of one node: bool of the shape of `ranks` (default: all);
