@@ -66,7 +66,7 @@ class Journal:
         if records[0] != json.loads(json.dumps(head)):
             differ = [key for key in {*records[0], *head} if records[0].get(key) != head.get(key)]
             raise InvalidInput(
-                f"{self.path.parent}: holds the study {records[0].get('study')!r} with another {' and '.join(sorted(differ))}; "
+                f"{self.path.parent}: holds the study {records[0].get('study')!r}, and this one differs in its {' and '.join(sorted(differ))}; "
                 "give another output.path, or remove that folder to begin anew"
             )
         self.known = {record["key"]: record for record in records[1:]}
