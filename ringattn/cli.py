@@ -7,14 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from .config import SCHEMAS, conf_dir
 from .errors import InvalidInput, RingAttentionError, did_you_mean
-from .launcher import UNREAD, detect, drop_output
+from .launcher import UNREAD, detect, drop_output, terminable
 from .overrides import prepare, refused, swept
 
 VERBS = {
@@ -143,7 +143,10 @@ def _task(verb: str, begun: list[str]) -> Callable[[Any], None]:
             except OmegaConfBaseException as error:
                 raise refused(verb, error) from error
             begun.append(verb)
-            import_module(f".commands.{verb}", __package__).main(config)
+            # A rank of a launched job may wait in a collective, where Python hears no signal: it is to end at once.
+            launched = verb in EVERYWHERE and detect().kind != "none"
+            with nullcontext() if launched else terminable():
+                import_module(f".commands.{verb}", __package__).main(config)
             sys.stdout.flush()
             begun.clear()
         except RingAttentionError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +42,10 @@ def parse_size(value: str | int | float, name: str = "size") -> int:
         number = (
             float(match[1]) * _UNITS[match[2]] if re.search(r"[.e]", match[1]) else int(match[1]) * _UNITS[match[2]]
         )
-        if number == int(number):
+        if number < math.inf and number == int(number):
             return int(number)
+    if re.fullmatch(r"-\d.*", text):
+        raise InvalidInput(f"{name}={value}: is negative; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
     raise InvalidInput(f"{name}={value}: not a whole number; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
 
 
@@ -130,9 +133,13 @@ class SimulateConfig(Shape):
         if self.dtype == "auto":
             self.dtype = "float64" if self.mode == "numerics" else "float32"
 
+    def length(self) -> int:
+        """The tokens, also where there are none, as in a point of a study that is refused. Raises InvalidInput."""
+        return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
+
     def size(self) -> int:
-        found = super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
-        if not found:
+        found = self.length()
+        if not found and self.ranks:  # without ranks, that is what is wrong
             name = "tokens" if self.shard is None else "shard"
             raise InvalidInput(f"{name}=0: without tokens there is nothing to simulate; try {name}=64k")
         return found

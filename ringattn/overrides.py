@@ -46,7 +46,7 @@ def prepare(verb: str, overrides: Sequence[str], launch: Launch | None = None) -
         _check_file(given)
     if verb == "simulate":
         check_mode(given, conf_dir())
-        if {"shard", "tokens"} <= set(given):
+        if "tokens" in given and given.get("shard", "null") != "null":
             raise InvalidInput("shard= sets the tokens (shard x ranks); give shard or tokens, not both")
     if launch is not None and launch.kind != "none":
         _check_ranks(given, dict(part.partition("=")[::2] for part in prepared).get("ranks"), launch)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from measured import ROWS, machine, times
 
 from ringattn.calibrate import fits, noise, validate
-from ringattn.calibrate.measure import Calibration
+from ringattn.calibrate.measure import Calibration, measured
 from ringattn.calibrate.passes import Case, Pass
 from ringattn.calibrate.published import published
 from ringattn.commands.calibrate import _show as show_calibration
@@ -119,6 +119,13 @@ def test_errors_are_those_of_a_plain_count() -> None:
     assert found.p90 == pytest.approx(absolute[9])  # of 11 numbers, 0.9 of the way is the tenth
     assert found.coverage == pytest.approx(hits / 55)
     assert validate.errors(passes, machine()).coverage is None
+
+
+def test_what_nothing_measures_is_not_said_to_be_measured() -> None:
+    """On one node every link is within it; how many ranks a node has, and what they share, shows between nodes alone."""
+    values = {"flops": 1e9, "beta": 1e9, "inner": 1, "shared": False, "inner_beta": None}
+    assert measured(values, 1) == ["flops", "beta"]
+    assert measured(values, 2) == ["flops", "beta", "inner", "shared"]
 
 
 def test_oversubscribed_cores_are_shared() -> None:

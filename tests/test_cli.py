@@ -41,10 +41,16 @@ def test_sizes(text: str, number: int) -> None:
     assert parse_size(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "k", "-4", "1.5", "ten", "1e-3"])
+@pytest.mark.parametrize("text", ["", "k", "1.5", "ten", "1e-3", "1e400", "-x"])
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(InvalidInput, match="not a whole number"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["-4", "-64k", "-1.5", "-1e9"])
+def test_negative_sizes(text: str) -> None:
+    with pytest.raises(InvalidInput, match=f"chunk={text}: is negative; write 4096"):
+        parse_size(text, "chunk")
 
 
 @pytest.mark.parametrize(

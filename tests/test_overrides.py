@@ -51,6 +51,7 @@ def test_one_output_for_each_job_of_a_sweep_is_taken() -> None:
         ("plan", ["-m", "ranks=2,4"]),
         ("bench", ["-m", "repeat=2,4", "output.path=records"]),
         ("plan", ["ranks=2", "output.path=p.json"]),
+        ("simulate", ["study=scaling", "shard=null", "tokens=4096"]),
     ):
         assert prepare(verb, overrides) == overrides
 

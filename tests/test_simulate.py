@@ -290,11 +290,14 @@ def test_energy_cost_and_failures_of_a_plan() -> None:
 def test_wrong_requests() -> None:
     plan = make_plan(Full(), tokens=64, ranks=4, schedule="ring")
     direct = make_plan(Full(), tokens=64, ranks=4, schedule="direct")
+    none = make_plan(Full(), tokens=64, ranks=4, schedule="ring", batch=0)
     many = make_plan(ra.Documents([64] * 8192), tokens=1 << 19, ranks=8192, schedule="ring", layout="contiguous")
     big = make_plan(Full(), tokens=1 << 14, ranks=2048, schedule="allgather")
     for call, kind, words in (
         (lambda: simulate(plan, EVEN, tier="X"), InvalidInput, "tier='X': expected one of auto, A"),
         (lambda: simulate(plan, EVEN, passes=0), InvalidInput, "passes=0"),
+        (lambda: simulate(plan, EVEN, passes=10**300), InvalidInput, r"passes: .* at most 1e\+15, and this is more$"),
+        (lambda: simulate(none, EVEN), InvalidInput, "batch=0: without a sequence there is nothing"),
         (lambda: simulate(plan, EVEN, slow={7: 2.0}), InvalidInput, r"slow: rank 7 is not one of 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, slow=[1.0]), InvalidInput, "a factor for each of 4 ranks"),
         (lambda: simulate(plan, EVEN, slow={1: 0.0}), InvalidInput, "factors must be finite and > 0"),

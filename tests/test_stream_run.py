@@ -113,7 +113,10 @@ def test_host(tmp_path: Path) -> None:
     assert error(found["out"], truth.out) <= 1e-6 and error(found["lse"], truth.lse) <= 1e-6
 
 
-def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "words"), [(signal.SIGINT, 130, b"interrupted"), (signal.SIGTERM, 143, b"")]
+)
+def test_a_run_that_is_ended_leaves_no_file(tmp_path: Path, number: signal.Signals, status: int, words: bytes) -> None:
     stored(tmp_path, torch.float32, tokens=2000)
     results = tmp_path / "results"
     results.mkdir()
@@ -127,12 +130,12 @@ def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
         while len(list(results.iterdir())) < 2 and time.monotonic() < deadline and run.poll() is None:
             time.sleep(0.05)
         assert run.poll() is None and len(list(results.iterdir())) == 2, "results are being written"
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         _, told = run.communicate(timeout=60)
     finally:
         run.kill()
         run.wait()
-    assert run.returncode == 130 and b"interrupted" in told and b"Traceback" not in told
+    assert run.returncode == status and words in told and b"Traceback" not in told
     assert [p.name for p in results.iterdir()] == ["out.safetensors"]
     assert (results / "out.safetensors").read_text() == "from before"
 

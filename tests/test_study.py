@@ -59,6 +59,40 @@ def test_refused_points_are_rows_with_their_reason(tmp_path: Path) -> None:
         run(study(tmp_path / "all", {"heads": [1], "kv_heads": [2]}))
 
 
+@pytest.mark.parametrize(
+    ("axes", "tokens", "words"),
+    [
+        ({"ranks": [2, 0, 8]}, [4096, 4096, 4096], "ranks >= 1, got tokens=4096 and ranks=0"),
+        ({"tokens": ["1k", 0, "2k"]}, [1024, 0, 2048], "tokens=0: without tokens there is nothing to simulate"),
+        ({"shard": ["1k", 0, "2k"]}, [4096, 0, 8192], "shard=0: without tokens there is nothing to simulate"),
+        ({"shard": ["1k"], "ranks": [2, 0, 4]}, [2048, 0, 4096], "ranks >= 1, got tokens=0 and ranks=0"),
+        ({"batch": [1, 0, 2]}, [4096, 4096, 4096], "batch=0: without a sequence there is nothing to simulate"),
+    ],
+)
+def test_points_of_nothing_are_rows_with_their_reason(
+    axes: dict[str, Any], tokens: list[int], words: str, tmp_path: Path
+) -> None:
+    """Also where the study executes plans and extrapolates, which look at the sizes of all points."""
+    budget = ExecuteGroup(budget=1e-9)
+    table = run(study(tmp_path, axes, study={"execute": budget, "extrapolate": "1G"}))
+    assert [row["status"] for row in table.rows] == ["ok", "refused", "ok"]
+    assert [row["tokens"] for row in table.rows] == tokens and words in table.rows[1]["why"]
+    assert words in (tmp_path / "report.md").read_text()
+
+
+def test_tokens_that_shards_would_set_are_refused() -> None:
+    axes = {"ranks": [2, 4]}
+    for options, overrides, words in (
+        ({"study": StudyGroup(axes={"shard": [512, "1k"]})}, ["tokens=4k"], "take shard or tokens, not both"),
+        ({"study": StudyGroup(axes=axes), "shard": "8k"}, ["tokens=4k"], "leave tokens out, or add shard=null"),
+        ({"study": StudyGroup(axes={"tokens": [512, "1k"]}), "shard": "8k"}, [], "leave tokens out, or add shard=null"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            points(config(**options), overrides)
+    found = points(config(study=StudyGroup(axes=axes)), ["shard=null", "tokens=4096"])
+    assert [one.config.size() for one in found] == [4096, 4096]
+
+
 def test_axes_are_checked() -> None:
     def made(axes: dict[str, Any], overrides: tuple[str, ...] = (), **options: Any) -> Any:
         return points(

@@ -49,7 +49,7 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
                 if key not in journal.known:
                     journal.add(key, {"x": value})
         assert path.read_bytes() == whole
-    with pytest.raises(InvalidInput, match="another study"), Journal(path, {"study": "b"}):
+    with pytest.raises(InvalidInput, match="this one differs in its name; give"), Journal(path, {"study": "b"}):
         pass
     path.write_bytes(whole.replace(b'"x"', b'"x', 1))
     with pytest.raises(InvalidInput, match="line 2 is no record"), Journal(path, {"study": "a"}):
@@ -59,7 +59,7 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
 def test_another_study_in_the_folder_is_refused(tmp_path: Path) -> None:
     run(study(tmp_path, {"ranks": [2]}))
     before = (tmp_path / "sweep.csv").read_bytes()
-    with pytest.raises(InvalidInput, match="another points; give another"):
+    with pytest.raises(InvalidInput, match="holds the study 'test', and this one differs in its points; give another"):
         run(study(tmp_path, {"ranks": [2, 4]}))
     assert (tmp_path / "sweep.csv").read_bytes() == before
 

@@ -83,7 +83,7 @@ def calibrate(team: Team, settings: Settings, sizes: Sizes, base: Machine, tell:
         kernel=times,
         sources=(
             *_kept(base, values),
-            *((name, "measured") for name, value in values.items() if value is not None),
+            *((name, "measured") for name in measured(values, team.size // team.inner)),
             ("kernel", "measured"),
         ),
     )
@@ -121,6 +121,13 @@ def _links(
     if nodes == 1 or team.inner == 1:
         values["inner_alpha"] = values["inner_beta"] = None
     values["shared"] = False  # beta was measured with all ranks of a node on their way out
+
+
+def measured(values: dict[str, Any], nodes: int) -> list[str]:
+    """The names of `values` that were measured. On one node nothing tells `inner` and `shared`: they are assumed."""
+    return [
+        name for name, value in values.items() if value is not None and (nodes > 1 or name not in ("inner", "shared"))
+    ]
 
 
 def _kept(base: Machine, values: dict[str, Any]) -> list[tuple[str, str]]:

@@ -30,6 +30,14 @@ TRANSPORTS = ("gloo", "mpi", "nccl", "none")
 
 
 def main(config: CalibrateConfig) -> None:
+    """Measure, and say where the machine file is."""
+    measure(config)
+    if detect().rank == 0:
+        path = config.output.path
+        console().print(f"\nwritten {path}; use it with machine=file machine.path={path}", soft_wrap=True)
+
+
+def measure(config: CalibrateConfig) -> None:
     """Measure on local ranks, on those of a launched job, or in this process alone (transport=none)."""
     check(config, TRANSPORTS)
     _before(config)
@@ -88,7 +96,6 @@ def _measure(config: CalibrateConfig, transport: Transport | None, where: torch.
         path = Path(config.output.path)
         write_machine(path, found.machine, made=_made(config, team), samples=found.samples, fits=found.fits)
         _show(found, settings.repeat)
-        console().print(f"\nwritten {path}; use it with machine=file machine.path={path}", soft_wrap=True)
 
 
 def _made(config: CalibrateConfig, team: Team) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from ..agreement import Call
 from ..config import RunConfig, parse_size
 from ..data import NAMES, File, open_source, random_source
-from ..errors import InvalidInput
+from ..errors import InvalidInput, plural
 from ..files import check_writable, replacing
 from ..job import Measured, Run, save
 from ..kernels.base import wide
@@ -162,7 +162,8 @@ class Streamed(Run):
     def where(self) -> str:
         rows = max(map(self.plan.layout.rows, range(self.ranks)))
         home = "host memory" if self.config.stream == "host" else str(self.config.input.path)
-        return f"streamed from {home} in {self.ranks} chunks of at most {rows:,} rows on {self.device}"
+        parts = f"{plural(self.ranks, 'chunk')} of at most {plural(rows, 'row')}"
+        return f"streamed from {home} in {parts} on {self.device}"
 
     def process(self, rank: int) -> str:
         return "of the process"

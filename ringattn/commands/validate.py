@@ -28,6 +28,7 @@ from ..machine_file import read_machine, read_record
 from ..modes import check_needs
 from ..report import Number, console, grid, show
 from ..timing import Machine
+from ..timing.speed import BEYOND
 from ..transport.torchdist import TorchDist
 from . import calibrate
 
@@ -41,7 +42,7 @@ def main(config: SimulateConfig) -> None:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
         if config.machine.path is None:
             _rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
-            calibrate.main(_calibration(config, path))
+            calibrate.measure(_calibration(config, path))
         machine, made = read_machine(path), read_record(path).get("made", {})
     if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
         raise InvalidInput(
@@ -86,6 +87,14 @@ def _rows(config: SimulateConfig, calibrated: Sequence[int]) -> list[int]:
             f"validate.held_out={rows}: {seen or 'nothing'} "
             f"{'were calibrated' if seen else 'to compare'}; give sizes other than {sorted({*calibrated, *between(calibrated)})}"
         )
+    most = int(BEYOND * max(calibrated))
+    for n in rows:
+        if not 1 <= n <= most:
+            raise InvalidInput(
+                f"validate.held_out={rows}: {n:,} rows per rank cannot be modelled from calibrated sizes that end at "
+                f"{max(calibrated):,}, beyond {BEYOND:g} times which nothing is extrapolated; give 1 .. {most:,}, or calibrate larger "
+                "sizes (validate.rows=[...], or rows=[...] of ringattn calibrate)"
+            )
     return rows
 
 

@@ -41,7 +41,7 @@ def check_unasked(options: StudyGroup) -> None:
 def extrapolated(options: StudyGroup, points: Sequence[Point]) -> int:
     """The tokens of study.extrapolate. Raises InvalidInput where a point has as many."""
     tokens = parse_size(options.extrapolate, "study.extrapolate")
-    most = max(point.config.size() for point in points)
+    most = max(point.config.length() for point in points)
     if tokens <= most:
         raise InvalidInput(f"study.extrapolate={options.extrapolate}: the study itself has {most:,} tokens; take more")
     return tokens

@@ -120,6 +120,6 @@ def name_of(point: Point) -> dict[str, Any]:
     config = point.config
     return {
         "execute": asdict(config.study.execute), "pattern": config.pattern.spec, "layout": config.layout.spec,
-        "schedule": config.schedule.spec, "tokens": config.size(), "ranks": config.ranks,
+        "schedule": config.schedule.spec, "tokens": config.length(), "ranks": config.ranks,
         "chosen for": point.inputs if _chosen(config) else None,
     }  # fmt: skip

@@ -64,9 +64,10 @@ class Journal:
             return
         records = [self._parsed(number, line) for number, line in enumerate(lines, 1)]
         if records[0] != json.loads(json.dumps(head)):
-            differ = [key for key in {*records[0], *head} if records[0].get(key) != head.get(key)]
+            keys = {*records[0], *head}
+            differ = ["name" if key == "study" else key for key in keys if records[0].get(key) != head.get(key)]
             raise InvalidInput(
-                f"{self.path.parent}: holds the study {records[0].get('study')!r} with another {' and '.join(sorted(differ))}; "
+                f"{self.path.parent}: holds the study {records[0].get('study')!r}, and this one differs in its {' and '.join(sorted(differ))}; "
                 "give another output.path, or remove that folder to begin anew"
             )
         self.known = {record["key"]: record for record in records[1:]}

@@ -85,8 +85,9 @@ def points(
         if twice:
             raise InvalidInput(f"study: {twice[0]} is an axis and in `together`; keep one of them")
     kinds = {*axes, *(key for row in rows for key in row)}
-    if {"shard", "tokens"} <= kinds:
-        raise InvalidInput("study: shard sets the tokens (shard x ranks); take shard or tokens, not both")
+    if "tokens" in {*kinds, *given} and ("shard" in kinds or config.shard is not None):
+        other = "take shard or tokens, not both" if "shard" in kinds else "leave tokens out, or add shard=null"
+        raise InvalidInput(f"study: shard sets the tokens (shard x ranks); {other}")
     count = len(rows)
     for values in axes.values():
         count *= len(values)

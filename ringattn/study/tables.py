@@ -61,8 +61,9 @@ def table(points: Sequence[Point], records: Mapping[int, Row], executed: Mapping
 def _inputs(point: Point) -> Row:
     """What a point is, refused or not; what was made of `auto` replaces it."""
     config = point.config
+    tokens, ranks = config.length(), config.ranks
     return {
-        "tokens": config.size(), "ranks": config.ranks, "shard": -(-config.size() // config.ranks),
+        "tokens": tokens, "ranks": ranks, "shard": -(-tokens // ranks) if ranks > 0 else None,
         "pattern": config.pattern.spec, "layout": config.layout.spec, "schedule": config.schedule.spec,
         "heads": config.heads, "kv_heads": config.heads if config.kv_heads is None else config.kv_heads, "dtype": config.dtype, "machine": config.machine.spec,
     }  # fmt: skip

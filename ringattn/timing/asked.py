@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 #: The tiers of a ring, the cheapest first; E is sampling on top of one of them.
 TIERS = ("A", "B", "C", "D")
 CHOICES = ("auto", *TIERS, "F")
+#: More passes than this are a slip of the hand: even of a microsecond each they take 30 years.
+PASSES = 10**15
 
 
 def check(plan: Plan, *, backward: Any, stalls: Any, passes: Any, tier: Any, seed: Any) -> None:
@@ -24,8 +26,12 @@ def check(plan: Plan, *, backward: Any, stalls: Any, passes: Any, tier: Any, see
         raise InvalidInput(f"tier={tier!r}: {did_you_mean(tier, CHOICES)}expected one of {', '.join(CHOICES)}")
     if not isinstance(backward, bool):
         raise InvalidInput(f"backward={backward!r}: expected True or False")
+    if not plan.batch:
+        raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
     if not _whole(passes) or passes < 1:
         raise InvalidInput(f"passes={passes!r}: expected how often the pass is made, an integer >= 1")
+    if passes > PASSES:
+        raise InvalidInput(f"passes: expected how often the pass is made, at most {PASSES:.0e}, and this is more")
     check_seed(seed)
     if isinstance(stalls, str) or not isinstance(stalls, Sequence):
         raise InvalidInput(f"stalls={stalls!r}: expected a list of Stall(rank, clock, seconds)")

@@ -54,6 +54,8 @@ def test_two_gloo_ranks_make_a_machine_that_plan_and_simulate_use(tmp_path: Path
     assert "[measured]" in done.stdout and f"machine=file machine.path={path}" in done.stdout
     machine = check(path, 2)
     assert machine.watts == 5.0 and machine.source("watts") == "assumed"
+    assert (machine.inner, machine.shared) == (1, False), "one node"
+    assert [machine.source(name) for name in ("inner", "shared", "beta")] == ["assumed", "assumed", "measured"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.yaml"], "nothing else is left behind"
     file = ("machine=file", f"machine.path={path}", "heads=2", "head_dim=16", "tokens=128", "ranks=2")
     assert ringattn("plan", *file, cwd=tmp_path).returncode == 0
@@ -75,6 +77,7 @@ def test_validation_calibrates_and_compares_held_out_passes(tmp_path: Path) -> N
         "simulate", "experiment=validate", "heads=2", "head_dim=16", *small, f"output.path={out}", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+    assert "machine.path=" not in done.stdout, "the machine file of a validation is gone at its end"
     for words in (
         "signed bias",
         "median absolute error",
@@ -94,6 +97,10 @@ def test_what_was_calibrated_cannot_validate() -> None:
     config = SimulateConfig(machine=MachineGroup("auto"), validate=ValidateGroup(held_out=[64]))
     with pytest.raises(InvalidInput, match=r"\[64\] were calibrated"):
         validate(config)
+    for held_out in ([100], [0]):  # tiles end at 16 rows: nothing is modelled beyond 32
+        options = ValidateGroup(held_out=held_out, rows=[8, 16])
+        with pytest.raises(InvalidInput, match=r"sizes that end at 16, .*; give 1 \.\. 32, or calibrate"):
+            validate(SimulateConfig(machine=MachineGroup("auto"), validate=options))
     with pytest.raises(InvalidInput, match="expected numbers of ranks >= 2"):
         validate(SimulateConfig(machine=MachineGroup("auto"), validate=ValidateGroup(ranks=[1])))
 
