@@ -17,8 +17,8 @@ from ..plan import Plan
 from ..progress import listening
 from ..report import Number, console, head, quantity, show, size
 from ..study.checks import check_unasked
-from ..study.point import asked_options
-from ..timing import Machine, Timeline, machine_fields, simulate
+from ..study.point import asked_options, passes
+from ..timing import Machine, Timeline, machine_fields
 from ..timing.budget import JOULES_PER_KWH
 from ..timing.timeline import CAUSES
 from .progress import progress
@@ -45,10 +45,7 @@ def main(config: SimulateConfig) -> None:
     plan, options = asked_plan(config, machine), asked_options(config)
     lines = console()
     with progress(lines) as tell, listening(tell):
-        found = [
-            simulate(plan, machine, backward=back, **options)
-            for back in ((False, True) if config.backward else (False,))
-        ]
+        found = passes(plan, machine, config.backward, options)
     lines.print(head(plan), highlight=False, markup=False)
     show("machine", _machine(machine))
     tables = {one.direction: _numbers(one) for one in found}

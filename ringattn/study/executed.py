@@ -92,9 +92,8 @@ def execute(plan: Plan, order: Order, options: ExecuteGroup) -> dict[str, Any]:
         settings = {"mode": "all", "ranks": None if order.how == "whole" else some}
     torch = import_module("torch")
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # as mode=numerics has: equal numbers whatever the cores, and short calls are no faster on more
+    # As mode=numerics has: equal numbers whatever the cores, and short calls are no faster on more.
+    torch.set_num_threads(1)
     try:
         found = numerics(plan, seed=options.seed, **settings)
     except (InvalidInput, Unsupported) as error:

@@ -81,9 +81,14 @@ def evaluate(config: SimulateConfig, timed: Timed) -> dict[str, Any]:
     return {"status": "ok", "values": {**values, **found["values"]}, "not modelled": found["not modelled"]}
 
 
+def passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
+    """The forward, and the backward where asked for."""
+    return [simulate(plan, machine, backward=back, **options) for back in ((False, True) if backward else (False,))]
+
+
 def _simulated(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:
     """The values of all passes, and what is not modelled."""
-    found = [simulate(plan, machine, backward=back, **options) for back in ((False, True) if backward else (False,))]
+    found = passes(plan, machine, backward, options)
     values = {f"{one.direction} {name}": value for one in found for name, value in numbers(one, plan).items()}
     return {"values": values, "not modelled": [*found[0].unmodelled, *found[0].notes]}
 

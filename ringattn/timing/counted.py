@@ -130,8 +130,11 @@ class Counted:
     def at(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
         """Pairs of one head and query rows that are merged of ranks at clocks, and for each of `signs` the bytes that they
         send to that neighbour: int64 [2 + signs, ...]."""
-        shape = np.broadcast_shapes(ranks.shape, clocks.shape)
-        found = np.zeros((2 + len(self.signs), *shape), dtype=np.int64)
+        return np.concatenate([self._visited(ranks, clocks), self._sent(ranks, clocks)])
+
+    def _visited(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+        """Pairs of one head and query rows that are merged, int64 [2, ...]."""
+        found = np.zeros((2, *np.broadcast_shapes(ranks.shape, clocks.shape)), dtype=np.int64)
         away = self.away(clocks)
         for index, way in enumerate(self.ways or (Way(+1, 0),)):
             # At distance 0 a rank visits its own block, whatever the ways.
@@ -141,11 +144,17 @@ class Counted:
             merged = visiting & self.rates.merges(away == 0)
             if self.rates.machine.merge is not None and merged.any():
                 # Blocks of keys are visited by queries of the rank, blocks of queries by keys of it.
-                turned = self.rates.backward and self.rates.plan.rotates == "queries"
+                turned = self.rates.turned
                 band = self.band.transposed if turned else self.band
                 found[1] += merged * band.rows_seeing(*((owner, ranks) if turned else (ranks, owner)))
+        return found
+
+    def _sent(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+        """Bytes that ranks send to a neighbour, for each of `signs`: int64 [signs, ...]."""
+        found = np.zeros((len(self.signs), *np.broadcast_shapes(ranks.shape, clocks.shape)), dtype=np.int64)
+        away = self.away(clocks)
         for way in self.ways:
-            sent = found[2 + self.signs.index(self._sign(way))]
+            sent = found[self.signs.index(self._sign(way))]
             for cargo in self.course.cargo:
                 hop = away - cargo.lag
                 owner = (ranks - way.sign * (hop + self.course.back)) % self.band.ranks
@@ -154,7 +163,7 @@ class Counted:
         for sign, (keys, size) in self._beside.items():
             wanted = clocks * self.band.ranks + ranks
             place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-            found[2 + self.signs.index(sign)] += size[place] * (keys[place] == wanted)
+            found[self.signs.index(sign)] += size[place] * (keys[place] == wanted)
         return found
 
     def many(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
@@ -163,10 +172,10 @@ class Counted:
         parts = range(0, max(len(ranks), 1), PART)
         return np.concatenate([self.at(ranks[i : i + PART], clocks[i : i + PART]) for i in parts], axis=1)
 
-    def moving(self, counts: np.ndarray, ranks: np.ndarray | None, beside: np.ndarray | None) -> Lanes:
-        """The messages to neighbours of one clock on the machine."""
+    def moving(self, sent: np.ndarray, ranks: np.ndarray | None, beside: np.ndarray | None) -> Lanes:
+        """The messages to neighbours of one clock on the machine, of bytes by `signs`."""
         faults = self.faults if ranks is None else self.faults.at(ranks)
-        return Lanes(self.rates, faults, [*zip(self.signs, counts[2:], strict=True)], ranks, beside)
+        return Lanes(self.rates, faults, [*zip(self.signs, sent, strict=True)], ranks, beside)
 
     def phase(
         self,
@@ -183,7 +192,7 @@ class Counted:
         longest: Value = 0.0
         if crossing is not None and clocks is not None:
             beside, longest = crossing.at(self.ranks if ranks is None else ranks, clocks)
-        moving = self.moving(counts, ranks, beside)
+        moving = self.moving(counts[2:], ranks, beside)
         lanes = tuple(moving.lane(sign) for sign, size in moving.sizes.items() if np.any(size))
         return Phase(1, scaled(counts[0] * self.pair, faults), merge * counts[1], lanes, longest=longest)
 
@@ -195,7 +204,7 @@ class Counted:
         none = np.zeros((2, 2, 1, 1))
 
         def lanes(ranks: np.ndarray, clocks: np.ndarray) -> Lanes:
-            return self.moving(self.at(ranks, clocks), ranks, none)
+            return self.moving(self._sent(ranks, clocks), ranks, none)
 
         return Crossing.of(self.rates, self.faults, found, lanes)
 

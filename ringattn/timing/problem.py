@@ -52,8 +52,7 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
     if band is None:
         return unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
     # Blocks of queries go where keys are that they see.
-    turned = rates.backward and plan.rotates == "queries"
-    ways = tuple(RingSchedule(plan.transposed if turned else plan.demand).ways)
+    ways = tuple(RingSchedule(plan.transposed if rates.turned else plan.demand).ways)
     if rates.machine.shared and rates.machine.inner > 1 and len(ways) > 1:
         return "both directions share the way out of a node"
     if rates.machine.shared and 1 < rates.machine.inner < plan.ranks and rates.backward and not band.dense:
@@ -62,7 +61,7 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
         return _dense(rates, faults, band, ways)
     if plan.ranks > MOST:
         return f"visits that differ are counted for at most {MOST:,} ranks"
-    counted = Counted(rates, faults, band.transposed if turned else band, ways)
+    counted = Counted(rates, faults, band.transposed if rates.turned else band, ways)
     if rates.buffers > 1 and len(counted.across.clock):
         return "what goes straight between ranks that are no neighbours has one receive slot"
     clocks = counted.clocks
@@ -125,7 +124,7 @@ def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) ->
         moving = (cargo.row_bytes for cargo in course.cargo if 2 * cargo.lag <= first < hops + cargo.lag)
         size = float(band.rows * (sum(moving) + (homeward if first == ranks else 0)))
         lanes = (Lanes(rates, faults, [(sign, size)], np.arange(distinct)).lane(sign),) if size else ()
-        visits = (compute if first < ranks else 0.0, merge if first < ranks and rates.merges(first == 0) else 0.0)
+        visits = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visits, lanes))
     phases = phases[::-1] if course.back else phases
     ring = Ring(distinct, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)

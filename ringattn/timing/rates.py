@@ -93,6 +93,11 @@ class Rates:
         return pair_seconds(self.plan, self.machine, self.backward)
 
     @property
+    def turned(self) -> bool:
+        """Whether blocks of queries come to the keys that they see, not keys to queries."""
+        return self.backward and self.plan.rotates == "queries"
+
+    @property
     def gamma(self) -> float:
         return self.machine.gamma or 0.0
 

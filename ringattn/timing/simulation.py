@@ -57,8 +57,8 @@ def simulate(
     `slow` are factors on the visits of each rank (a dict by rank, or one per rank), `slow_links` on the messages that
     each rank sends, `stalls` single visits that take longer. `passes` is how often the pass is made, for failures,
     energy and cost. `tier` asks for one algorithm of the ladder, A to D or F, instead of the cheapest that is exact;
-    jitter is sampled (E) on top of it with `seed`. F of many ranks may be that of a smaller plan with the same times. Raises InvalidInput, and Unsupported where no tier models what was
-    asked for.
+    jitter is sampled (E) on top of it with `seed`. F of many ranks may be that of a smaller plan with the same times. Raises
+    InvalidInput, and Unsupported where no tier models what was asked for.
     """
     check(plan, backward=backward, stalls=stalls, passes=passes, tier=tier, seed=seed)
     machine = get_machine(machine)

@@ -64,7 +64,8 @@ class Sweep:
         #: Only what it says of a clock is asked for: its phases are made here.
         self.ring = Ring(self.ranks, (), rates.buffers, rates.gamma)
         width = 2 + 2 * len(counted.signs)
-        #: Pairs, rows that are merged, bytes sent by direction, messages by direction: of the clock that was last, and over all clocks.
+        #: Pairs, rows that are merged, bytes sent by direction, messages by direction: of the clock that was last, and over
+        #: all clocks.
         self.now, self.totals = np.zeros((2, width, self.ranks), dtype=np.int64)
         self.taken, self.interference = np.zeros((2, self.ranks))
 
