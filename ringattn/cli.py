@@ -13,9 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from .config import SCHEMAS, conf_dir
+from .config_folders import config_folders
 from .errors import InvalidInput, RingAttentionError, did_you_mean
 from .launcher import UNREAD, detect, drop_output, terminable
 from .overrides import prepare, refused, swept
+from .verb_help import verb_help
 
 VERBS = {
     "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
@@ -81,6 +83,10 @@ def _run(verb: str, overrides: list[str]) -> None:
     if verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
+    if {"-h", "--help"} & set(overrides):
+        suites = {"suites": import_module(".bench", __package__).SUITES} if verb == "bench" else {}
+        print(verb_help(verb, config_folders(overrides), suites))  # noqa: T201
+        return
     launch = detect()
     if verb == "simulate" and swept(overrides):  # its points are one study, in one folder
         overrides = import_module(".study.sweep", __package__).as_study(overrides)

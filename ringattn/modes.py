@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
+from .config_folders import ConfigFolders
 from .errors import InvalidInput
 from .groups import MachineGroup
 from .machine_file import UNITS
@@ -74,17 +74,16 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }  # fmt: skip
 
 
-def of_experiment(name: str, key: str, folder: Path) -> str | None:
-    """What an experiment in a conf folder sets a plain key to, if it does."""
-    path = folder / "experiment" / f"{name}.yaml"
-    found = re.search(rf"^{key}: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
+def of_experiment(name: str, key: str, folders: ConfigFolders) -> str | None:
+    """What an experiment sets a plain key to; None where it does not."""
+    found = re.search(rf"^{key}: *(\w+)", folders.text("experiment", name), re.MULTILINE)
     return found[1] if found else None
 
 
-def check_mode(given: Mapping[str, str], folder: Path) -> None:
+def check_mode(given: Mapping[str, str], folders: ConfigFolders) -> None:
     """Refuse keys that the chosen mode of `simulate` would not look at."""
     names = given.get("experiment", "null").split(",")
-    set_there = [found for name in names if (found := of_experiment(name, "mode", folder))]
+    set_there = [found for name in names if (found := of_experiment(name, "mode", folders))]
     for mode in given["mode"].split(",") if "mode" in given else set_there or ["timing"]:
         for key in given:
             name = re.split(r"[./@]", key)[0]

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from .config import SCHEMAS, conf_dir, parse_size
+from .config_folders import ConfigFolders, config_folders
 from .errors import InvalidInput, did_you_mean
 from .launcher import Launch
 from .modes import check_mode, of_experiment
 
-#: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
-WRITTEN = ("pattern", "layout", "schedule", "kernel")
+#: Groups whose value may also be written out, each with an example.
+WRITTEN = {
+    "pattern": 'pattern="Causal() & Window(4096)"',
+    "layout": '"layout=striped(64)"',
+    "schedule": '"schedule=ulysses(4, direct)"',
+    "kernel": "kernel=aten_cuda:flash",
+}
 #: Groups whose options take parameters.
-PARAMETERS = ("pattern", "layout", "schedule", "input")
+PARAMETERS = ("pattern", "layout", "schedule", "input", "transport")
 #: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
 RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 #: What a file says itself.
@@ -26,6 +32,8 @@ KINDS = {
     "bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text", "list[int]": "a list of whole numbers",
     "list[str]": "a list of names", "list[Any]": "a list", "dict[str, Any]": "values by key, in braces",
 }  # fmt: skip
+#: By verb: the key whose value `-` prints JSON, and nothing else, on standard output.
+JSON = {"run": "output.report", "plan": "output.path", "simulate": "output.path"}
 #: Transports whose ranks a launcher may have started.
 LAUNCHED = ("gloo", "nccl", "mpi")
 
@@ -35,24 +43,32 @@ def prepare(verb: str, overrides: Sequence[str], launch: Launch | None = None) -
 
     Also refused is what could not be honoured, be it beside other overrides, beside `launch`, or in a sweep.
     """
-    prepared = [part for override in overrides for part in _prepare(verb, override)]
+    folders = config_folders(overrides)
+    prepared = [part for override in _as_overrides(verb, overrides) for part in _prepare(verb, override, folders)]
     given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides if "=" in override)
     if "experiment" in given:
-        _check_experiment(verb, given["experiment"])
-    _check_used(verb, given)
-    _check_needed(verb, given)
+        _check_experiment(verb, given["experiment"], folders)
+    _check_used(verb, given, folders)
+    _check_needed(verb, given, folders)
     if verb == "run":
         _check_stream(given)
         _check_file(given)
     if verb == "simulate":
-        check_mode(given, conf_dir())
+        check_mode(given, folders)
         if "tokens" in given and given.get("shard", "null") != "null":
             raise InvalidInput("shard= sets the tokens (shard x ranks); give shard or tokens, not both")
     if launch is not None and launch.kind != "none":
-        _check_ranks(given, dict(part.partition("=")[::2] for part in prepared).get("ranks"), launch)
+        _check_ranks(given, dict(part.partition("=")[::2] for part in prepared).get("ranks"), launch, folders)
     if swept(overrides):
         _check_sweep(verb, given)
     return prepared
+
+
+def _as_overrides(verb: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments with --json as the override that it stands for."""
+    if "--json" in arguments and verb not in JSON:
+        raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON)}")
+    return [f"{JSON[verb]}=-" if argument == "--json" else argument for argument in arguments]
 
 
 def swept(overrides: Sequence[str]) -> bool:
@@ -99,7 +115,7 @@ def without_meaning(option: str, stream: str) -> InvalidInput:
     )
 
 
-def _check_used(verb: str, given: Mapping[str, str]) -> None:
+def _check_used(verb: str, given: Mapping[str, str], folders: ConfigFolders) -> None:
     """Refuse parameters of a pattern, a layout, a schedule or an input that the chosen option does not take."""
     for key, value in given.items():
         group, _, name = key.partition(".")
@@ -109,23 +125,22 @@ def _check_used(verb: str, given: Mapping[str, str]) -> None:
             continue  # the experiment or the study chooses
         text = given.get(group) or _default(verb, group)
         chosen = ["custom"] if "(" in text or ":" in text else text.split(",")
-        takers = [path.stem for path in sorted((conf_dir() / group).glob("*.yaml")) if _takes(path, name)]
+        takers = [option for option in folders.options(group) if _takes(folders.text(group, option), name)]
         if not set(chosen) & set(takers):
             raise InvalidInput(
                 f"{key}={value} has no meaning with {group}={text}; {group}s that take {name}: {', '.join(takers)}"
             )
 
 
-def _check_needed(verb: str, given: Mapping[str, str]) -> None:
+def _check_needed(verb: str, given: Mapping[str, str], folders: ConfigFolders) -> None:
     """Refuse an option whose config has a value that only the user can give, and has not given."""
     for group, value in given.items():
         if group not in PARAMETERS or group not in _names(SCHEMAS[verb]):
             continue
         for option in value.split(","):
-            path = conf_dir() / group / f"{option}.yaml"
-            if option == "custom" or not path.is_file():
+            if option == "custom":
                 continue
-            text = path.read_text(encoding="utf-8")
+            text = folders.text(group, option)
             for name in re.findall(r"^(\w+): *\?\?\?", text, re.MULTILINE):
                 if f"{group}.{name}" not in given and "experiment" not in given:
                     example = re.search(rf"'{group}\.{name}=.*?'", text)
@@ -142,27 +157,34 @@ def _default(verb: str, group: str) -> str:
     return found[1]
 
 
-def _takes(path: Path, name: str) -> bool:
-    return re.search(rf"^{name}:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
+def _takes(text: str, name: str) -> bool:
+    """Whether an option's YAML has a parameter."""
+    return re.search(rf"^{name}:", text, re.MULTILINE) is not None
 
 
-def _check_experiment(verb: str, names: str) -> None:
+def _check_experiment(verb: str, names: str, folders: ConfigFolders) -> None:
     """Refuse an experiment that sets what the verb does not have."""
     for name in names.split(","):
-        path = conf_dir() / "experiment" / f"{name}.yaml"
-        if not path.is_file():
-            continue  # null
-        text = path.read_text(encoding="utf-8")
-        keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
-        keys |= set(re.findall(r"^ *- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
-        takers = [
-            one for one, schema in SCHEMAS.items() if "experiment" in _names(schema) and keys <= {*_names(schema)}
-        ]
-        if verb not in takers:
-            unknown = ", ".join(sorted(keys - {*_names(SCHEMAS[verb])}))
+        text = folders.text("experiment", name)  # of null, nothing
+        if not takes(verb, text):
+            takers = [one for one in SCHEMAS if takes(one, text)]
+            unknown = ", ".join(sorted(_set_by(text) - {*_names(SCHEMAS[verb])}))
             raise InvalidInput(
                 f"experiment={name} sets {unknown}, which ringattn {verb} does not have; it is for {', '.join(takers)}"
             )
+
+
+def takes(verb: str, text: str) -> bool:
+    """Whether a verb has all keys that an option's YAML sets for it, as an experiment's does; True of other options."""
+    if "# @package _global_" not in text:
+        return True
+    return {"experiment", *_set_by(text)} <= {*_names(SCHEMAS[verb])}
+
+
+def _set_by(text: str) -> set[str]:
+    """The keys and groups that the YAML of an experiment sets."""
+    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
+    return keys | set(re.findall(r"^ *- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
 
 
 def _check_stream(given: Mapping[str, str]) -> None:
@@ -186,12 +208,12 @@ def _check_file(given: Mapping[str, str]) -> None:
             )
 
 
-def _check_ranks(given: Mapping[str, str], ranks: str | None, launch: Launch) -> None:
+def _check_ranks(given: Mapping[str, str], ranks: str | None, launch: Launch, folders: ConfigFolders) -> None:
     """Refuse a number of ranks that is not the number which a launcher started, be it that of an experiment."""
     if given.get("transport", "gloo") not in LAUNCHED or given.get("stream", "null") != "null":
         return
     for name in given.get("experiment", "null").split(",") if ranks is None else ():
-        found = of_experiment(name, "ranks", conf_dir())
+        found = of_experiment(name, "ranks", folders)
         if found is not None and parse_size(found, "ranks") != launch.world:
             raise InvalidInput(
                 f"experiment={name} sets ranks={found}: {launch.kind} started {launch.world}, and as many take part; add "
@@ -219,9 +241,9 @@ def _numbered(path: str) -> str:
     return str(Path(path).with_name(f"{stem}_${{hydra:job.num}}{suffix}"))
 
 
-def _prepare(verb: str, override: str) -> list[str]:
+def _prepare(verb: str, override: str, folders: ConfigFolders) -> list[str]:
     match = re.fullmatch(r"([~+]{0,2})([\w./@-]+)=(.*)", override, re.DOTALL)
-    if match is None or match[2].startswith("hydra"):
+    if match is None or match[2].startswith(("hydra", "-")):
         return [override]
     prefix, key, value = match.groups()
     schema = SCHEMAS[verb]
@@ -232,10 +254,9 @@ def _prepare(verb: str, override: str) -> list[str]:
         return [f"{prefix}{key}={','.join(_whole(key, part) for part in value.split(','))}"]
     if _kind(schema, key) in ("float", "float | None") and re.fullmatch(r"([\d.]+[kmgt]?,?)+", value, re.IGNORECASE):
         return [f"{prefix}{key}={','.join(_number(key, part) for part in value.split(','))}"]
-    folder = conf_dir() / key
-    if prefix or not folder.is_dir() or key not in _names(schema):
+    if prefix or not folders.is_group(key) or key not in _names(schema):
         return [override]
-    options = sorted(path.stem for path in folder.glob("*.yaml"))
+    options = folders.options(key)
     if key in WRITTEN and ("(" in value or ":" in value):
         return [f"{key}=custom", f"{key}.spec={value!r}"]
     for option in value.split(","):

@@ -17,7 +17,7 @@ ORDER = (
     "schedules", "rotation", "picture", "timing", "choice", "plan", "memory", "softmax", "pool", "kernels", "buffers", "transport",
     "launcher", "script", "rows", "held", "executor", "remat", "teams", "autograd", "agreement", "stream", "functional", "nn",
     "factories",
-    "files", "provenance", "machine_file", "groups", "modes", "config", "overrides", "asked", "stored", "data", "sampling", "report", "simulator", "bench", "calibrate", "study", "job", "commands", "cli",
+    "files", "provenance", "machine_file", "groups", "config", "config_folders", "modes", "overrides", "verb_help", "asked", "stored", "data", "sampling", "report", "simulator", "bench", "calibrate", "study", "job", "commands", "cli",
     "__main__",
 )  # fmt: skip
 NO_TORCH = (
@@ -27,9 +27,11 @@ NO_TORCH = (
     "provenance",
     "machine_file",
     "groups",
-    "modes",
     "config",
+    "config_folders",
+    "modes",
     "overrides",
+    "verb_help",
     "asked",
     "report",
     "study",

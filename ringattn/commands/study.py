@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..config import SimulateConfig
+from ..config_folders import ConfigFolders, config_folders, read_from
 from ..errors import InvalidInput, plural
 from ..modes import check_needs
 from ..report import console
@@ -28,8 +29,8 @@ def main(config: SimulateConfig) -> None:
     """Run a study, or go on with it, and say where its files are."""
     if config.mode != "timing":
         raise InvalidInput(f"mode={config.mode} has no meaning with a study, whose points are modelled; leave it out")
-    overrides, choices, text = _hydra(config)
-    found = points(config, overrides, choices)
+    overrides, choices, text, folders = _hydra(config)
+    found = points(config, overrides, choices, folders)
     check_needs("timing", *(point.config for point in found))
     study = Study(config.study.name, config, found, Path("."), text, overrides)
     folder = Path(config.output.path) if config.output.path else _folder(study)
@@ -61,11 +62,12 @@ def _folder(study: Study) -> Path:
     return STUDIES / f"{re.sub(r'[^A-Za-z0-9]+', '-', study.name)}-{digest}"
 
 
-def _hydra(config: SimulateConfig) -> tuple[list[str], dict[str, str], str]:
-    """The overrides of this job, the options of its groups, and its configuration as YAML."""
+def _hydra(config: SimulateConfig) -> tuple[list[str], dict[str, str], str, ConfigFolders]:
+    """The overrides of this job, the options of its groups, its configuration as YAML, and its config folders."""
     known = import_module("hydra.core.hydra_config").HydraConfig
     text = import_module("omegaconf").OmegaConf.to_yaml(dataclasses.asdict(config))
     if not known.initialized():
-        return [], {}, text
+        return [], {}, text, config_folders(())
     job = known.get()
-    return list(job.overrides.task), {str(key): str(value) for key, value in job.runtime.choices.items()}, text
+    choices = {str(key): str(value) for key, value in job.runtime.choices.items()}
+    return list(job.overrides.task), choices, text, read_from(job.runtime.config_sources)

@@ -12,7 +12,8 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from ..config import SimulateConfig, conf_dir, parse_size
+from ..config import SimulateConfig, parse_size
+from ..config_folders import ConfigFolders, config_folders
 from ..errors import InvalidInput, did_you_mean
 from ..overrides import WRITTEN, check_key
 
@@ -69,11 +70,15 @@ def digest(inputs: Any) -> str:
 
 
 def points(
-    config: SimulateConfig, overrides: Sequence[str] = (), choices: Mapping[str, str] | None = None
+    config: SimulateConfig,
+    overrides: Sequence[str] = (),
+    choices: Mapping[str, str] | None = None,
+    folders: ConfigFolders | None = None,
 ) -> list[Point]:
     """The points of a study over a configuration.
 
-    `overrides` are those of its command line, `choices` the options of groups that it was made of. Raises InvalidInput.
+    `overrides` are those of its command line, `choices` the options of groups that it was made of; values of axes that
+    name an option are read from `folders` (None: ringattn's own). Raises InvalidInput.
     """
     axes = {str(key): _listed(str(key), values) for key, values in config.study.axes.items()}
     rows = [_settings(row) for row in config.study.together] or [{}]
@@ -93,7 +98,7 @@ def points(
         count *= len(values)
     if count > MOST:
         raise InvalidInput(f"study: {count:,} points are more than {MOST:,}; take fewer values or fewer axes")
-    made = _Maker(config, given, choices or {})
+    made = _Maker(config, given, choices or {}, folders or config_folders(()))
     combined = ({**row, **dict(zip(axes, values, strict=True))} for row in rows for values in product(*axes.values()))
     together = tuple(dict.fromkeys(key for row in rows for key in row if not key.startswith("label.")))
     found = [replace(made.point(number, settings), together=together) for number, settings in enumerate(combined)]
@@ -154,8 +159,10 @@ def _check(key: str, given: Mapping[str, str]) -> None:
 class _Maker:
     """Configurations from settings. What a group's settings mean is worked out once."""
 
-    def __init__(self, base: SimulateConfig, given: Mapping[str, str], choices: Mapping[str, str]) -> None:
-        self.base, self.choices = base, choices
+    def __init__(
+        self, base: SimulateConfig, given: Mapping[str, str], choices: Mapping[str, str], folders: ConfigFolders
+    ) -> None:
+        self.base, self.choices, self.folders = base, choices, folders
         self.groups: dict[str, Any] = {}
         #: What the command line says of parts of groups, which holds for every option that takes it.
         self.given = {key: value for key, value in given.items() if key.split(".")[0] in GROUPS and "." in key}
@@ -187,6 +194,9 @@ class _Maker:
             self.groups[known] = self._made(group, dict(part))
         return self.groups[known]
 
+    def _option(self, group: str, option: Any) -> dict[str, Any]:
+        return dict(_file(self.folders, group, str(option)))
+
     def _made(self, group: str, part: dict[str, Any]) -> Any:
         tools = import_module("omegaconf")
         kind = type(getattr(self.base, group))
@@ -197,11 +207,11 @@ class _Maker:
             taken = set(values)
             if group in WRITTEN:  # the base's text has its own parameters in it already
                 option = self.choices.get(group)
-                values["spec"] = _option(group, option).get("spec", values["spec"])
-                taken = set(_option(group, option))
+                values["spec"] = self._option(group, option).get("spec", values["spec"])
+                taken = set(self._option(group, option))
         else:
             written = group in WRITTEN and set("(:") & set(str(option))
-            values = {"spec": str(option)} if written else _option(group, option)
+            values = {"spec": str(option)} if written else self._option(group, option)
             taken = set(kinds) if group == "machine" else set(values)
             words = {key.partition(".")[2]: value for key, value in self.given.items() if key.startswith(f"{group}.")}
             values |= {name: _read(text) for name, text in words.items() if name in taken}
@@ -217,20 +227,15 @@ class _Maker:
 
 
 @cache
-def _file(group: str, option: str) -> dict[str, Any]:
+def _file(folders: ConfigFolders, group: str, option: str) -> dict[str, Any]:
     tools = import_module("omegaconf")
-    folder = conf_dir() / group
-    path = folder / f"{option}.yaml"
-    if not path.is_file():
-        shown = sorted(one.stem for one in folder.glob("*.yaml") if one.stem != "custom")
+    path = folders.file(group, option)
+    if path is None:
+        shown = [one for one in folders.options(group) if one != "custom"]
         raise InvalidInput(
             f"study: {group}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
         )
     return dict(tools.OmegaConf.to_container(tools.OmegaConf.load(path)))
-
-
-def _option(group: str, option: Any) -> dict[str, Any]:
-    return dict(_file(group, str(option)))
 
 
 def _read(text: str) -> Any:
