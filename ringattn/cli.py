@@ -23,12 +23,14 @@ VERBS = {
     "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
     "plan": "who computes what and who sends what to whom, counted, without torch",
     "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
-    "bench": "a suite of alternating measurements, written to benchmarks/",
+    "bench": "a suite of alternating measurements, written to outputs/bench/",
     "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
     "doctor": "what this machine and installation can run, and what to install for the rest",
 }
 #: Verbs that every rank of a launched job has a part in.
 EVERYWHERE = ("run", "calibrate")
+#: Options of Hydra that install or answer shell completion.
+COMPLETION = ("-sc", "--shell-completion")
 #: Exit status of a wrong call.
 USAGE_ERROR = 2
 #: Exit status after Ctrl-C, as of a shell.
@@ -51,10 +53,13 @@ def main() -> None:
 
 
 def _main(arguments: list[str]) -> None:
+    completion = _completion(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())  # noqa: T201
         if not arguments:
             raise SystemExit(USAGE_ERROR)
+    elif completion:
+        _complete(arguments, completion)
     elif arguments[0] == "--version":
         print(import_module("ringattn").__version__)  # noqa: T201
     else:
@@ -73,10 +78,31 @@ def _usage() -> str:
             "ringattn <verb> --help                     groups and keys of a verb",
             "ringattn <verb> --cfg job --resolve        what would run",
             "ringattn <verb> -m ranks=2,4               one job per value; simulate: one study",
+            'eval "$(ringattn -sc install=bash)"         completion in this shell (also zsh, fish)',
             "",
             'example: ringattn plan pattern="Causal() & Window(4096)" ranks=8 tokens=1M',
         ]
     )
+
+
+def _completion(arguments: list[str]) -> str | None:
+    """What is asked of shell completion, such as install=bash; None where nothing is."""
+    given = [argument for argument in arguments if argument not in VERBS]
+    return given[1] if len(given) == 2 and given[0] in COMPLETION else None
+
+
+def _complete(arguments: list[str], asked: str) -> None:
+    """Install completion in a shell, or answer the installed one, which asks by COMP_LINE what the words may become."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    if asked.startswith("query=") and (len(words) < 2 or (len(words) == 2 and not line.endswith(" "))):
+        print("\n".join(VERBS))  # noqa: T201
+        return
+    verb = words[1] if asked.startswith("query=") else next((one for one in arguments if one in VERBS), "run")
+    if verb not in VERBS:
+        return
+    os.environ["COMP_LINE"] = " ".join(["ringattn", *words[2:]]) + " " * line.endswith(" ")
+    _hand_to_hydra(verb, ["-sc", asked], program="ringattn")  # the command that the shell completes
 
 
 def _run(verb: str, overrides: list[str]) -> None:
@@ -103,14 +129,14 @@ def _run(verb: str, overrides: list[str]) -> None:
         _hand_to_hydra(verb, prepared)
 
 
-def _hand_to_hydra(verb: str, prepared: list[str]) -> None:
+def _hand_to_hydra(verb: str, prepared: list[str], program: str | None = None) -> None:
     hydra = import_module("hydra")
     omegaconf = import_module("omegaconf")
     store = import_module("hydra.core.config_store").ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
     omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
-    sys.argv = [f"ringattn {verb}", *prepared]
+    sys.argv = [program or f"ringattn {verb}", *prepared]
     begun: list[str] = []
     task = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(_task(verb, begun))
     # Hydra raises what is wrong with its input, in place of printing it and ending with a status of its own.

@@ -17,6 +17,7 @@ from .groups import (
     NumericsGroup,
     OutputGroup,
     PatternGroup,
+    RunOutputGroup,
     ScheduleGroup,
     StudyGroup,
     TransportGroup,
@@ -75,6 +76,7 @@ class Shape:
 
 @dataclass
 class RunConfig(Shape):
+    output: RunOutputGroup = field(default_factory=RunOutputGroup)
     transport: TransportGroup = field(default_factory=TransportGroup)
     kernel: Group = field(default_factory=Group)
     input: InputGroup = field(default_factory=InputGroup)

@@ -53,7 +53,9 @@ def config_folders(overrides: Sequence[str]) -> ConfigFolders:
             following = overrides[i + 1] if i + 1 < len(overrides) else ""
             found.append(Path(value or following).absolute())
             if not found[-1].is_dir():
-                raise InvalidInput(f"{name} {value or following}: no such folder; give one that holds pattern/mine.yaml and the like")
+                raise InvalidInput(
+                    f"{name} {value or following}: no such folder; give one that holds pattern/mine.yaml and the like"
+                )
         elif name.lstrip("+") == "hydra.searchpath":
             found += [path for entry in re.findall(r"[^\[\],\s'\"]+", value) if (path := _searched(entry))]
     return ConfigFolders(tuple(found))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .errors import InvalidInput
+
+#: The path that stands for standard output.
+STDOUT = "-"
+#: The folder, within the current one, that outputs without a path of their own are in: outputs/<verb>/...
+OUTPUTS = "outputs"
 
 
 @contextmanager
@@ -48,6 +57,32 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_json(path: str, data: Any) -> None:
+    """Write data as JSON to a file, whole or not at all, or to standard output where `path` is "-".
+
+    Numbers that are not finite, which JSON cannot hold, become null.
+    """
+    text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        write_text(Path(path), text)
+
+
+def check_json(path: str | None) -> None:
+    """Raise InvalidInput where `write_json` could not write to `path`; None is not written."""
+    if path and path != STDOUT:
+        check_writable(Path(path))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
 def check_writable(path: Path) -> None:
     """Raise InvalidInput where `path` cannot be written."""
     if path.is_dir():
@@ -80,6 +115,14 @@ def make_folder(path: Path) -> None:
 
 
 def _check_parent(path: Path) -> None:
+    """Raise InvalidInput where the folder that a path lies in does not exist; folders within `OUTPUTS` are made."""
+    if path.parts[:1] == (OUTPUTS,):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput(
+                f"output {path}: {path.parent} cannot be made ({error.strerror}); choose another path"
+            ) from error
     if path.parent.exists() and not path.parent.is_dir():
         raise InvalidInput(f"output {path}: {path.parent} is no folder; choose another path")
     if not path.parent.is_dir():

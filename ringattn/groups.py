@@ -149,6 +149,13 @@ class OutputGroup:
 
 
 @dataclass
+class RunOutputGroup(OutputGroup):
+    """Beside the tensors of `path`: what is printed, as JSON."""
+
+    report: str | None = None
+
+
+@dataclass
 class WindowGroup:
     """The point, the ranks and the clocks that the heat map and the trace of a study show; no point: neither is made."""
 

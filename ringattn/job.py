@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,13 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from . import memory
+from . import __version__, memory
 from .asked import asked_plan
 from .config import RunConfig
 from .data import Source, open_source
-from .files import check_writable, writing
+from .files import STDOUT, check_json, check_writable, write_json, writing
 from .plan import Plan
-from .report import Number, shape, show, show_choice, size
+from .report import Number, choice_data, shape, show, show_choice, size
 from .sampling import Reduce, oracle_rows, places, sampled_rows
 
 
@@ -84,6 +85,8 @@ class Run:
         self.plan = plan_of(self.config, self.source, self.ranks)
         if self.config.output.path and self.rank == 0:
             check_writable(Path(self.config.output.path))
+        if self.rank == 0:
+            check_json(self.config.output.report)
         self.inputs = tuple(x.to(self.device) for x in self.load())
         if self.config.backward:
             self.inputs = tuple(x.requires_grad_() for x in self.inputs)
@@ -133,42 +136,76 @@ class Run:
         return result
 
     def report(self, everyone: list[Measured], worst: float | None) -> None:
+        """Print what all ranks saw, and write it as JSON where asked."""
+        found = self.data(everyone, worst)
+        path = self.config.output.report
+        if path != STDOUT:
+            self._print(found)
+        if path:
+            write_json(path, found)
+
+    def data(self, everyone: list[Measured], worst: float | None) -> dict[str, Any]:
+        """What all ranks saw, as plain data: seconds, bytes, and the error relative to the largest output."""
         plan, c = self.plan, self.config
-        title = f"{plan.pattern!r}, {plan.tokens:,} tokens, {self.where()}"
-        numbers = [
-            Number("input", f"{c.input.name}, {shape(plan)}, {torch.get_num_threads()} threads per process"),
-            Number("pairs", f"{plan.pairs():,}, imbalance {plan.imbalance:.3f}", "counted"),
-        ]  # fmt: skip
+        passes: dict[str, Any] = {}
         for name in ("forward", "backward"):
             times: list[float] = getattr(everyone[0], name)
             if not times:
                 continue
-            mid = median(times)
+            back, middle = name == "backward", median(times)
+            sent = [m.sent[name] for m in everyone]
+            passes[name] = {
+                "seconds": times, "median": middle, "tokens_per_second": plan.tokens / middle, "kind": "measured",
+                f"bytes_{self.moved}": sent, "planned_bytes": plan.bytes_sent(backward=back),
+                "full_ring_bytes": plan.full_ring_bytes(backward=back),
+            }  # fmt: skip
+        return {
+            "plan": json.loads(plan.to_json()),
+            "where": self.where(),
+            "input": c.input.name,
+            "threads": torch.get_num_threads(),
+            "versions": {"ringattn": __version__, "torch": torch.__version__},
+            "pairs": plan.pairs(),
+            "imbalance": plan.imbalance,
+            "passes": passes,
+            "processes": [
+                {"name": self.process(rank), "peak_bytes": m.peak, "start_bytes": m.before}
+                for rank, m in enumerate(everyone)
+            ],
+            "error": worst,
+            "sampled_rows": 0 if worst is None else len(sampled_rows(plan.tokens, c.sample)),
+            "output": c.output.path,
+            "choice": choice_data(plan.choice),
+        }
+
+    def _print(self, found: dict[str, Any]) -> None:
+        plan = self.plan
+        title = f"{plan.pattern!r}, {plan.tokens:,} tokens, {found['where']}"
+        numbers = [
+            Number("input", f"{found['input']}, {shape(plan)}, {found['threads']} threads per process"),
+            Number("pairs", f"{found['pairs']:,}, imbalance {found['imbalance']:.3f}", "counted"),
+        ]
+        for name, one in found["passes"].items():
+            times, sent = one["seconds"], sum(one[f"bytes_{self.moved}"])
             spread = f"{min(times):.4f} .. {max(times):.4f} s over {len(times)} runs"
-            back = name == "backward"
-            sent, planned = [m.sent[name] for m in everyone], plan.bytes_sent(backward=back)
-            share = sum(sent) / (plan.full_ring_bytes(backward=back) or 1)
-            same = "as planned" if sum(sent) == planned else f"NOT AS PLANNED: {planned:,}"
+            planned = one["planned_bytes"]
+            share = sent / (one["full_ring_bytes"] or 1)
+            same = "as planned" if sent == planned else f"NOT AS PLANNED: {planned:,}"
             numbers += [
-                Number(f"{name} time", f"{mid:.4f} s median ({spread})", "measured"),
-                Number(f"{name} tokens/s", f"{plan.tokens / mid:,.0f}", "measured"),
-                Number(f"{name} bytes {self.moved}", f"{sum(sent):,} = {size(sum(sent))} ({same}; {share:.3f} of a full ring)",
-                       "counted"),
+                Number(f"{name} time", f"{one['median']:.4f} s median ({spread})", "measured"),
+                Number(f"{name} tokens/s", f"{one['tokens_per_second']:,.0f}", "measured"),
+                Number(f"{name} bytes {self.moved}", f"{sent:,} = {size(sent)} ({same}; {share:.3f} of a full ring)", "counted"),
             ]  # fmt: skip
-        for rank, m in enumerate(everyone):
-            rise = f"{size(m.peak)} resident at most, {size(max(m.peak - m.before, 0))} above the start of the call"
-            numbers.append(Number(f"peak memory {self.process(rank)}", rise, "measured"))
-        if worst is not None:
-            rows = len(sampled_rows(plan.tokens, c.sample))
-            numbers.append(
-                Number(
-                    "error",
-                    f"{worst:.2e} of the largest output, {rows} sampled rows x all heads against fp64",
-                    "measured",
-                )
-            )
-        if c.output.path:
-            numbers.append(Number("output", str(c.output.path)))
+        for one in found["processes"]:
+            rise = max(one["peak_bytes"] - one["start_bytes"], 0)
+            text = f"{size(one['peak_bytes'])} resident at most, {size(rise)} above the start of the call"
+            numbers.append(Number(f"peak memory {one['name']}", text, "measured"))
+        if found["error"] is not None:
+            rows = found["sampled_rows"]
+            text = f"{found['error']:.2e} of the largest output, {rows} sampled rows x all heads against fp64"
+            numbers.append(Number("error", text, "measured"))
+        if found["output"]:
+            numbers.append(Number("output", found["output"]))
         show(title, numbers)
         if plan.choice is not None:
             show_choice(plan.choice)

@@ -11,6 +11,7 @@ from typing import Any
 from .config import SCHEMAS, conf_dir, parse_size
 from .config_folders import ConfigFolders, config_folders
 from .errors import InvalidInput, did_you_mean
+from .files import STDOUT
 from .launcher import Launch
 from .modes import check_mode, of_experiment
 
@@ -228,12 +229,13 @@ def _check_ranks(given: Mapping[str, str], ranks: str | None, launch: Launch, fo
 
 def _check_sweep(verb: str, given: Mapping[str, str]) -> None:
     """Refuse one output file for many jobs. A suite's records are named by themselves."""
-    path = given.get("output.path", "null" if verb != "calibrate" else "machine.yaml")
-    if verb != "bench" and path != "null" and "${" not in path:
-        raise InvalidInput(
-            f"output.path={path} with -m: every job would replace the output of the one before; let the path name the job, "
-            f"such as 'output.path={_numbered(path)}'"
-        )
+    for key in ("output.path", "output.report"):
+        path = given.get(key, "machine.yaml" if (verb, key) == ("calibrate", "output.path") else "null")
+        if verb != "bench" and path not in ("null", STDOUT) and "${" not in path:
+            raise InvalidInput(
+                f"{key}={path} with -m: every job would replace the output of the one before; let the path name the job, "
+                f"such as '{key}={_numbered(path)}'"
+            )
 
 
 def _numbered(path: str) -> str:

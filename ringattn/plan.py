@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Changes whenever the same inputs give other steps, so that ranks of different versions do not talk past each other.
 FORMAT = 3
+#: What `ringattn plan` writes beside the inputs and the hash of a plan.
+ADDED = ("counted", "choice")
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,13 @@ class Plan(Sizes):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote; an edited or foreign text is an error."""
+        """The plan that `to_json`, or `ringattn plan output.path=`, wrote; an edited or foreign text is an error."""
         try:
             found = json.loads(text)
             claimed, version = found.pop("hash"), found.pop("format")
             pattern = found.pop("pattern")
+            for name in ADDED:
+                found.pop(name, None)
             runs = found.pop("partition", None)
             arguments: dict[str, Any] = dict(found)
             if runs is not None:

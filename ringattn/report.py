@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -96,6 +96,17 @@ def show_choice(choice: Choice, most: int = 8) -> None:
         names = ", ".join(str(c) for c in choice.candidates if c.left_out == why)
         lines.print(f"left out ({why}): {names}", highlight=False, markup=False, soft_wrap=True)
     lines.print(f"auto: {choice.reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def choice_data(choice: Choice | None) -> dict[str, Any] | None:
+    """What `auto` compared, what it took and why, as plain data; None where nothing was chosen."""
+    if choice is None:
+        return None
+    return {
+        "picked": str(choice.picked),
+        "reason": choice.reason,
+        "candidates": [asdict(candidate) for candidate in choice.candidates],
+    }
 
 
 def console() -> Console:

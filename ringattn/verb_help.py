@@ -51,7 +51,7 @@ def keys(text: str) -> Iterator[Key]:
             found = None
         if match:
             indent = len(match[1])
-            path = [*takewhile(lambda one: one[0] < indent, path), (indent, match[2])]
+            path = [*(one for one in path if one[0] < indent), (indent, match[2])]
             found = Key(".".join(name for _, name in path), match[3] or "", match[4] or "")
     if found:
         yield found

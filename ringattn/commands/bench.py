@@ -9,7 +9,7 @@ from ..bench import get_cases
 from ..bench.runner import MIXED, judged, run_suite, write
 from ..config import BenchConfig
 from ..errors import InvalidInput
-from ..files import make_folder
+from ..files import OUTPUTS, make_folder
 from ..report import console, grid, size
 
 
@@ -17,7 +17,7 @@ def main(config: BenchConfig) -> None:
     """Measure `suite`, or its named `cases`, in `repeat` alternating rounds."""
     if config.repeat < 1:
         raise InvalidInput(f"repeat={config.repeat}: at least one round is needed")
-    folder = Path(config.output.path or "benchmarks")
+    folder = Path(config.output.path or f"{OUTPUTS}/bench")
     get_cases(config.suite, config.cases)  # what can be wrong is said before minutes are spent on measuring
     make_folder(folder)
     lines = console()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ..asked import asked_plan
 from ..config import SimulateConfig, parse_size
 from ..errors import InvalidInput, NumericsFailure, did_you_mean, plural
-from ..files import check_writable, write_text
+from ..files import STDOUT, check_json, write_json
 from ..groups import NumericsGroup
 from ..memory import peak
 from ..modes import check_needs
@@ -34,8 +33,7 @@ def main(config: SimulateConfig) -> NumericsReport:
     options = config.numerics
     check_needs("numerics", config)
     _check(options)
-    if config.output.path:
-        check_writable(Path(config.output.path))
+    check_json(config.output.path)
     torch.set_num_threads(options.threads)
     plan = asked_plan(config)
     rows, ranks = _rows(plan, config), _ranks(plan, options)
@@ -49,9 +47,10 @@ def main(config: SimulateConfig) -> NumericsReport:
     if fault is not None:
         text = f"{fault.fault} at rank {fault.rank}, block of {fault.owner}: {_caught(report)}"
         numbers.append(Number("fault", text, "measured"))
-    show(head(plan, "virtual rank"), numbers)
+    if config.output.path != STDOUT:
+        show(head(plan, "virtual rank"), numbers)
     if config.output.path:
-        write_text(Path(config.output.path), json.dumps(_written(report, numbers, fault), indent=2) + "\n")
+        write_json(config.output.path, _written(report, numbers, fault))
     if fault is None and not report.passed:
         raise NumericsFailure(f"the numerics of this plan are wrong: {_caught(report)}; the lines above say where")
     if fault is not None and report.passed:

@@ -2,55 +2,117 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from ..asked import asked_plan
 from ..choice import within_reach
 from ..config import PlanConfig
 from ..errors import plural
-from ..files import write_text
+from ..files import STDOUT, check_json, write_json
 from ..plan import Plan
-from ..report import Number, console, grid, show, show_choice, size
+from ..report import Number, choice_data, console, grid, show, show_choice, size
 
 #: Of up to this many ranks all are counted, and of more where that takes no more than so many lookups of tiles.
 ALL_RANKS, LOOKUPS = 64, 1_500_000
+#: Most ranks in the table; they are spread evenly.
+SHOWN = 16
 
 
 def main(config: PlanConfig) -> None:
-    """Print the picture, the pairs, the imbalance and the bytes of a plan; write it as JSON where asked."""
+    """Print the picture, the pairs, the imbalance and the bytes of a plan; write them as JSON where asked."""
+    path = config.output.path
+    check_json(path)
     plan = asked_plan(config)
-    if config.output.path:
-        write_text(Path(config.output.path), plan.to_json() + "\n")
-    lines = console()
+    found = within_reach(plan, plan.ranks // 2) if plan.ranks > ALL_RANKS else (plan, 0)
+    if found is not None:
+        plan = found[0]
+    counted = _Counted(plan, found is not None, found is not None and found[1] * plan.ranks <= LOOKUPS)
+    if path != STDOUT:
+        _print(counted, ascii=config.ascii)
+    if path:
+        written = {**json.loads(plan.to_json()), "counted": counted.data(), "choice": choice_data(plan.choice)}
+        write_json(path, written)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A plan, and what of it can be counted within seconds: `some` ranks, and the `whole` of all ranks."""
+
+    plan: Plan
+    some: bool
+    whole: bool
+
+    @property
+    def shown(self) -> list[int]:
+        """The ranks of the table."""
+        count = min(self.plan.ranks, SHOWN)
+        return [self.plan.ranks * i // count for i in range(count)] if self.some else []
+
+    def data(self) -> dict[str, Any]:
+        """The counts as plain data: of every rank where all are counted, of those of the table else."""
+        plan = self.plan
+        totals: dict[str, Any] = {"pairs": plan.pairs(), "dense_pairs": plan.heads * plan.tokens**2}
+        if self.whole:
+            totals["imbalance"] = plan.imbalance
+            totals |= {name: {**_sent(plan, None, back), "full_ring_bytes": plan.full_ring_bytes(backward=back)}
+                       for name, back in DIRECTIONS.items()}  # fmt: skip
+        ranks = range(plan.ranks) if self.whole else self.shown
+        mean = totals["pairs"] / plan.ranks
+        return {
+            "rotates": plan.rotates,
+            "totals": totals,
+            "totals_left_out": None if self.whole else LEFT_OUT,
+            "ranks": [
+                {
+                    "rank": rank,
+                    "tokens": plan.layout.rows(rank),
+                    "pairs": (pairs := plan.pairs(rank)),
+                    "imbalance": pairs / mean if mean else 1.0,
+                    **{name: _sent(plan, rank, back) for name, back in DIRECTIONS.items()},
+                }
+                for rank in ranks
+            ],
+        }
+
+
+#: Names of the passes, and whether they are backward.
+DIRECTIONS = {"forward": False, "backward": True}
+LEFT_OUT = "left out: they need the steps of every rank"
+
+
+def _sent(plan: Plan, rank: int | None, backward: bool) -> dict[str, int]:
+    return {"bytes": plan.bytes_sent(rank, backward=backward), "messages": plan.messages(rank, backward=backward)}
+
+
+def _print(counted: _Counted, *, ascii: bool) -> None:
+    plan, lines = counted.plan, console()
     lines.print(
         f"{plan.pattern!r} over {plan.tokens:,} tokens, {plan.layout.name} on {plural(plan.ranks, 'rank')}",
         highlight=False,
     )
-    found = within_reach(plan, plan.ranks // 2) if plan.ranks > ALL_RANKS else (plan, 0)
-    if found is None:
+    if counted.some:
+        lines.print(plan.picture(ascii=ascii), highlight=False, markup=False, soft_wrap=True)
+        grid("", ("[counted]", "tokens", "pairs", "sends forward", "sends backward"), map(_row(plan), counted.shown))
+    else:
         lines.print(
             f"One rank of these {plan.ranks:,} has so many steps that they are neither drawn nor counted; a pattern that "
             "reaches less far, or fewer ranks, can be.",
             highlight=False,
         )
-    else:
-        plan = found[0]
-        lines.print(plan.picture(ascii=config.ascii), highlight=False, markup=False, soft_wrap=True)
-        _ranks(plan)
-    show("", _totals(plan, whole=found is not None and found[1] * plan.ranks <= LOOKUPS))
+    show("", _totals(plan, whole=counted.whole))
     if plan.choice is not None:
         show_choice(plan.choice)
 
 
-def _ranks(plan: Plan) -> None:
-    count = min(plan.ranks, 16)
-    rows = []
-    for rank in (plan.ranks * i // count for i in range(count)):
-        forward, backward = plan.bytes_sent(rank), plan.bytes_sent(rank, backward=True)
-        rows.append(
-            (f"rank {rank}", f"{plan.layout.rows(rank):,}", f"{plan.pairs(rank):,}", size(forward), size(backward))
-        )
-    grid("", ("[counted]", "tokens", "pairs", "sends forward", "sends backward"), rows)
+def _row(plan: Plan) -> Callable[[int], tuple[str, ...]]:
+    def row(rank: int) -> tuple[str, ...]:
+        sent = (size(plan.bytes_sent(rank, backward=backward)) for backward in DIRECTIONS.values())
+        return f"rank {rank}", f"{plan.layout.rows(rank):,}", f"{plan.pairs(rank):,}", *sent
+
+    return row
 
 
 def _totals(plan: Plan, *, whole: bool) -> list[Number]:
@@ -62,12 +124,11 @@ def _totals(plan: Plan, *, whole: bool) -> list[Number]:
         Number("plan hash", plan.hash),
     ]
     if not whole:
-        return [*numbers, Number("totals", "left out: they need the steps of every rank")]
+        return [*numbers, Number("totals", LEFT_OUT)]
     numbers.insert(2, Number("imbalance", f"{plan.imbalance:.4f} (busiest rank / mean)", "counted"))
-    for backward in (False, True):
+    for name, backward in DIRECTIONS.items():
         sent, full = plan.bytes_sent(backward=backward), plan.full_ring_bytes(backward=backward)
         share = f" = {sent / full:.4f} of a full ring" if full else ""
-        name = "backward sends" if backward else "forward sends"
         messages = plan.messages(backward=backward)
-        numbers.insert(-1, Number(name, f"{size(sent)}{share}, {messages:,} messages", "counted"))
+        numbers.insert(-1, Number(f"{name} sends", f"{size(sent)}{share}, {messages:,} messages", "counted"))
     return numbers

@@ -18,7 +18,7 @@ import torch
 from ..config import RunConfig
 from ..data import open_source, shards
 from ..errors import InvalidInput, Mismatch, RingAttentionError
-from ..files import check_writable
+from ..files import STDOUT, check_json, check_writable
 from ..functional import ring_attention, virtual_attention
 from ..job import Measured, Run, plan_of, save
 from ..launcher import detect
@@ -42,6 +42,12 @@ def main(config: RunConfig) -> None:
         raise InvalidInput(
             f"output.path={there}: safetensors is what is written; give a path that ends in .safetensors"
         )
+    if config.output.report not in (None, STDOUT):
+        for other in (here, there):
+            if other and Path(other).resolve() == Path(config.output.report).resolve():
+                raise InvalidInput(
+                    f"output.report={config.output.report} is {other}, which would be lost; give another path"
+                )
     single = f"stream={config.stream}" if config.stream else "transport=virtual" if _is_virtual(config) else None
     kind = detect().kind
     if single and kind != "none":
@@ -68,6 +74,7 @@ def _before(config: RunConfig) -> None:
     plan_of(config, open_source(config), config.ranks)  # all that can be wrong is said here, once, before a rank starts
     if config.output.path:
         check_writable(Path(config.output.path))
+    check_json(config.output.report)
 
 
 def _worker(config: RunConfig, transport: Transport) -> None:
@@ -156,6 +163,7 @@ class _Ranks(Run):
     @contextmanager
     def _progress(self) -> Iterator[None]:
         wanted = sys.stdout.isatty() if self.config.progress is None else self.config.progress
+        wanted = wanted and self.config.output.report != STDOUT
         self.watched: Any = self.transport
         if self.rank or not wanted:
             yield

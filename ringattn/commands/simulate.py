@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
-from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from ..asked import asked_machine, asked_plan
 from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean, plural
-from ..files import check_writable, write_text
+from ..files import STDOUT, check_json, write_json
 from ..modes import MODES, check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, console, head, quantity, show, size
+from ..report import Number, choice_data, console, head, quantity, show, size
 from ..study.checks import check_unasked
 from ..study.point import asked_options, passes
 from ..timing import Machine, Timeline, machine_fields
@@ -38,17 +39,20 @@ def main(config: SimulateConfig) -> None:
         import_module(".study", __package__).main(config)
         return
     check_unasked(config.study)
-    if config.output.path:
-        check_writable(Path(config.output.path))
+    check_json(config.output.path)
     check_needs("timing", config)
     machine = asked_machine(config)
     plan, options = asked_plan(config, machine), asked_options(config)
     lines = console()
-    with progress(lines) as tell, listening(tell):
+    with progress(Console(stderr=True)) as tell, listening(tell):
         found = passes(plan, machine, config.backward, options)
+    tables = {one.direction: _numbers(one) for one in found}
+    if config.output.path:
+        write_json(config.output.path, _written(plan, machine, found, tables))
+    if config.output.path == STDOUT:
+        return
     lines.print(head(plan), highlight=False, markup=False)
     show("machine", _machine(machine))
-    tables = {one.direction: _numbers(one) for one in found}
     for one in found:
         show(one.direction, tables[one.direction])
     if len(found) > 1:
@@ -57,8 +61,6 @@ def main(config: SimulateConfig) -> None:
     for note in found[0].notes:
         lines.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     lines.print("not modelled: " + "; ".join(found[0].unmodelled), highlight=False, markup=False, soft_wrap=True)
-    if config.output.path:
-        write_text(Path(config.output.path), json.dumps(_written(plan, machine, found, tables), indent=2) + "\n")
 
 
 def _machine(machine: Machine) -> list[Number]:
@@ -159,5 +161,5 @@ def _written(
             }
             for one in found
         },
-        "not modelled": found[0].unmodelled, "notes": found[0].notes,
+        "not modelled": found[0].unmodelled, "notes": found[0].notes, "choice": choice_data(plan.choice),
     }  # fmt: skip

@@ -16,7 +16,7 @@ from ..agreement import Call
 from ..config import RunConfig, parse_size
 from ..data import NAMES, File, open_source, random_source
 from ..errors import InvalidInput, plural
-from ..files import check_writable, replacing
+from ..files import check_json, check_writable, replacing
 from ..job import Measured, Run, save
 from ..kernels.base import wide
 from ..overrides import without_meaning
@@ -83,6 +83,7 @@ class Streamed(Run):
         self.plan, self.ranks = self.stream.plan, self.stream.plan.ranks
         if c.output.path:
             check_writable(Path(c.output.path))
+        check_json(c.output.report)
         results: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "out": ((*q.shape[:3], v.shape[3]), q.dtype), "lse": (q.shape[:3], wide(q.dtype))
         }  # fmt: skip

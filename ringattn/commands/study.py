@@ -16,6 +16,7 @@ from rich.console import Console
 from ..config import SimulateConfig
 from ..config_folders import ConfigFolders, config_folders, read_from
 from ..errors import InvalidInput, plural
+from ..files import STDOUT
 from ..modes import check_needs
 from ..report import console
 from ..study.point import PASSES
@@ -29,6 +30,8 @@ def main(config: SimulateConfig) -> None:
     """Run a study, or go on with it, and say where its files are."""
     if config.mode != "timing":
         raise InvalidInput(f"mode={config.mode} has no meaning with a study, whose points are modelled; leave it out")
+    if config.output.path == STDOUT:
+        raise InvalidInput("output.path=-: a study is a folder of files; give one, such as output.path=scaling")
     overrides, choices, text, folders = _hydra(config)
     found = points(config, overrides, choices, folders)
     check_needs("timing", *(point.config for point in found))

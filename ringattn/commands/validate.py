@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -21,7 +20,7 @@ from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, oversu
 from ..choice import duration
 from ..config import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
-from ..files import check_writable, write_text
+from ..files import STDOUT, check_json, write_json
 from ..groups import Group, OutputGroup, TransportGroup
 from ..launcher import detect, run_local
 from ..machine_file import read_machine, read_record
@@ -36,8 +35,11 @@ from . import calibrate
 def main(config: SimulateConfig) -> None:
     """Print errors and coverage of held-out passes on every number of `ranks`, and of a published table."""
     _check(config)
-    if config.output.path:
-        check_writable(Path(config.output.path))
+    if config.output.path == STDOUT:
+        raise InvalidInput(
+            "output.path=-: mode=validate prints tables while it measures; give a file, such as output.path=errors.json"
+        )
+    check_json(config.output.path)
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
         if config.machine.path is None:
@@ -58,7 +60,7 @@ def main(config: SimulateConfig) -> None:
         record["ranks"].append({"ranks": ranks, **asdict(found), "passes": [_plain(one) for one in passes]})
     _show_published()
     if config.output.path:
-        write_text(Path(config.output.path), json.dumps(record, indent=1) + "\n")
+        write_json(config.output.path, record)
 
 
 def _check(config: SimulateConfig) -> None:

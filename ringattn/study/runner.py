@@ -13,7 +13,7 @@ from .. import __version__
 from ..asked import asked_machine, asked_plan
 from ..config import SimulateConfig
 from ..errors import InvalidInput, NumericsFailure, RingAttentionError
-from ..files import check_writable, make_folder, write_text
+from ..files import OUTPUTS, check_writable, make_folder, write_text
 from ..groups import WindowGroup
 from ..plan import Plan
 from ..progress import Tell
@@ -34,7 +34,7 @@ from .tables import Table, as_csv, as_summary, table
 FORMAT = "ringattn study 1"
 JOURNAL = "points.jsonl"
 #: Where studies without an output.path have their folders.
-STUDIES = Path("outputs") / "studies"
+STUDIES = Path(OUTPUTS) / "simulate"
 #: Names of the files that a study ends with, whose left-over halves are removed.
 WINDOW = "straggler_heat"
 FILES = (
