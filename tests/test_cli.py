@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,19 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import ringattn
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
 from ringattn.config import SCHEMAS, parse_size
 from ringattn.errors import InvalidInput
 from ringattn.overrides import prepare
-
-
-def ringattn(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [*(launcher or (sys.executable,)), "-m", "ringattn", *arguments]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env=env, check=False)
-
 
 Inside = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -92,7 +92,7 @@ def test_the_command_under_mpirun(start: Run, mpirun_path: str, tmp_path: Path) 
         if name == "mpi":
             assert "zigzag on 3 mpi ranks" in done.stdout and "NOT AS PLANNED" not in done.stdout
             assert done.stdout.count("forward time") == 1 and done.stderr == ""
-            assert len(list(tmp_path.glob("outputs/**/.hydra"))) == len(list(tmp_path.glob("outputs/*/*"))) == 1
+            assert len(list(tmp_path.glob("outputs/**/.hydra"))) == len(list(tmp_path.glob("outputs/run/*/*"))) == 1
     assert all(torch.equal(outs["mpi"][key], outs["virtual"][key]) for key in ("out", "lse"))
 
 

@@ -1,0 +1,14 @@
+"""The command line in a process of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def ringattn(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*(launcher or (sys.executable,)), "-m", "ringattn", *arguments]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env=env, check=False)

@@ -1,0 +1,135 @@
+"""Config groups of a user's own folder, and where outputs go."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import ringattn
+
+from ringattn.errors import InvalidInput
+from ringattn.overrides import prepare
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of a user, with options of its own in myconf/."""
+    for name, text in (
+        ("pattern/mine", "spec: Causal() & Window(${.left})\nleft: 7 # keys before the query\n"),
+        ("machine/mycluster", "spec: h100_nvlink_ib\nbeta: 1.0e+10\n"),
+        ("experiment/mine", "# @package _global_\ndefaults:\n  - override /pattern: mine\ntokens: 96\nranks: 3\n"),
+    ):
+        path = tmp_path / "myconf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [("--config-dir", "myconf"), ("--config-dir=myconf",), ("-cd", "myconf"), ("hydra.searchpath=[file://myconf]",)],
+)
+def test_options_of_a_users_folder(project: Path, folder: tuple[str, ...]) -> None:
+    done = ringattn("plan", *folder, "experiment=mine", "pattern.left=5", "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["pattern"], found["tokens"], found["ranks"]) == ("(Causal() & Window(left=5, right=0))", 96, 3)
+
+
+def test_a_users_options_are_checked_as_ours_are(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    own = ["--config-dir", "myconf"]
+    assert prepare("plan", [*own, "pattern=mine", "pattern.left=3"])
+    for overrides, words in (
+        ([*own, "pattern=mne"], "pattern=mne: unknown option; did you mean 'mine'?"),
+        ([*own, "pattern=mine", "pattern.n=3"], "pattern.n=3 has no meaning with pattern=mine"),
+        (["pattern=mine"], "pattern=mine: unknown option"),
+        (["--config-dir", "nowhere", "pattern=mine"], "--config-dir nowhere: no such folder"),
+    ):
+        with pytest.raises(InvalidInput, match=words.replace("?", r"\?")):
+            prepare("plan", overrides)
+
+
+def test_a_study_over_a_users_options(project: Path) -> None:
+    done = ringattn(
+        "simulate", "-m", "--config-dir", "myconf", "machine=mycluster,cpu", "pattern=mine,causal", "tokens=1k",
+        "study.plots=[]", cwd=project,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "4 points [modelled], 0 refused" in done.stdout
+    (folder,) = (project / "outputs").iterdir()
+    assert folder.name == "simulate", "all outputs without a path are in outputs/<verb>"
+
+
+def test_json_and_nothing_else_on_standard_output(tmp_path: Path) -> None:
+    common = ("ranks=2", "tokens=64", "heads=2", "head_dim=8")
+    run = ("run", "transport=virtual", "repeat=2", "input=random", "backward=true")
+    ran = json.loads(ringattn(*run, *common, "--json", cwd=tmp_path).stdout)
+    assert len(ran["passes"]["forward"]["seconds"]) == 2 and ran["error"] < 1e-5
+    assert sum(ran["passes"]["backward"]["bytes_sent"]) == ran["passes"]["backward"]["planned_bytes"] > 0
+    planned = json.loads(ringattn("plan", *common, "--json", cwd=tmp_path).stdout)
+    counted = planned["counted"]
+    assert (
+        sum(rank["pairs"] for rank in counted["ranks"])
+        == counted["totals"]["pairs"]
+        == ran["pairs"]
+        == 2 * 64 * 65 // 2
+    )
+    for name in ("forward", "backward"):
+        for unit in ("bytes", "messages"):
+            assert sum(rank[name][unit] for rank in counted["ranks"]) == counted["totals"][name][unit] > 0
+    simulated = json.loads(ringattn("simulate", *common, "output.path=-", cwd=tmp_path).stdout)
+    assert simulated["passes"]["forward"]["seconds"] > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"outputs"}, "of run, Hydra's record"
+
+
+@pytest.mark.multi
+def test_ranks_write_what_they_print(tmp_path: Path) -> None:
+    done = ringattn("run", "ranks=2", "tokens=64", "repeat=1", "output.report=here.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "here.json").read_text())
+    assert [one["name"] for one in found["processes"]] == ["rank 0", "rank 1"]
+    assert f"{found['error']:.2e}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bench", "--json"), "--json: ringattn bench prints no JSON; it is for run, plan, simulate"),
+        (("run", "output.report=missing/x.json"), "the folder missing does not exist"),
+        (("run", "output.path=-"), "safetensors is what is written"),
+        (("plan", "-m", "ranks=2,4", "output.path=x.json"), "every job would replace the output"),
+        (("simulate", "study=scaling", "--json"), "a study is a folder of files"),
+    ],
+)
+def test_json_that_cannot_be_written(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = ringattn(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [("ringattn si", {"simulate", "run"}), ("ringattn run layout=", {"layout=zigzag", "layout=striped"})],
+)
+def test_completion_answers(tmp_path: Path, line: str, wanted: set[str]) -> None:
+    command = [sys.executable, "-m", "ringattn", "-sc", "query=bash"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        env={**os.environ, "COMP_LINE": line},
+        check=True,
+    )
+    assert wanted <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize("verb", [(), ("run",)])
+def test_completion_installs_for_the_program(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    done = ringattn(*verb, "-sc", "install=bash", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("hydra_bash_completion ringattn")
