@@ -20,7 +20,7 @@ import ringattn as ra
 from ringattn.transport.base import Message, Post, Transport
 from ringattn.transport.torchdist import TorchDist
 
-DESTROYED = "the process group of this call or module was destroyed"
+DESTROYED = "the process group of this call or module was destroyed|torch.distributed is not initialised"
 #: What the DataLoader of torch raises, in a signal handler, where one of its workers was killed.
 KILLED = "DataLoader worker (pid 7) is killed by signal: Killed."
 
