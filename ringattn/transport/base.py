@@ -86,8 +86,8 @@ class Transport(Carrier, Protocol):
         """Every rank's record, in rank order. Collective."""
 
 
-#: Tags are below TAGS. Those of a call differ from those of the calls before and after it by SPAN or more.
-TAGS, SPAN = 1 << 30, 1 << 17
+#: The tags of messages of numbered calls are below TAGS, and the first ones of two calls in a row are SPAN apart.
+TAGS, SPAN = 1 << 28, 1 << 16
 
 
 def numbered(program: Program[T], number: int, *, backward: bool) -> Program[T]:

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommFailure, InvalidInput, raised_below
-from .base import HEAD, TAGS, Counters, Message, Post, by_tag, gather_in_rounds
+from .base import HEAD, Counters, Message, Post, by_tag, gather_in_rounds
 
 #: Bytes of a record that the first round of `gather` carries: all of most.
 SHORT = 4096 - HEAD
+#: Tags on Gloo begin here: those below are for the program's own messages. A tag is below 2^31.
+FIRST_TAG = 1 << 30
 #: Packages whose Python code runs between this module and a backend.
 BETWEEN = ("torch.distributed", "contextlib")
 #: The numbers of the calls of a group, which all transports of the group share.
@@ -109,7 +111,9 @@ class TorchDist:
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
         order: list[tuple[str, Any, Message]] = [("receive from", dist.irecv, m) for m in by_tag(post.recvs)]
         order += [("send to", dist.isend, m) for m in by_tag(post.sends)]
-        operations = [dist.P2POp(op, m.data, group=group, tag=TAGS + m.tag, group_peer=m.peer) for _, op, m in order]
+        operations = [
+            dist.P2POp(op, m.data, group=group, tag=FIRST_TAG + m.tag, group_peer=m.peer) for _, op, m in order
+        ]
         names = [f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes" for verb, _, m in order]
         try:
             works = dist.batch_isend_irecv(operations)
