@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ringattn on this machine under torchrun, one process per GPU, or RANKS processes. Arguments are overrides:
 #   launch/torchrun.sh transport=nccl tokens=1M            RANKS=2 launch/torchrun.sh tokens=8k backward=true
+# RESTARTS=2 starts all ranks again where one fails, so often at most.
 # More machines: run it on each with NODES=4 NODE=0..3 HEAD=host:port, HEAD being a free port of the first.
 set -euo pipefail
 
@@ -19,4 +20,5 @@ fi
 # torchrun gives every rank one thread unless told otherwise; CPU ranks share the cores instead.
 cores="$(nproc)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
-exec "${PYTHON:-python3}" -m torch.distributed.run "${place[@]}" --nproc-per-node "$ranks" -m ringattn run "$@"
+exec "${PYTHON:-python3}" -m torch.distributed.run "${place[@]}" --nproc-per-node "$ranks" \
+    --max-restarts "${RESTARTS:-0}" -m ringattn run "$@"

@@ -165,6 +165,26 @@ def agree(
     return plan, kernel
 
 
+def agree_backward(transport: Transport, number: int) -> None:
+    """Return where all ranks begin the backward of the same call of their ring; else every rank raises Mismatch.
+
+    As a call, its backward begins with a few bytes from each rank: ranks that run backwards in different order would
+    add the gradients of one call to those of another.
+    """
+    words = f"the backward of call {number + 1:,} of its group"
+    mine = json.dumps({"error": f"it runs {words} now, and all ranks must run the same"}).encode()
+    marks = transport.gather(hashlib.blake2b(mine, digest_size=MARK).digest())
+    if all(mark == marks[transport.rank] for mark in marks):
+        return
+    records = [json.loads(raw) for raw in transport.gather(mine)]
+    others = [(rank, record.get("error", "it begins a new call")) for rank, record in enumerate(records)]
+    told = "; ".join(f"rank {rank}: {error}" for rank, error in others if rank != transport.rank)
+    raise Mismatch(
+        f"rank {transport.rank} runs {words}, but other ranks do not ({told}). Run backwards and calls in the same order on "
+        "all ranks"
+    )
+
+
 def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad: bool) -> dict[str, Any]:
     pattern = repr(call.pattern) if not call.pattern.transient else f"{_SELECTED} {_digest(repr(call.pattern))}"
     return {

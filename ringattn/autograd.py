@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from .agreement import agree_backward
 from .executor import Forward, Job
 from .kernels.base import Kernel
 from .kernels.pad import HIDDEN
@@ -15,7 +16,7 @@ from .plan import Plan
 from .pool import empty
 from .remat import computed
 from .teams import backward, forward, kept_tensors
-from .transport.base import drive
+from .transport.base import Transport, drive, numbered
 from .transport.virtual import Virtual
 
 Tensors = tuple[torch.Tensor, ...]
@@ -31,16 +32,20 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class OneRank:
-    """This process is one rank of a transport."""
+    """This process is one rank of a transport. `number` is that of the call among those of the ring."""
 
     job: Job
-    transport: Any
+    transport: Transport
+    number: int
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
-        return drive(forward(self.job, q, k, v, keep=keep), self.transport)
+        program = forward(self.job, q, k, v, keep=keep)
+        return drive(numbered(program, self.number, backward=False), self.transport)
 
     def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
-        return drive(backward(self.job, grad, grad_lse, *saved), self.transport)
+        agree_backward(self.transport, self.number)
+        program = backward(self.job, grad, grad_lse, *saved)
+        return drive(numbered(program, self.number, backward=True), self.transport)
 
 
 @dataclass(frozen=True)

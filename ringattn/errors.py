@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 
@@ -47,6 +48,17 @@ class LaunchFailure(CommFailure):
 
 class NumericsFailure(RingAttentionError, RuntimeError):
     """A simulation found numbers, or a ledger, that are not what they must be."""
+
+
+def raised_below(error: BaseException, packages: tuple[str, ...] = ()) -> bool:
+    """Whether what the calling function called raised the error that it has just caught.
+
+    The call runs compiled code, and Python code of these packages. Where the traceback has a frame of another module,
+    a signal handler that ran in between raised the error: it is about something else, and must pass unchanged.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # the first is that of the caller
+    modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+    return all(any(name == package or name.startswith(f"{package}.") for package in packages) for name in modules)
 
 
 def plural(count: int, noun: str) -> str:

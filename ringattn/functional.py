@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ def ring_attention(
         wrong = caught  # the other ranks must hear of it
     plan, chosen = agree(transport, q, k, v, call, wrong)
     q, factor = _positive(q, call.scale)
-    runner = OneRank(Job(plan, transport.rank, chosen, factor, return_lse), transport)
+    runner = OneRank(Job(plan, transport.rank, chosen, factor, return_lse), transport, next(transport.calls))
     return _apply(q, k, v, runner, plan, return_lse, floor)
 
 
@@ -267,7 +268,8 @@ def _positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     return (q if sign == 1 else q * sign), factor
 
 
-_transports: dict[int, TorchDist] = {}
+#: One per process group, gone with the group: a transport does not keep its group alive.
+_transports: WeakKeyDictionary[Any, TorchDist] = WeakKeyDictionary()
 
 
 def _transport(group: Any, mesh: Any, transport: Any = None) -> Any:
@@ -277,10 +279,7 @@ def _transport(group: Any, mesh: Any, transport: Any = None) -> Any:
             raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
         return transport
     made = TorchDist(group, mesh=mesh)
-    known = _transports.get(id(made.group))
-    if known is None or known.group is not made.group:
-        _transports[id(made.group)] = known = made
-    return known
+    return _transports.setdefault(made.group, made)
 
 
 __all__ = ["attention", "positions", "ring_attention", "virtual_attention"]

@@ -71,14 +71,18 @@ def detect(env: Mapping[str, str] | None = None) -> Launch:
 
 
 def init_process_group(launch: Launch, *, backend: str, timeout: float) -> None:
-    """Join the process group of a torchrun job (env://)."""
+    """Join the process group of a torchrun job (env://), after a restart by `torchrun --max-restarts` too."""
     if launch.kind != "torchrun":
         raise InvalidInput(
             f"{launch.kind} started this job, which transport={backend} cannot join; start it with torchrun, use "
             "transport=mpi, or start it alone with ranks=2 to use ranks on this machine"
         )
     dist = importlib.import_module("torch.distributed")
-    dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=timeout))
+    within = timedelta(seconds=timeout)
+    store, rank, world = next(dist.rendezvous("env://", timeout=within))
+    # torchrun's store outlives the ranks: after a restart Gloo would find in it where the ranks before listened.
+    store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=within)
 
 
 @dataclass

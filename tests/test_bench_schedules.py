@@ -41,7 +41,8 @@ class Heard:
     def __init__(self, inner: Transport) -> None:
         self.inner, self.events = inner, []
         self.rank, self.size = inner.rank, inner.size
-        self.counters, self.agreed, self.check, self.wait = inner.counters, inner.agreed, inner.check, inner.wait
+        self.counters, self.calls, self.agreed = inner.counters, inner.calls, inner.agreed
+        self.check, self.wait = inner.check, inner.wait
 
     def post(self, post: Post) -> Any:
         self.events.append("messages")

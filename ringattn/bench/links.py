@@ -115,7 +115,7 @@ class Delayed:
         assert inner.size == board.links.ranks
         self.inner, self.board = inner, board
         self.rank, self.size = inner.rank, inner.size
-        self.counters, self.agreed = inner.counters, inner.agreed
+        self.counters, self.calls, self.agreed = inner.counters, inner.calls, inner.agreed
         self._turns: Counter[tuple[int, int, int]] = Counter()
 
     def check(self, device: torch.device) -> None:
@@ -150,7 +150,7 @@ class Free:
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
-        self.counters, self.agreed = inner.counters, inner.agreed
+        self.counters, self.calls, self.agreed = inner.counters, inner.calls, inner.agreed
 
     def check(self, device: torch.device) -> None:
         self.inner.check(device)

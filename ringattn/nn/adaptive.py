@@ -148,7 +148,7 @@ class AdaptiveAttention(RingAttention):
         record = struct.pack(HEAD, total, seed, *map(len, touched))
         for rows, x in zip(touched, sums, strict=True):
             record += rows.numpy().tobytes() + x[:, :, rows.to(x.device)].cpu().contiguous().numpy().tobytes()
-        records = gathered(record, **self._where)
+        records = gathered(record, **self._where.options)
         heads = [struct.unpack_from(HEAD, raw) for raw in records]
         most = max(head[0] for head in heads)
         whole = [x.new_zeros((*x.shape[:2], most + 1, x.shape[3]), device="cpu") for x in sums]

@@ -14,15 +14,35 @@ from ..functional import attention, check, positions, ring_attention, uncompiled
 from ..layout import Layout
 from ..pattern import Causal, Dilated, Pattern
 from ..plan import make_plan
+from ..transport.torchdist import WeakGroup
 
 ORDERS = ("BHND", "BNHD")
 
 
-class _Place(dict[str, Any]):
-    """Where a module runs. A copy of the module runs there, too: process groups have no copies."""
+class _Place:
+    """Where a module runs. A copy of the module runs there, too: process groups have no copies.
+
+    A module does not keep its process group alive, see `WeakGroup`, nor its mesh, which refers to groups.
+    """
+
+    def __init__(self, group: Any = None, mesh: Any = None, transport: Any = None) -> None:
+        given = {"group": group, "mesh": mesh, "transport": transport}
+        self.written = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        if transport is not None and len(self.written) > 1:
+            raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
+        self._transport = transport
+        self._group = None if group is None and mesh is None else WeakGroup(group, mesh=mesh)
+
+    def __bool__(self) -> bool:
+        return bool(self.written)
 
     def __deepcopy__(self, memo: Any) -> _Place:
         return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The argument that says who the ranks of a call are. Raises InvalidInput where the group was destroyed."""
+        return {"transport": self._transport} if self._group is None else {"group": self._group.group}
 
 
 class RingAttention(nn.Module):
@@ -57,14 +77,12 @@ class RingAttention(nn.Module):
         if order not in ORDERS:
             hint = did_you_mean(order, ORDERS)
             raise InvalidInput(f"unknown order {order!r}; {hint}expected {' or '.join(ORDERS)}")
-        where = {"group": group, "mesh": mesh, "transport": transport}
-        self._where = _Place((name, value) for name, value in where.items() if value is not None)
+        self._where = _Place(group, mesh, transport)
         if self._where and ranks is not None:
             raise InvalidInput(
-                f"ranks={ranks} asks for virtual ranks and {next(iter(self._where))}= for real ones; give one of them"
+                f"ranks={ranks} asks for virtual ranks and {self._where.written[0].split('=')[0]}= for real ones; give one of "
+                "them"
             )
-        if "transport" in self._where and len(self._where) > 1:
-            raise InvalidInput("transport= already says who the ranks are; leave out group= and mesh=")
         self.sharded, self.ranks = bool(self._where), ranks
         if not self.sharded and ranks is None:
             for name, value, default in (("layout", layout, "contiguous"), ("schedule", schedule, "auto")):
@@ -114,7 +132,7 @@ class RingAttention(nn.Module):
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, **more: Any) -> Any:
         options: dict[str, Any] = {**self.options, "return_lse": True, **more}
         if self.sharded:
-            return ring_attention(q, k, v, pattern, **self._where, **self._sharing, **options)
+            return ring_attention(q, k, v, pattern, **self._where.options, **self._sharing, **options)
         if self.ranks is not None:
             return virtual_attention(q, k, v, pattern, ranks=self.ranks, **self._sharing, **options)
         return attention(q, k, v, pattern, **options)
@@ -133,7 +151,7 @@ class RingAttention(nn.Module):
         pattern = self._pattern(is_causal)
         if self.sharded:
             rows = positions(
-                q, k, v, pattern, **self._where, **self._sharing, **self.options,
+                q, k, v, pattern, **self._where.options, **self._sharing, **self.options,
                 key_padding_mask=key_padding_mask, wrong=wrong,
             )  # fmt: skip
             return torch.from_numpy(rows).to(q.device)
@@ -153,7 +171,7 @@ class RingAttention(nn.Module):
     def extra_repr(self) -> str:
         parts = [repr(self.pattern)]
         if self.sharded:
-            parts += [f"{name}={value!r}" for name, value in self._where.items()]
+            parts += self._where.written
         if self.ranks is not None:
             parts.append(f"ranks={self.ranks}")
         if self.sharded or self.ranks is not None:

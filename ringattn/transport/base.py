@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -74,6 +74,8 @@ class Transport(Carrier, Protocol):
     rank: int
     size: int
     counters: Counters
+    #: The numbers of the calls of the ring, 0, 1, 2 ..., in the order in which all ranks make them.
+    calls: Iterator[int]
     #: Answers of past handshakes, by what was asked; filled by `agreement.agree`.
     agreed: dict[Any, Any]
 
@@ -82,6 +84,32 @@ class Transport(Carrier, Protocol):
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
+
+
+#: The tags of messages of numbered calls are below TAGS, and the first ones of two calls in a row are SPAN apart.
+TAGS, SPAN = 1 << 28, 1 << 16
+
+
+def numbered(program: Program[T], number: int, *, backward: bool) -> Program[T]:
+    """The program of a call, with tags that tell its messages from those of all other calls and of the other pass.
+
+    Tags repeat after TAGS / SPAN calls. A program alone has the tags of its plan, which are unique between two ranks.
+    """
+    reply: Any = None
+    while True:
+        try:
+            request = program.send(reply)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        if isinstance(request, Post):
+            first = number * SPAN + backward
+            sends, recvs = (
+                tuple(replace(message, tag=(first + 2 * message.tag) % TAGS) for message in messages)
+                for messages in (request.sends, request.recvs)
+            )
+            request = Post(sends, recvs, request.label)
+        reply = yield request
 
 
 #: Bytes that tell the length of a record.

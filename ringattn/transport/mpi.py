@@ -8,6 +8,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +59,7 @@ class Mpi:
             raise InvalidInput(f"timeout={timeout}: must be a number of seconds above 0")
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
+        self.calls: Iterator[int] = count()
         self.agreed: dict[Any, Any] = {}
         # Requests hold their buffers. All that are not done are kept, also after an error, so that memory that MPI
         # may still write to is not handed out again.

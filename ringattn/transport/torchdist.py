@@ -2,21 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
-from ..errors import CommFailure, InvalidInput
+from ..errors import CommFailure, InvalidInput, raised_below
 from .base import HEAD, Counters, Message, Post, by_tag, gather_in_rounds
 
 #: Bytes of a record that the first round of `gather` carries: all of most.
 SHORT = 4096 - HEAD
+#: Tags on Gloo begin here: those below are for the program's own messages. A tag is below 2^31.
+FIRST_TAG = 1 << 30
+#: Packages whose Python code runs between this module and a backend.
+BETWEEN = ("torch.distributed", "contextlib")
+#: The numbers of the calls of a group, which all transports of the group share.
+_calls: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+
+
+class WeakGroup:
+    """A ProcessGroup, given itself or by a one-dimensional DeviceMesh, that is not kept alive.
+
+    A group's threads and sockets last as long as anything refers to the group, so that only its owner may: after
+    `destroy_process_group` they are gone. torch itself refers to a group until then.
+    """
+
+    def __init__(self, group: Any = None, *, mesh: Any = None) -> None:
+        if mesh is not None:
+            if group is not None:
+                raise InvalidInput("both group= and mesh= are given; give one")
+            if mesh.ndim != 1:
+                names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+                raise InvalidInput(f"mesh has axes {names}; give one of them, such as mesh[{names[-1]!r}]")
+            group = mesh.get_group()
+        # On a process that is not a member torch gives a number in place of the group.
+        self._counted = dist.is_available() and isinstance(group, dist.ProcessGroup)
+        self._group = ref(group) if self._counted else lambda: group
+
+    @property
+    def group(self) -> Any:
+        """The group. Raises InvalidInput where it was destroyed."""
+        group = self._group()
+        if self._counted and (group is None or not _registered(group)):
+            raise InvalidInput(
+                "the process group of this call or module was destroyed; run every backward before "
+                "destroy_process_group, and make modules and transports anew after init_process_group"
+            )
+        return group
+
+
+def _registered(group: Any) -> bool:
+    """Whether torch.distributed knows the group: it was made there, and not destroyed."""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
 
 
 class TorchDist:
-    """One rank of a ProcessGroup, or of a one-dimensional DeviceMesh.
+    """One rank of a ProcessGroup, or of a one-dimensional DeviceMesh. The group is not kept alive, see `WeakGroup`.
+
+    On Gloo the tags of messages are 2^30 and above: a program's own messages on the group may have any tags below.
+    NCCL has no tags, and matches the messages between two ranks in the order in which they are posted: there nothing
+    else may be sent on the group between the first and the last message of a call, so give ring attention a group of its own
+    where your program sends, too. That all ranks run the same pass is compared before the first message of every pass.
 
     `timeout` (seconds) bounds every wait on Gloo. On NCCL a wait only orders streams; there the group's own
     timeout, given to init_process_group, aborts a hung message.
@@ -28,20 +82,20 @@ class TorchDist:
                 "torch.distributed is not initialised in this process; call torch.distributed.init_process_group, "
                 "start with torchrun, or use ringattn.virtual_attention for ranks within one process"
             )
-        if mesh is not None:
-            if group is not None:
-                raise InvalidInput("both group= and mesh= are given; give one")
-            if mesh.ndim != 1:
-                names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-                raise InvalidInput(f"mesh has axes {names}; give one of them, such as mesh[{names[-1]!r}]")
-            group = mesh.get_group()
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._group = WeakGroup(dist.group.WORLD if group is None and mesh is None else group, mesh=mesh)
+        group = self._group.group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise InvalidInput("this process is not a member of the group; call ring_attention on its members only")
-        self.backend = dist.get_backend(self.group)
+        self.backend = dist.get_backend(group)
+        self.calls = _calls.setdefault(group, count())
         self.timeout, self.counters = timeout, Counters()
         self.agreed: dict[Any, Any] = {}
+
+    @property
+    def group(self) -> Any:
+        """The process group. Raises InvalidInput where it was destroyed."""
+        return self._group.group
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput where the group's backend does not carry tensors of `device`."""
@@ -52,15 +106,20 @@ class TorchDist:
             raise InvalidInput("tensors are on the cpu but the group's backend is nccl; try a gloo group")
 
     def post(self, post: Post) -> list[tuple[Any, str]]:
+        group = self.group
         self.counters.add(post)
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
         order: list[tuple[str, Any, Message]] = [("receive from", dist.irecv, m) for m in by_tag(post.recvs)]
         order += [("send to", dist.isend, m) for m in by_tag(post.sends)]
-        operations = [dist.P2POp(op, m.data, group=self.group, tag=m.tag, group_peer=m.peer) for _, op, m in order]
+        operations = [
+            dist.P2POp(op, m.data, group=group, tag=FIRST_TAG + m.tag, group_peer=m.peer) for _, op, m in order
+        ]
         names = [f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes" for verb, _, m in order]
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
+            if not raised_below(error, BETWEEN):
+                raise
             raise self._failure("; ".join(names), error) from error
         if len(works) != len(names):  # NCCL coalesces a batch into one work
             names = ["; ".join(names)] * len(works)
@@ -75,13 +134,16 @@ class TorchDist:
 
     def _exchange(self, record: bytes) -> list[bytes]:
         """Every rank's record; all are equally long."""
+        group = self.group
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(self.backend) else "cpu"
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         name = "records of all ranks, before the first message"
         try:
-            work = dist.all_gather(found, mine, group=self.group, async_op=True)
+            work = dist.all_gather(found, mine, group=group, async_op=True)
         except RuntimeError as error:
+            if not raised_below(error, BETWEEN):
+                raise
             raise self._failure(name, error) from error
         self._wait(work, name)
         return [r.cpu().numpy().tobytes() for r in found]
@@ -93,6 +155,8 @@ class TorchDist:
             else:
                 work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
+            if not raised_below(error, BETWEEN):
+                raise
             raise self._failure(name, error) from error
 
     def _failure(self, name: str, error: RuntimeError) -> CommFailure:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import byte_table
+import group_cases
 import pytest
 import rank_cases
 import torch
@@ -86,6 +87,12 @@ def tags(transport: Mpi) -> list[int]:
 
 def checks(transport: Mpi) -> list[Any]:
     return [records(transport), shapes(transport), tags(transport), len(transport._flying)]
+
+
+def passes(transport: Mpi) -> list[list[str]]:
+    """What is told of passes in different order, and of errors that a signal handler raises during a wait."""
+    told = group_cases.order_of_passes(transport.rank, transport)
+    return [told, group_cases.errors_of_others(transport.rank, transport)]
 
 
 def split(transport: Mpi) -> bool:

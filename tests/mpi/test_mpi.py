@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import byte_table
+import group_cases
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_gloo import WRONG
+from test_groups import check_order
 
 Run = Callable[..., Any]
 pytestmark = pytest.mark.mpi
@@ -42,6 +44,12 @@ def test_every_rank_is_told_before_the_first_message(mpirun: Run) -> None:
 
 def test_records_of_any_length_buffers_that_are_refused_and_tags_above_the_bound(mpirun: Run) -> None:
     assert mpirun("checks", 3) == [[[0, 1, 2], True, [0, 1, 2], 0]] * 3
+
+
+def test_passes_in_different_order_and_errors_of_signal_handlers(mpirun: Run) -> None:
+    orders, errors = zip(*mpirun("passes", 2), strict=True)
+    check_order(list(orders))
+    assert errors == ([f"RuntimeError: {group_cases.KILLED}"] * 2, [])
 
 
 def test_a_part_of_the_world(mpirun: Run) -> None:

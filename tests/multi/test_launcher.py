@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +70,32 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
     for pid in children.split():
         state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout.strip()
         assert state in ("", "Z", "Zs"), f"process {pid} is left behind in state {state}"
+
+
+#: A rank of which the second ends after its first start; after the restart both meet again.
+RESTARTED = """
+import os, time
+from ringattn.launcher import detect, init_process_group
+import torch.distributed as dist
+
+init_process_group(detect(), backend="gloo", timeout=30)
+dist.barrier()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(60) if dist.get_rank() == 0 else os._exit(5)
+print("met again", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_meet_again_after_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", "ranks.py"], cwd=tmp_path, capture_output=True,
+        text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("met again") == 2
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ class Silent:
     rank, size = 0, 4
 
     def __init__(self) -> None:
-        self.counters, self.agreed = Counters(), {}
+        self.counters, self.calls, self.agreed = Counters(), count(), {}
         self.waited: list[Any] = []
 
     def check(self, device: torch.device) -> None: ...
