@@ -113,7 +113,7 @@ class Host:
         if self._side is None:
             return data
         if len(self._stages) < STAGES:
-            return torch.empty(self._capacity, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(self._capacity, dtype=torch.uint8, pin_memory=True, device="cpu")
         stage, done = self._stages.popleft()
         done.synchronize()  # the copy that used it last
         return stage
