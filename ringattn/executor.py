@@ -13,7 +13,7 @@ import torch
 
 from .buffers import Tensors
 from .held import Held, zeros
-from .kernels.base import Kernel, finite, wide
+from .kernels.base import Kernel, finite, finite_rows, marked, wide
 from .kernels.base import backward as kernel_backward
 from .kernels.base import forward as kernel_forward
 from .kernels.pad import delta, with_column, with_delta
@@ -67,18 +67,21 @@ def forward(
     steps = rank_plan.forward
     script = make_script(job.plan, job.rank, job.kernel)
     visits = iter(script.visits)
+    k, v, whole = marked(k, v)
+    query, bad = finite_rows(q)
     state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept if keep else ())
     rows, inputs = Rows(q, v.shape[-1], out), Inputs(memory_pool(q.device))
+    own = Part("kv", job.rank)
     for index, step in enumerate(steps):
         yield from state.start(index, f"forward step {index}")
         for block in step.visits:
             key, value = state.block(block)
             portions = next(visits)
-            clean = hides(portions) and finite(key, value)
+            clean = hides(portions) and (whole if block == own else finite(key, value))
             for portion in portions:
                 for piece in portion.pieces:
                     for batch in batches(piece.work, q):
-                        x, y, z = inputs.of(piece.work, batch, (q,), (key, value))
+                        x, y, z = inputs.of(piece.work, batch, (query,), (key, value))
                         call = partial(kernel_forward, job.kernel, x, y, z, piece.work, job.scale, clean=clean)
                         rows.add(portion.section, piece, *retried(call, q.device), batch)
                 if portion.last:
@@ -86,7 +89,7 @@ def forward(
         yield from state.finish(index)
     state.buffers.close()
     inputs.close()
-    return Forward(*rows.finish(script.empty), tuple(x for part in state.kept for x in state.blocks[part]))
+    return Forward(*rows.finish(script.empty, bad), tuple(x for part in state.kept for x in state.blocks[part]))
 
 
 def backward(

@@ -119,13 +119,18 @@ class Rows:
             self._rows(self.out, section.rows).copy_(total)
             self.pool.give(store)
 
-    def finish(self, empty: Sequence[range]) -> Pair:
-        """(out, lse); rows that saw no key are 0 and -inf."""
+    def finish(self, empty: Sequence[range], bad: torch.Tensor | None = None) -> Pair:
+        """(out, lse); rows that saw no key are 0 and -inf, others that are flagged in `bad` [B, H, n] are NaN."""
         self._allocate()
         assert self.out is not None
         for rows in empty:
             self._rows(self.out, rows).zero_()
             self._rows(self.lse, rows).fill_(-torch.inf)
+        if bad is not None:
+            self.out.masked_fill_((bad & (self.lse != -torch.inf)).unsqueeze(-1), torch.nan)
+        if self.out.numel():
+            # A bad key shows in all columns of out (see `kernels.base.marked`).
+            self.lse.masked_fill_(self.out[..., 0].isnan(), torch.nan)
         return self.out, self.lse.to(wide(self.q.dtype))
 
     def _section(self, section: Section) -> Pair:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..buffers import Buffer, put
+from ..kernels.base import marked
 from ..moves import moves
 from ..plan import Plan
 from ..steps import Hop, Kind, Step
@@ -107,6 +108,11 @@ class Host:
                 stored = self.storage.rows(name, rows)
                 for move in shared:
                     put(*((stored, x) if add else (x, stored)), move, add=add)
+            if part.kind == "kv":
+                views = buffer.view(part)
+                *found, clean = marked(views[0], views[1])
+                for x, made in zip(views, () if clean else found, strict=not clean):
+                    x.copy_(made)
 
     def _stage(self, data: torch.Tensor) -> torch.Tensor:
         """Host memory for the bytes of a message: on a CPU the message itself."""
