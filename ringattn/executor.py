@@ -6,7 +6,7 @@ group and, thousands of times in turns, on virtual ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from .kernels.base import forward as kernel_forward
 from .kernels.pad import delta, with_column, with_delta
 from .plan import Plan
 from .pool import memory_pool, retried
-from .rows import Inputs, Rows, add_, batches
+from .rows import Inputs, Rows, add_, batches, lined_up
 from .script import hides, make_script
 from .steps import Part
 from .transport.base import Program
@@ -67,6 +67,7 @@ def forward(
     steps = rank_plan.forward
     script = make_script(job.plan, job.rank, job.kernel)
     visits = iter(script.visits)
+    q, k, v = map(lined_up, (q, k, v))
     k, v, whole = marked(k, v)
     query, bad = finite_rows(q)
     state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept if keep else ())
@@ -107,13 +108,15 @@ def backward(
     rotate, dq is gathered here and dk, dv travel to the owner of the block; where queries do, it is the other way
     round. All are gathered in fp32 (fp64 for fp64 inputs).
     """
+    grad, q, k, v, out = map(lined_up, (grad, q, k, v, result.out))
+    result = replace(result, out=out)
     if job.plan.rotates == "queries":
         return (yield from _by_queries(job, grad, grad_lse, q, k, v, result))
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.backward
     held = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
     state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept, held=held)
-    out, hidden = result.out, result.lse == -torch.inf
+    hidden = result.lse == -torch.inf
     whole = finite(grad, q, out, result.lse.masked_fill(hidden, 0.0))
     lse = result.lse.masked_fill(hidden, torch.inf)
     inputs = Inputs(memory_pool(q.device))
