@@ -100,4 +100,5 @@ def test_padding_hides_nothing_else_in_fp16(sign: int, ranks: int) -> None:
     assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
     grads = torch.autograd.grad(out.float().sum(), inputs)
     assert all(x.isfinite().all() for x in grads)
-    assert (grads[2][0, 0, :8] - 1.5).abs().max() <= 1e-2 and (grads[2][0, 0, 8:] == 0).all()
+    # An fp32 lse of 1.3e6 is a multiple of 1/8, so that the backward's weights are right to exp(1/16).
+    assert (grads[2][0, 0, :8] - 1.5).abs().max() <= 0.1 and (grads[2][0, 0, 8:] == 0).all()
