@@ -12,25 +12,29 @@ from .steps import Part
 
 #: (K, V), (dK, dV), (q, dO), (lse, delta) or (dQ,).
 Tensors = tuple[torch.Tensor, ...]
+#: Bytes of the widest loads and stores of GPUs.
+ALIGNED = 16
 
 
 class Buffer:
-    """A message: its parts one after another in one contiguous uint8 tensor.
+    """A message: its parts in one contiguous uint8 tensor, aligned without a byte of padding.
 
-    Parts in fp32 or fp64 come first, so that every part is aligned without padding.
+    First come the parts whose sizes are multiples of ALIGNED bytes, so that all of these begin at such multiples, as the
+    kernels of GPUs want it of blocks that they read in place. The others follow by the sizes of their numbers, widest
+    first, so that each begins at a multiple of its own.
     """
 
     def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan, *, wire: bool) -> None:
         self.store, self.parts = store, parts
         self.live = set(parts)
         sizes = [plan.part_bytes(part, wire=wire) for part in parts]
+        dtypes: list[torch.dtype] = [getattr(torch, plan.part_dtype(part, wire=wire)) for part in parts]
         self.data = store[: sum(sizes)]
         self._views: dict[Part, Tensors] = {}
         start = 0
-        for part, size in zip(parts, sizes, strict=True):
-            dtype: torch.dtype = getattr(torch, plan.part_dtype(part, wire=wire))
-            self._views[part] = _views(self.data[start : start + size], part, plan, dtype)
-            start += size
+        for i in sorted(range(len(parts)), key=lambda i: (sizes[i] % ALIGNED != 0, -dtypes[i].itemsize)):
+            self._views[parts[i]] = _views(self.data[start : start + sizes[i]], parts[i], plan, dtypes[i])
+            start += sizes[i]
 
     def view(self, part: Part) -> Tensors:
         """The tensors of a part, [B, heads, rows, D], Dv or 1, contiguous."""

@@ -119,16 +119,18 @@ class _Text:
         heads = self.shape.heads if name == "q" else self.shape.kv_heads
         # A byte has 256 values, so project the embedding once, not the text: rows do not depend on the shard.
         generator = torch.Generator().manual_seed(self.seed * 4 + NAMES.index(name) + 1)
-        table = torch.randn(256, EMBEDDING, generator=torch.Generator().manual_seed(self.seed * 4))
-        weights = torch.randn(EMBEDDING, heads * self.shape.head_dim, generator=generator) / math.sqrt(EMBEDDING)
+        table = torch.randn(256, EMBEDDING, generator=torch.Generator().manual_seed(self.seed * 4), device="cpu")
+        weights = torch.randn(EMBEDDING, heads * self.shape.head_dim, generator=generator, device="cpu") / math.sqrt(
+            EMBEDDING
+        )
         projected = (table.double() @ weights.double()).float()
-        out = torch.empty(self.shape.batch, heads, len(r), self.shape.head_dim, dtype=self.shape.dtype)
+        out = torch.empty(self.shape.batch, heads, len(r), self.shape.head_dim, dtype=self.shape.dtype, device="cpu")
         first = 0
         for part in _by_chunks(r):
             index = torch.from_numpy(self.data[part.start : part.stop : part.step].astype(np.int64))
             x = projected[index].view(len(part), heads, self.shape.head_dim).transpose(0, 1)
             if name != "v":
-                x = rotate(x, torch.arange(part.start, part.stop, part.step))
+                x = rotate(x, torch.arange(part.start, part.stop, part.step, device="cpu"))
             out[:, :, first : first + len(part)] = x
             first += len(part)
         return out
@@ -140,7 +142,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0) -> 
     Columns i and i + D // 2 turn by position * base^(-2i / D): Su et al., RoFormer (2021), in the half-split order.
     """
     half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
+    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / max(half, 1))
     angle = positions.double()[:, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -160,11 +162,11 @@ class _Random:
     def rows(self, name: str, r: range) -> torch.Tensor:
         s = self.shape
         heads, width = (s.heads if name == "q" else s.kv_heads), (s.value_dim if name == "v" else s.head_dim)
-        out = torch.empty(s.batch, heads, len(r), width, dtype=s.dtype)
-        column = torch.arange(width)
+        out = torch.empty(s.batch, heads, len(r), width, dtype=s.dtype, device="cpu")
+        column = torch.arange(width, device="cpu")
         first = 0
         for part in _by_chunks(r):
-            position = torch.arange(part.start, part.stop, part.step)[:, None] * width + column
+            position = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + column
             for b in range(s.batch):
                 for h in range(heads):
                     stream = ((self.seed * 3 + NAMES.index(name)) * s.batch + b) * heads + h

@@ -6,20 +6,20 @@ group and, thousands of times in turns, on virtual ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from .buffers import Tensors
 from .held import Held, zeros
-from .kernels.base import Kernel, finite, wide
+from .kernels.base import Kernel, finite, finite_rows, marked, wide
 from .kernels.base import backward as kernel_backward
 from .kernels.base import forward as kernel_forward
 from .kernels.pad import delta, with_column, with_delta
 from .plan import Plan
 from .pool import memory_pool, retried
-from .rows import Inputs, Rows, add_, batches
+from .rows import Inputs, Rows, add_, batches, lined_up
 from .script import hides, make_script
 from .steps import Part
 from .transport.base import Program
@@ -67,18 +67,22 @@ def forward(
     steps = rank_plan.forward
     script = make_script(job.plan, job.rank, job.kernel)
     visits = iter(script.visits)
+    q, k, v = map(lined_up, (q, k, v))
+    k, v, whole = marked(k, v)
+    query, bad = finite_rows(q)
     state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept if keep else ())
     rows, inputs = Rows(q, v.shape[-1], out), Inputs(memory_pool(q.device))
+    own = Part("kv", job.rank)
     for index, step in enumerate(steps):
         yield from state.start(index, f"forward step {index}")
         for block in step.visits:
             key, value = state.block(block)
             portions = next(visits)
-            clean = hides(portions) and finite(key, value)
+            clean = hides(portions) and (whole if block == own else finite(key, value))
             for portion in portions:
                 for piece in portion.pieces:
                     for batch in batches(piece.work, q):
-                        x, y, z = inputs.of(piece.work, batch, (q,), (key, value))
+                        x, y, z = inputs.of(piece.work, batch, (query,), (key, value))
                         call = partial(kernel_forward, job.kernel, x, y, z, piece.work, job.scale, clean=clean)
                         rows.add(portion.section, piece, *retried(call, q.device), batch)
                 if portion.last:
@@ -86,7 +90,7 @@ def forward(
         yield from state.finish(index)
     state.buffers.close()
     inputs.close()
-    return Forward(*rows.finish(script.empty), tuple(x for part in state.kept for x in state.blocks[part]))
+    return Forward(*rows.finish(script.empty, bad), tuple(x for part in state.kept for x in state.blocks[part]))
 
 
 def backward(
@@ -104,13 +108,15 @@ def backward(
     rotate, dq is gathered here and dk, dv travel to the owner of the block; where queries do, it is the other way
     round. All are gathered in fp32 (fp64 for fp64 inputs).
     """
+    grad, q, k, v, out = map(lined_up, (grad, q, k, v, result.out))
+    result = replace(result, out=out)
     if job.plan.rotates == "queries":
         return (yield from _by_queries(job, grad, grad_lse, q, k, v, result))
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.backward
     held = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
     state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept, held=held)
-    out, hidden = result.out, result.lse == -torch.inf
+    hidden = result.lse == -torch.inf
     whole = finite(grad, q, out, result.lse.masked_fill(hidden, 0.0))
     lse = result.lse.masked_fill(hidden, torch.inf)
     inputs = Inputs(memory_pool(q.device))

@@ -230,7 +230,7 @@ class Run:
         place = places(rows, positions)
         mine = [(i, place[row]) for i, row in enumerate(rows) if row in place]
         gaps = [(out[:, :, local].double().cpu() - truth[:, :, i]).abs().max() for i, local in mine]
-        worst = torch.stack(gaps).max() if gaps else torch.zeros((), dtype=torch.float64)
+        worst = torch.stack(gaps).max() if gaps else torch.zeros((), dtype=torch.float64, device="cpu")
         worst = worst.reshape(1)
         reduce(worst, True)
         return float(worst) / max(float(truth.abs().max()), torch.finfo(torch.float64).tiny)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import TypeVar
 
 import torch
@@ -23,42 +24,49 @@ T = TypeVar("T")
 class Pool:
     """Idle uint8 tensors of one device, by size. `hits` and `misses` count the calls of `take`.
 
-    Setting `limit` (bytes) to 0 turns it off. `idle_bytes` never exceeds `limit`.
+    Setting `limit` (bytes) to 0 turns it off. `idle_bytes` never exceeds `limit`. Threads may share a pool.
     """
 
     def __init__(self, device: torch.device, limit: int = LIMIT) -> None:
         self.device, self.limit = device, limit
         self.hits = self.misses = self.idle_bytes = 0
         self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()  # least recently used size first
+        # The same thread may enter twice: the garbage collector can end a generator that gives a tensor back.
+        self._lock = RLock()
 
     def take(self, size: int) -> torch.Tensor:
         """A tensor of `size` bytes with arbitrary contents. Raises OutOfMemory."""
-        stores = self._idle.get(size)
-        if stores:
-            self.hits += 1
-            self.idle_bytes -= size
-            return stores.pop()
-        self.misses += 1
-        return empty((size,), torch.uint8, self.device)
+        with self._lock:
+            stores = self._idle.get(size)
+            if stores:
+                self.hits += 1
+                self.idle_bytes -= size
+                return stores.pop()
+            self.misses += 1
+        # A tensor made in inference mode could not be written to outside of it, where the next caller may be.
+        with torch.inference_mode(False):
+            return empty((size,), torch.uint8, self.device)
 
     def give(self, store: torch.Tensor) -> None:
         """Take back a tensor that nobody reads or writes any more; the least recently used go beyond the limit."""
         size = store.numel()
-        self._idle.setdefault(size, []).append(store)
-        self._idle.move_to_end(size)
-        self.idle_bytes += size
-        while self.idle_bytes > self.limit:
-            oldest, stores = next(iter(self._idle.items()))
-            if stores:
-                stores.pop()
-                self.idle_bytes -= oldest
-            else:
-                del self._idle[oldest]
+        with self._lock:
+            self._idle.setdefault(size, []).append(store)
+            self._idle.move_to_end(size)
+            self.idle_bytes += size
+            while self.idle_bytes > self.limit:
+                oldest, stores = next(iter(self._idle.items()))
+                if stores:
+                    stores.pop()
+                    self.idle_bytes -= oldest
+                else:
+                    del self._idle[oldest]
 
     def clear(self) -> None:
         """Return all idle memory to the system."""
-        self._idle.clear()
-        self.idle_bytes = 0
+        with self._lock:
+            self._idle.clear()
+            self.idle_bytes = 0
 
 
 _pools: dict[torch.device, Pool] = {}
@@ -67,9 +75,9 @@ _pools: dict[torch.device, Pool] = {}
 def memory_pool(device: torch.device | str = "cpu") -> Pool:
     """The pool of a device."""
     device = torch.device(device)
-    if device not in _pools:
-        _pools[device] = Pool(device, LIMIT if device.type == "cpu" else 0)
-    return _pools[device]
+    pool = _pools.get(device)
+    # `setdefault` is atomic: threads that come first together get one pool.
+    return pool or _pools.setdefault(device, Pool(device, LIMIT if device.type == "cpu" else 0))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -115,7 +123,7 @@ def auto_batch_size(call: Callable[[int], T], start: int) -> tuple[int, T]:
         try:
             return batch, call(batch)
         except (OutOfMemory, torch.OutOfMemoryError, MemoryError) as error:
-            for pool in _pools.values():
+            for pool in list(_pools.values()):
                 pool.clear()
             if batch <= 1:
                 if isinstance(error, OutOfMemory):

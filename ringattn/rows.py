@@ -16,6 +16,8 @@ from .work import Work, moved
 
 #: Query rows times heads times batch of one call: bounds what a kernel allocates for it.
 BATCH_ROWS = 1 << 18
+#: Bytes of a cache line and of the widest registers of CPUs.
+LINE = 64
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -26,6 +28,17 @@ def batches(work: Work, q: torch.Tensor) -> Iterator[slice]:
     size = max(1, min(size, BATCH_ROWS // (len(work.q) * len(work.heads))))
     for first in range(0, len(q), size):
         yield slice(first, first + size)
+
+
+def lined_up(x: torch.Tensor) -> torch.Tensor:
+    """x where its rows are whole cache lines, or where it is contiguous and begins with one; else a copy that does.
+
+    Matrix products add in another order at other addresses. With this a shard gives the same bits whether it is a tensor
+    of its own, as on a real rank, or a view of the whole sequence, as on a virtual one.
+    """
+    if x.shape[-1] * x.element_size() % LINE == 0 or (x.is_contiguous() and x.data_ptr() % LINE == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Inputs:
@@ -119,13 +132,18 @@ class Rows:
             self._rows(self.out, section.rows).copy_(total)
             self.pool.give(store)
 
-    def finish(self, empty: Sequence[range]) -> Pair:
-        """(out, lse); rows that saw no key are 0 and -inf."""
+    def finish(self, empty: Sequence[range], bad: torch.Tensor | None = None) -> Pair:
+        """(out, lse); rows that saw no key are 0 and -inf, others that are flagged in `bad` [B, H, n] are NaN."""
         self._allocate()
         assert self.out is not None
         for rows in empty:
             self._rows(self.out, rows).zero_()
             self._rows(self.lse, rows).fill_(-torch.inf)
+        if bad is not None:
+            self.out.masked_fill_((bad & (self.lse != -torch.inf)).unsqueeze(-1), torch.nan)
+        if self.out.numel():
+            # A bad key shows in all columns of out (see `kernels.base.marked`).
+            self.lse.masked_fill_(self.out[..., 0].isnan(), torch.nan)
         return self.out, self.lse.to(wide(self.q.dtype))
 
     def _section(self, section: Section) -> Pair:

@@ -41,13 +41,13 @@ def oracle_rows(
     batch, heads, _, width = q.shape
     group = heads // k.shape[1]
     place = places(rows, positions)
-    query = torch.zeros(batch, heads, len(rows), width, dtype=torch.float64)
+    query = torch.zeros(batch, heads, len(rows), width, dtype=torch.float64, device="cpu")
     for i, row in enumerate(rows):
         if row in place:
             query[:, :, i] = q[:, :, place[row]].double().cpu()
     reduce(query, False)
-    top = torch.full((batch, heads, len(rows)), -torch.inf, dtype=torch.float64)
-    total = torch.zeros(batch, heads, len(rows), v.shape[-1] + 1, dtype=torch.float64)
+    top = torch.full((batch, heads, len(rows)), -torch.inf, dtype=torch.float64, device="cpu")
+    total = torch.zeros(batch, heads, len(rows), v.shape[-1] + 1, dtype=torch.float64, device="cpu")
     parts = [slice(first, first + KEYS) for first in range(0, len(positions), KEYS)]
 
     def seen(h: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ Kind = Literal["kv", "grad", "q", "row", "dq", "qkv", "out", "dout", "dqkv"]
 #: Kinds whose parts arrive and are passed on as they are, and those whose parts are sums that ranks add to.
 BLOCKS: tuple[Kind, ...] = ("kv", "q", "row")
 SUMS: tuple[Kind, ...] = ("grad", "dq")
-#: Kinds in the wider dtype stand first in a message, which keeps what follows aligned.
+#: The order of the parts of a message where its plan lists them; `buffers` says where each of them begins.
 ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "row": 1, "kv": 2, "q": 2}
 
 

@@ -16,6 +16,7 @@ from test_moves import head_counts, schedules
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Plan, Window, make_plan
+from ringattn.buffers import Buffer
 from ringattn.cut import Cut, decode, places
 from ringattn.kernels.base import wide
 from ringattn.kernels.pad import EXTRA, delta, with_delta
@@ -322,3 +323,33 @@ def test_only_some_ranks_may_use_the_gradient_of_lse() -> None:
         out, lse = ra.virtual_attention(q, k, v, Causal(), **options)
         grads = torch.autograd.grad((out, lse), (q, k, v), (case.grad, case.grad_lse))
         assert max(errors(Result(out, lse, grads), oracle)) <= 1e-12
+
+
+@pytest.mark.parametrize("dim", [4, 5, 7, 8])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_parts_of_a_message_are_aligned_whatever_the_sizes(ranks: int, dim: int) -> None:
+    """A part of 2-byte numbers and odd size beside parts of 4-byte ones: views of each, in as many bytes as planned."""
+    q, k, v = (torch.randn(1, 3, 21, dim, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    wanted = [x.requires_grad_() for x in (q, k, v)]
+    truth = torch.autograd.grad(ra.attention(*wanted, Causal()).sum(), wanted)
+    for schedule in ("ring", "direct"):
+        out = ra.virtual_attention(
+            *wanted, Causal(), ranks=ranks, schedule=schedule, rotate="queries", wire_dtype="bfloat16"
+        )
+        for a, b in zip(torch.autograd.grad(out.sum(), wanted), truth, strict=True):
+            assert (a - b).abs().max() <= 0.05 * b.abs().max()
+
+
+def test_parts_that_kernels_read_in_place_begin_at_multiples_of_16_bytes() -> None:
+    plan = ra.make_plan(
+        Full(), tokens=21, ranks=3, heads=3, kv_heads=3, head_dim=8, dtype="bfloat16", schedule="ring", rotate="queries"
+    )
+    sent = {hop.parts for step in plan.for_rank(1).backward for hop in step.sends}
+    assert any({"q", "row"} <= {part.kind for part in parts} for parts in sent)
+    for parts in sent:
+        size = sum(map(plan.part_bytes, parts))
+        buffer = Buffer(torch.empty(size, dtype=torch.uint8), parts, plan, wire=True)
+        assert buffer.data.numel() == size  # not a byte of padding
+        for part in parts:
+            offsets = [x.storage_offset() * x.element_size() for x in buffer.view(part)]
+            assert part.kind == "row" or not offsets[0] % 16

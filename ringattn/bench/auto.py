@@ -109,7 +109,7 @@ def _attends(schedule: str) -> Callable[[Context], Run]:
             pattern, tokens=settings["tokens"], ranks=context.ranks, layout=settings["layout"], heads=HEADS
         )
         source = torch.Generator().manual_seed(1)
-        whole = [torch.randn(1, HEADS, settings["tokens"], DIM, generator=source) for _ in range(3)]
+        whole = [torch.randn(1, HEADS, settings["tokens"], DIM, generator=source, device="cpu") for _ in range(3)]
         q, k, v = (plan.layout.shard_tensor(x, context.rank).clone() for x in whole)
         options: dict[str, Any] = {"layout": plan.layout, "schedule": schedule, "transport": context.transport}
         return lambda: ring_attention(q, k, v, pattern, **options)

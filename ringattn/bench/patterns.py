@@ -81,7 +81,7 @@ def _tensors(context: Context, count: int, tokens: int | None = None) -> list[to
     source = torch.Generator().manual_seed(1)
     shape = (settings["batch"], HEADS, tokens or settings["tokens"], DIM)
     dtype: torch.dtype = getattr(torch, settings["dtype"])
-    return [torch.empty(shape, dtype=dtype).normal_(generator=source) for _ in range(count)]
+    return [torch.empty(shape, dtype=dtype, device="cpu").normal_(generator=source) for _ in range(count)]
 
 
 def _dense(context: Context) -> Run:
@@ -197,7 +197,7 @@ def _checkpointed(kind: str, *, layers: int = 4, tokens: int = 16384) -> Case:
             )
             for _ in range(layers)
         ]
-        x = torch.randn(1, context.settings["tokens"], size, requires_grad=True)
+        x = torch.randn(1, context.settings["tokens"], size, requires_grad=True, device="cpu")
 
         def layer(module: torch.nn.Module, y: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.gelu(module(y)[0]) + y

@@ -67,7 +67,7 @@ def _whole(settings: dict[str, Any]) -> list[torch.Tensor]:
     """q, k, v and a cotangent, the same on every rank."""
     source = torch.Generator().manual_seed(1)
     shape = (settings["batch"], HEADS, settings["tokens"], DIM)
-    return [torch.randn(shape, generator=source) for _ in range(4)]
+    return [torch.randn(shape, generator=source, device="cpu") for _ in range(4)]
 
 
 def _layout(context: Context) -> Layout:
@@ -205,7 +205,7 @@ def _memory(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> Case:
 
     def make(context: Context) -> Run:
         local = context.settings["tokens"] // context.ranks  # fewer than `rows` in the warm-up
-        q, k, v, *grad = (torch.randn(1, HEADS, local, DIM) for _ in range(4 if rotate else 3))
+        q, k, v, *grad = (torch.randn(1, HEADS, local, DIM, device="cpu") for _ in range(4 if rotate else 3))
         attend = partial(ring_attention, pattern=Full(), schedule="ring", rotate=rotate or "auto")
         return _differentiated(attend, q, k, v, *grad) if rotate else lambda: attend(q, k, v)
 

@@ -131,7 +131,7 @@ def _inputs(context: Context) -> list[torch.Tensor]:
     """q, k, v and a cotangent, the same on every rank."""
     source, settings = torch.Generator().manual_seed(1), context.settings
     shape = (settings["batch"], HEADS, settings["tokens"], DIM)
-    return [torch.randn(shape, generator=source) for _ in range(4)]
+    return [torch.randn(shape, generator=source, device="cpu") for _ in range(4)]
 
 
 def _transport(context: Context) -> Transport:
@@ -169,7 +169,7 @@ def _messages(schedule: str) -> Callable[[Context], Run]:
         def prepare(hops: tuple[Hop, ...]) -> tuple[Message, ...]:
             sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]
             return tuple(
-                Message(hop.peer, hop.tag, torch.zeros(size, dtype=torch.uint8))
+                Message(hop.peer, hop.tag, torch.zeros(size, dtype=torch.uint8, device="cpu"))
                 for hop, size in zip(hops, sizes, strict=True)
             )
 

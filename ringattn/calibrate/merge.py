@@ -24,7 +24,7 @@ def measure(
     """(bytes of an output and its lse in the wider dtype, seconds of merging one into it on all ranks) by size."""
     found = []
     for n in rows:
-        size = n * heads * (head_dim + 1) * torch.empty((), dtype=wide(dtype)).element_size()
+        size = n * heads * (head_dim + 1) * wide(dtype).itemsize
         sets = [_partials(team, n, heads, head_dim, dtype) for _ in range(max(2, min(COLD // (2 * size), MOST_SETS)))]
         turn = cycle(sets)
 

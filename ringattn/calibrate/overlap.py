@@ -43,7 +43,7 @@ def _one(team: Team, kernel: Kernel, rows: int, heads: int, head_dim: int, dtype
         team.device,
         backward=False,
     )
-    size = 2 * rows * heads * head_dim * torch.empty((), dtype=dtype).element_size()
+    size = 2 * rows * heads * head_dim * dtype.itemsize
     mine, theirs = team.buffer(size), team.buffer(size)
     following, before = (team.rank + 1) % team.size, (team.rank - 1) % team.size
     together, both = [], []

@@ -72,7 +72,7 @@ class Streamed(Run):
         shape = self.source.shape
         shapes = ((shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim))
         q, k, v = (
-            torch.empty((), dtype=shape.dtype).expand(shape.batch, heads, shape.tokens, width)
+            torch.empty((), dtype=shape.dtype, device="cpu").expand(shape.batch, heads, shape.tokens, width)
             for heads, width in shapes
         )
         call = Call(
@@ -98,7 +98,7 @@ class Streamed(Run):
             noise = random_source(replace(shape, kv_heads=shape.heads), self.config.input.seed + 1)
             tensors["dout"] = noise.rows("v", whole).mul_(self.plan.pattern.output_scale)
         self.inputs = tuple(tensors[name] for name in NAMES)
-        tensors |= {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in results.items()}
+        tensors |= {name: torch.empty(size, dtype=dtype, device="cpu") for name, (size, dtype) in results.items()}
         self.storage = Whole(tensors)
 
     def _on_disk(self, results: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:

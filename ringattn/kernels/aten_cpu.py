@@ -119,5 +119,6 @@ def _masking(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]
 
 @lru_cache(maxsize=32)
 def _mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> torch.Tensor:
-    hidden = ~band(rows, keys, lo, hi, torch.device("cpu"))
-    return torch.zeros(rows, keys, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    with torch.inference_mode(False):  # it outlives the caller's inference mode
+        hidden = ~band(rows, keys, lo, hi, torch.device("cpu"))
+        return torch.zeros(rows, keys, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf)

@@ -1,6 +1,10 @@
 """One interface over the attention kernels, and the conventions that every kernel is brought to.
 
 lse is the natural log, fp32 (fp64 for fp64 inputs), [B, H, N], and every row handed to a kernel sees a key.
+
+Bad numbers, NaN and infinities alike, go by rows, whatever the ranks, the tiling and the kernel: a bad row of q makes that
+row of out and lse NaN, a bad row of k or v makes NaN each row that sees it. In the backward such a row, or a bad row of
+the cotangent, makes NaN its own dq and the dk and dv of all keys that it sees. A row that sees no key stays 0 and -inf.
 """
 
 from __future__ import annotations
@@ -54,22 +58,24 @@ class Kernel(ABC):
 @lru_cache(maxsize=32)
 def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.device) -> torch.Tensor:
     """Bool [rows, keys], true where row i attends key j: lo <= i - j <= hi. Shared: do not write to it."""
-    distance = torch.arange(rows, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if lo is not None:
-        seen &= distance >= lo
-    if hi is not None:
-        seen &= distance <= hi
-    return seen
+    with torch.inference_mode(False):  # it outlives the caller's inference mode
+        distance = torch.arange(rows, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if lo is not None:
+            seen &= distance >= lo
+        if hi is not None:
+            seen &= distance <= hi
+        return seen
 
 
 def forward(
     kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float, *, clean: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernel.forward`, where a NaN or infinity in a key row reaches only the rows that see it.
+    """`kernel.forward`, where a bad row of k or v reaches only the rows that see it. q is finite, see `finite_rows`.
 
     Libraries hide a key by a zero weight, and 0 * NaN is NaN; so bad key rows are zeroed first and the rows
-    that see one are set to NaN after. `clean` says that k and v are known to be finite.
+    that see one are set to NaN after. Without a band every row sees every key, and the NaN of `marked` values reaches
+    all of them by itself. `clean` says that k and v are known to be finite.
     """
     if clean or work.dense:
         return kernel.forward(q, k, v, work, scale)
@@ -108,6 +114,30 @@ def backward(
     group = bad.unflatten(1, (k.shape[1], -1)).any(2)
     hit = _sees(group, lo, hi, work.keys).unsqueeze(-1)
     return dq.masked_fill(wide, torch.nan), dk.masked_fill(hit, torch.nan), dv.masked_fill(hit, torch.nan)
+
+
+def finite_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(q with 0 for each bad number, flags [B, H, n] of its bad rows), or (q, None) where all are known to be finite.
+
+    Libraries give 0 for some rows whose logits are all NaN, so that no kernel gets to see a bad q: the rows are set to
+    NaN when they are finished.
+    """
+    if finite(q):
+        return q, None
+    good = q.isfinite()
+    return q.masked_fill(~good, 0.0), ~good.all(-1)
+
+
+def marked(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """(k, v, True) where both are known to be finite; else k with 0 and v with NaN in each bad row of either, and False.
+
+    A weight times NaN is NaN even where the weight is 0. A bad logit is less reliable: -inf hides its key, and where all
+    logits of a call are NaN some libraries give 0.
+    """
+    if finite(k, v):
+        return k, v, True
+    bad = _bad_rows(k, v).unsqueeze(-1)
+    return k.masked_fill(bad, 0.0), v.masked_fill(bad, torch.nan), False
 
 
 def finite(*tensors: torch.Tensor) -> bool:

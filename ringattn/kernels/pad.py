@@ -15,9 +15,11 @@ from .base import wide
 
 #: Columns added for the gradient of lse, and for padded keys: libraries want multiples of 8.
 EXTRA = 8
-#: The logit of a padded key is minus this. Kernels keep logits in fp32, but the columns must be finite in their dtype.
+#: The logit of a padded key is minus this, or less where the columns that make it would not be finite in their dtype:
+#: in fp16 it is minus EXTRA * 65504^2 * scale, 4.3e9 for a head dim of 64. Kernels keep logits in fp32.
 HIDDEN = 1e30
-HIDDEN_FP16 = 1e6
+#: A logit that hides no more than this is refused: rows of half of it and below would be taken for rows of padding.
+LEAST = 1e6
 #: A delta that is more than this times the largest entry of its row of dO is the gradient of lse.
 FAR = 1024.0
 
@@ -90,18 +92,20 @@ def hide_keys(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """(q', k', v', floor): attention of them is that of q, k, v without the keys that `mask` [B, n] flags.
 
-    q' = [q, c, 0 ...] and k' = [k, -c or 0, 0 ...] with scale * c * c = HIDDEN: the weight of a flagged key is exactly
-    0, its logit that of no row, and rows that see flagged keys only come out with lse < floor. Flagged rows of k and v
-    are zeroed, so that whatever is in them, NaN too, stays there.
+    q' = [q, c, c ...] and k' = [k, -c or 0, the same ...] with scale * EXTRA * c * c = HIDDEN, or as near to it as the dtype
+    allows: the weight of a flagged key is exactly 0, its logit that of no row, and rows that see flagged keys only come out
+    with lse < floor. Flagged rows of k and v are zeroed, so that whatever is in them, NaN too, stays there.
     """
-    size = HIDDEN_FP16 if q.dtype == torch.float16 else HIDDEN
-    column = (size / abs(scale)) ** 0.5 if scale else float("inf")
-    if not 0 < column <= torch.finfo(q.dtype).max:
+    factor = EXTRA * abs(scale)
+    column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(q.dtype).max)
+    size = factor * column * column
+    if not LEAST <= size < float("inf"):
         raise Unsupported(
             f"key_padding_mask cannot be honoured with scale={scale} in {q.dtype}: no finite column hides a key; "
             "try a scale near 1 / sqrt(head_dim)"
         )
     hidden = mask[:, None, :, None]
-    wide_q = with_column(q, column if scale > 0 else -column)
-    wide_k = with_column(k.masked_fill(hidden, 0), mask[:, None].to(k.dtype) * -column)
+    wide_q = pad(q, (0, EXTRA), value=column if scale > 0 else -column)
+    wide_k = pad(k.masked_fill(hidden, 0), (0, EXTRA))
+    wide_k[..., k.shape[-1] :].masked_fill_(hidden, -column)
     return wide_q, wide_k, v.masked_fill(hidden, 0), -size / 2

@@ -135,7 +135,7 @@ class AdaptiveAttention(RingAttention):
         known = (x.detach() if mask is None else x.detach().masked_fill(mask[:, None, :, None], 0) for x in (q, k))
         blocks = ((q_block, total + 1), (k_block, total + 1))
         sums = [_sums(x.to(dtype), shown, *where) for x, where in zip(known, blocks, strict=True)]
-        seed = int(torch.randint(1 << 62, ())) if self.training and self.noise else 0
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if self.training and self.noise else 0
         if self.sharded:
             sums, seed = self._all_sums(sums, total, seed)
             total = sums[1].shape[2] - 1
@@ -167,7 +167,7 @@ class AdaptiveAttention(RingAttention):
         scores = scores.float().cpu()
         if self.training and self.noise:
             source = torch.Generator().manual_seed(seed)
-            uniform = torch.rand(scores.shape, generator=source).clamp(1e-20, 1 - 1e-7)
+            uniform = torch.rand(scores.shape, generator=source, device="cpu").clamp(1e-20, 1 - 1e-7)
             scores = scores - self.noise * torch.log(-torch.log(uniform))
         if not scores.shape[-1]:
             return np.zeros((1, 0, 0), dtype=bool)

@@ -153,7 +153,7 @@ def exact_ranks(
         seen = np.asarray(bound.visible(places[:, None], places[None, :], head, source.tokens))
         mask = torch.from_numpy(np.broadcast_to(seen, (len(places), len(places))).astype(np.float64))
         some = mask.sum(-1, keepdim=True) > 0
-        bias = mask.log().where(some, torch.zeros((), dtype=torch.float64))
+        bias = mask.log().where(some, torch.zeros((), dtype=torch.float64, device="cpu"))
         weights = (q[0, head] @ k[0, head // group].T * scale + bias).softmax(-1) * some
         outs.append(weights @ v[0, head // group])
     out = torch.stack(outs)[None] * bound.output_scale

@@ -81,7 +81,9 @@ class Source:
         else:
             index = np.arange(r.start, r.stop, r.step) % self.period
             found = table.index_select(2, torch.from_numpy(index))
-        return self._ramped(found, r, torch.empty(found.shape, dtype=self.dtype)) if name == "v" else found
+        return (
+            self._ramped(found, r, torch.empty(found.shape, dtype=self.dtype, device="cpu")) if name == "v" else found
+        )
 
     @contextmanager
     def shard(self, rows: Sequence[range]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -135,10 +137,12 @@ class Source:
     def _fresh(self, name: Name, r: range) -> torch.Tensor:
         heads = self.heads if name in ("q", "grad") else self.kv_heads
         width = self.head_dim if name in ("q", "k") else self.value_dim
-        out = torch.empty(1, heads, len(r), width, dtype=self.dtype)
+        out = torch.empty(1, heads, len(r), width, dtype=self.dtype, device="cpu")
         for first in range(0, len(r), CHUNK):
             part = r[first : first + CHUNK]
-            index = torch.arange(part.start, part.stop, part.step)[:, None] * width + torch.arange(width)
+            index = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + torch.arange(
+                width, device="cpu"
+            )
             for head in range(heads):
                 stream = (self.seed * len(NAMES) + NAMES.index(name)) * self.heads + head
                 out[0, head, first : first + len(part)] = counter_normal(stream, index)
@@ -156,7 +160,7 @@ class Source:
         if name not in self._tables:
             assert self.period is not None
             one = self._fresh(name, range(self.period))
-            index = torch.arange(self.period + self.margin) % self.period
+            index = torch.arange(self.period + self.margin, device="cpu") % self.period
             self._tables[name] = one.index_select(2, index)
         return self._tables[name]
 
@@ -166,7 +170,7 @@ class Source:
         return target
 
     def _tags(self, r: range) -> torch.Tensor:
-        return (torch.arange(r.start, r.stop, r.step, dtype=torch.float64) * self.unit).to(self.dtype)
+        return (torch.arange(r.start, r.stop, r.step, dtype=torch.float64, device="cpu") * self.unit).to(self.dtype)
 
 
 class Whole(Source):

@@ -180,7 +180,7 @@ def placed_slots(slots: tuple[int, ...]) -> Slots:
     """Slots as an index of a dimension: a slice where they are a run."""
     if slots[-1] - slots[0] == len(slots) - 1 and list(slots) == sorted(slots):
         return slice(slots[0], slots[-1] + 1)
-    return torch.tensor(slots)
+    return torch.tensor(slots, device="cpu")
 
 
 @lru_cache(maxsize=1024)

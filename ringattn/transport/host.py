@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..buffers import Buffer, put
+from ..kernels.base import marked
 from ..moves import moves
 from ..plan import Plan
 from ..steps import Hop, Kind, Step
@@ -107,13 +108,18 @@ class Host:
                 stored = self.storage.rows(name, rows)
                 for move in shared:
                     put(*((stored, x) if add else (x, stored)), move, add=add)
+            if part.kind == "kv":
+                views = buffer.view(part)
+                *found, clean = marked(views[0], views[1])
+                for x, made in zip(views, () if clean else found, strict=not clean):
+                    x.copy_(made)
 
     def _stage(self, data: torch.Tensor) -> torch.Tensor:
         """Host memory for the bytes of a message: on a CPU the message itself."""
         if self._side is None:
             return data
         if len(self._stages) < STAGES:
-            return torch.empty(self._capacity, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(self._capacity, dtype=torch.uint8, pin_memory=True, device="cpu")
         stage, done = self._stages.popleft()
         done.synchronize()  # the copy that used it last
         return stage

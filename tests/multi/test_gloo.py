@@ -28,6 +28,12 @@ def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str
     assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [128] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_head_dim_equals_virtual(run_ranks: Run, ranks: int) -> None:
+    """Rows that are no whole cache lines; and a call in inference mode before each of those that train."""
+    assert run_ranks(rank_cases.odd_head_dims, ranks, timeout=120) == [16] * ranks
+
+
 def test_byte_table(new_ranks: Run) -> None:
     byte_table.check(new_ranks(rank_cases.byte_counts, byte_table.RANKS, timeout=120))
 
