@@ -19,6 +19,7 @@ from .pattern import Pattern
 from .plan import Plan, make_plan
 from .stream import check_chunk, get_device, make_stream
 from .timing import Machine, get_machine
+from .transport.records import Exchange, Telling
 from .transport.torchdist import TorchDist
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,12 +74,14 @@ def ring_attention(
     call = Call(
         pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate, return_lse
     )
-    floor, wrong = None, None
-    try:
+    floor = None
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        nonlocal q, k, v, floor
         q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
-    except RingAttentionError as caught:
-        wrong = caught  # the other ranks must hear of it
-    plan, chosen = agree(transport, q, k, v, call, wrong)
+        return q, k, v
+
+    plan, chosen = agree(transport, call, prepare)
     q, factor = _positive(q, call.scale)
     runner = OneRank(Job(plan, transport.rank, chosen, factor, return_lse), transport)
     return _apply(q, k, v, runner, plan, return_lse, floor)
@@ -111,16 +114,28 @@ def positions(
     """
     transport = _transport(group, mesh, transport)
     call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate)
-    try:
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if wrong is not None:
+            raise wrong
         check(q, k, v, call, key_padding_mask)
-    except RingAttentionError as caught:
-        wrong = wrong or caught
-    return agree(transport, q, k, v, call, wrong)[0].layout.positions(transport.rank)
+        return q, k, v
+
+    return agree(transport, call, prepare, "positions")[0].layout.positions(transport.rank)
 
 
-def gathered(record: bytes, *, group: Any = None, mesh: Any = None, transport: Any = None) -> list[bytes]:
-    """The record of every rank of a ring, in rank order. Collective."""
-    return list(_transport(group, mesh, transport).gather(record))
+def telling(stage: str = "call", *, group: Any = None, mesh: Any = None, transport: Any = None) -> Telling:
+    """A context that tells all ranks of a ring, in their next exchange, what its block raises on this one.
+
+    It belongs around what a rank does between two collective calls that all ranks make together; `stage` is the first
+    exchange of the second one.
+    """
+    return Telling(_transport(group, mesh, transport), stage)
+
+
+def exchange(stage: str, *, group: Any = None, mesh: Any = None, transport: Any = None) -> Exchange:
+    """A context in which every rank of a ring makes a record, and after which each has those of all. Collective."""
+    return Exchange(_transport(group, mesh, transport), stage)
 
 
 @uncompiled
