@@ -136,6 +136,9 @@ def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call
         transport.check(q.device)
         record = json.dumps(_record(q, k, v, call)).encode()
         told.mine = digest(record) + agreed.history
+    for rank, both in enumerate(told.records):
+        if len(both) != 2 * MARK:
+            raise _undecoded(rank, both)
     marks = tuple(both[:MARK] for both in told.records)
     plan: Plan | None = agreed.begin(marks, tuple(both[MARK:] for both in told.records))
     if plan is None:
@@ -217,12 +220,16 @@ def _fields(records: list[bytes]) -> list[dict[str, Any]]:
         except ValueError:  # neither UTF-8, nor JSON
             fields = None
         if not isinstance(fields, dict) or (found and fields.keys() != found[0].keys()):
-            raise Mismatch(
-                f"rank {rank} sent {plural(len(raw), 'byte')} that cannot be decoded as its part of the handshake; "
-                "install the same ringattn on all ranks, and let nothing else use this transport meanwhile"
-            )
+            raise _undecoded(rank, raw)
         found.append(fields)
     return found
+
+
+def _undecoded(rank: int, raw: bytes) -> Mismatch:
+    return Mismatch(
+        f"rank {rank} sent {plural(len(raw), 'byte')} that cannot be decoded as its part of the handshake; install the same "
+        "ringattn on all ranks, and let nothing else use this transport meanwhile"
+    )
 
 
 def _compare(records: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from ringattn.bench.network import run_nodes
 from ringattn.config import RunConfig
 from ringattn.job import Run
 from ringattn.transport.base import Post, Transport
+from ringattn.transport.records import PREFIX
 
 LINKS = Links(2, 2, 1e9, 1e10)
 

@@ -98,13 +98,15 @@ class AdaptiveAttention(RingAttention):
             wide_q = torch.cat((q, (a[:, :, own] * factor * (1 if scale >= 0 else -1)).to(q.dtype)), -1)
             wide_k = torch.cat((k, (b[:, :, own] * factor).to(k.dtype)), -1)
             run: dict[str, Any] = {"key_padding_mask": key_padding_mask, "scale": scale}
+            own_blocks = local_window(self.block, blocks=0) & Causal()
+            others = table & ~np.eye(table.shape[1], dtype=bool) if causal else table
+            selected = _passing(self.block, others)
         if not causal:
-            return self._run(wide_q, wide_k, v, _passing(self.block, table), **run)
-        own_block = self._run(q, k, v, local_window(self.block, blocks=0) & Causal(), **run)
-        others = table & ~np.eye(table.shape[1], dtype=bool)
+            return self._run(wide_q, wide_k, v, selected, **run)
+        own_block = self._run(q, k, v, own_blocks, **run)
         if not others.any():
             return own_block
-        return _merged(*own_block, *self._run(wide_q, wide_k, v, _passing(self.block, others), **run))
+        return _merged(*own_block, *self._run(wide_q, wide_k, v, selected, **run))
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
         """Counted: the fraction of key blocks that the last call selected, of any sequence; 0 before the first call."""
