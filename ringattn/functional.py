@@ -58,7 +58,8 @@ def ring_attention(
 
     The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
     of `transport`. All ranks call with the same arguments and matching shapes; this is compared in every call, before
-    the first message: by 8 bytes of each rank and, where shapes or arguments are new, by a handshake.
+    the first message: by a digest of each rank and, where shapes or arguments are new, by a handshake in full. Ranks
+    wait for each other as long as the timeout of the group, or of `transport`, allows.
     schedule="auto" takes the one that the timing model predicts to be fastest on `machine` (a Machine, "cpu" or "cuda";
     default: by the device of the tensors). The layout is chosen before there are shards, by `make_plan`.
     `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, and `rotate` says what
@@ -68,7 +69,8 @@ def ring_attention(
 
     Returns out [B, H, n, Dv] in the dtype of q, and with `return_lse` also the log-sum-exp of the scaled logits
     [B, H, n], fp32 (fp64 for fp64), both differentiable. Rows that see no key are 0, with lse -inf.
-    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, CommFailure after.
+    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message; any other exception of one rank
+    by then is a Mismatch on the others. CommFailure where a rank is missing.
     """
     transport = _transport(group, mesh, transport)
     call = Call(
