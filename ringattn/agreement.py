@@ -1,32 +1,51 @@
-"""Checks before the first message: of one rank's arguments, and that all ranks agree about theirs."""
+"""Checks before the first message: of one rank's arguments, and that all ranks agree about theirs.
+
+The handshake is a state machine of at most three exchanges, in each of which every rank sends exactly one record.
+
+1. "call" ("positions" where only they are wanted): the mark of this rank's record, a digest of its arguments in one
+   spelling for all forms of equal arguments, and the history of its table of remembered handshakes. Where the histories
+   differ, all ranks empty their tables. Then all tables are the same; all ranks look the marks of all ranks up in theirs,
+   and all find a plan, which ends the handshake, or none does.
+2. "arguments": the records in full, which are compared.
+3. "plan": the hash of the plan that this rank has made of them. Where all are the same, all ranks remember the plan.
+
+Which exchange comes next depends only on what all ranks have received in the last one, never on what one rank knows, so
+that no rank waits in an exchange that another does not enter. An exception of one rank between two exchanges takes the
+place of its record in the next one, and ends the handshake on all ranks (`transport.records`): that rank raises its own
+exception, the others a Mismatch that names the rank. A rank that leaves all the same, as where it is interrupted within
+an exchange, sends its next "call" while others wait at another stage: all raise, and are in step again. What such a
+rank remembers has another history then, which the next call finds.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .errors import InvalidInput, Mismatch, RingAttentionError
+from .errors import InvalidInput, Mismatch, plural
 from .kernels import get_kernel
 from .kernels.base import Kernel
-from .layout import Layout, check_layout
+from .layout import Layout, check_layout, layout_name
 from .pattern import Pattern
 from .plan import Plan, make_plan
 from .rotation import check_rotate
 from .schedules import resolve
-from .sizes import ITEM_BYTES
+from .sizes import ITEM_BYTES, dtype_name
 from .timing import Machine, get_machine
 from .transport.base import Transport
+from .transport.records import MARK, Exchange, digest
 
-#: Characters of an error that other ranks repeat.
-QUOTED = 1500
-#: Bytes of the digest by which a rank tells the others what it is about to do.
-MARK = 8
-#: Handshakes that a transport remembers.
-REMEMBERED = 1024
+#: The most bytes of a record of arguments, whose long fields are shortened to digests.
+LIMIT = 1 << 14
+#: Bytes of the number of a call.
+NUMBER = 8
+#: Makes the q, k and v of a call.
+Prepare = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class Call:
         if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
             kinds = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
             raise InvalidInput(f"q, k and v must have one dtype and one device, got {kinds}")
-        if str(q.dtype).removeprefix("torch.") not in ITEM_BYTES:
+        if dtype_name(q.dtype) not in ITEM_BYTES:
             raise InvalidInput(f"dtype {q.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
         if not (q.shape[0] == k.shape[0] == v.shape[0]) or not (q.shape[2] == k.shape[2] == v.shape[2]):
             raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}")
@@ -101,68 +120,54 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any
         "kv_heads": k.shape[1],
         "head_dim": q.shape[3],
         "value_dim": v.shape[3],
-        "dtype": str(q.dtype).removeprefix("torch."),
+        "dtype": dtype_name(q.dtype),
         "batch": q.shape[0],
     }
 
 
-def agree(
-    transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call,
-    wrong: RingAttentionError | None = None,
-) -> tuple[Plan, Kernel]:  # fmt: skip
-    """The plan that all ranks of the transport run, and this rank's kernel.
+def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call") -> tuple[Plan, Kernel]:
+    """The plan that all ranks of the transport run, and this rank's kernel for the (q, k, v) that `prepare` gives.
 
-    Every call begins with a few bytes from each rank: what it is about to do. Where all ranks have done the same
-    together before, the answer is remembered; else a handshake follows. So a rank whose own arguments are the same
-    as before still hears that another's shard has changed, or is wrong. Where one rank's arguments are wrong
-    (`wrong` is what its caller has found already), or ranks disagree, every rank raises.
+    Every exception of `prepare`, and of what is done here between the exchanges, reaches all ranks. `stage` names the
+    first exchange: ranks that agree for different purposes are no match.
     """
-    error: RingAttentionError | None = None
-    key: Any = None
-    kernel: Kernel | None = None
-    record: dict[str, Any] = {}
-    try:
-        if wrong is not None:
-            raise wrong
+    agreed = transport.agreed
+    with Exchange(transport, stage, limit=2 * MARK) as told:
+        q, k, v = prepare()
         kernel = call.check(q, k, v)
         transport.check(q.device)
-        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        key = (tuple(q.shape), tuple(k.shape), tuple(v.shape), q.dtype, q.device, grad, call)
-        record = _record(q, k, v, call, grad)
-    except RingAttentionError as caught:
-        error = caught
-        record = {"error": str(caught)[:QUOTED]}
-    mine = json.dumps(record).encode()
-    marks = tuple(transport.gather(hashlib.blake2b(mine, digest_size=MARK).digest()))
-    known = None if error is not None else transport.agreed.get((key, marks))
-    if known is not None:
-        return known
-    records = [json.loads(raw) for raw in transport.gather(mine)]
-    _raise_errors(records, error)
-    _compare(records)
-    plan, error = None, None
-    try:
+        record = json.dumps(_record(q, k, v, call)).encode()
+        told.mine = digest(record) + agreed.history
+    for rank, both in enumerate(told.records):
+        if len(both) != 2 * MARK:
+            raise _undecoded(rank, both)
+    marks = tuple(both[:MARK] for both in told.records)
+    plan: Plan | None = agreed.begin(marks, tuple(both[MARK:] for both in told.records))
+    if plan is None:
+        plan = _compared(transport, q, k, v, call, record)
+    agreed.end(marks, None if call.pattern.transient else plan)
+    return plan, kernel
+
+
+def _compared(
+    transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, record: bytes
+) -> Plan:
+    """The plan after a handshake in full; every rank raises where the records, or the plans made of them, differ."""
+    with Exchange(transport, "arguments", LIMIT) as told:
+        told.mine = record
+    with Exchange(transport, "plan", LIMIT) as made:
+        records = _fields(told.records)
+        _compare(records)
         rows = [found["rows"] for found in records]
-        tokens = sum(rows)
         plan = make_plan(
-            call.pattern, tokens=tokens, ranks=transport.size, layout=call.layout, schedule=call.schedule,
+            call.pattern, tokens=sum(rows), ranks=transport.size, layout=call.layout, schedule=call.schedule,
             machine=get_machine(call.machine, q.device.type), wire_dtype=call.wire_dtype, rotate=call.rotate,
             **describe(q, k, v),
         )  # fmt: skip
         _check_rows(plan, rows)
-        record = {"plan": plan.hash}
-    except RingAttentionError as caught:
-        error = caught
-        record = {"error": str(caught)[:QUOTED]}
-    records = [json.loads(raw) for raw in transport.gather(json.dumps(record).encode())]
-    _raise_errors(records, error)
-    _compare(records)
-    assert plan is not None and kernel is not None
-    if len(transport.agreed) >= REMEMBERED:
-        transport.agreed.clear()  # on all ranks alike: they make the same calls
-    if not call.pattern.transient:
-        transport.agreed[key, marks] = (plan, kernel)
-    return plan, kernel
+        made.mine = json.dumps({"layout": _written(plan.layout), "plan": plan.hash}).encode()
+    _compare(_fields(made.records))
+    return plan
 
 
 def agree_backward(transport: Transport, number: int) -> None:
@@ -171,37 +176,42 @@ def agree_backward(transport: Transport, number: int) -> None:
     As a call, its backward begins with a few bytes from each rank: ranks that run backwards in different order would
     add the gradients of one call to those of another.
     """
-    words = f"the backward of call {number + 1:,} of its group"
-    mine = json.dumps({"error": f"it runs {words} now, and all ranks must run the same"}).encode()
-    marks = transport.gather(hashlib.blake2b(mine, digest_size=MARK).digest())
-    if all(mark == marks[transport.rank] for mark in marks):
-        return
-    records = [json.loads(raw) for raw in transport.gather(mine)]
-    others = [(rank, record.get("error", "it begins a new call")) for rank, record in enumerate(records)]
-    told = "; ".join(f"rank {rank}: {error}" for rank, error in others if rank != transport.rank)
-    raise Mismatch(
-        f"rank {transport.rank} runs {words}, but other ranks do not ({told}). Run backwards and calls in the same order on "
-        "all ranks"
-    )
+    with Exchange(transport, "backward", NUMBER) as told:
+        told.mine = number.to_bytes(NUMBER, "little")
+    numbers = [int.from_bytes(raw, "little") for raw in told.records]
+    if any(other != number for other in numbers):
+        who = "; ".join(f"rank {rank} runs that of call {other + 1:,}" for rank, other in enumerate(numbers))
+        raise Mismatch(
+            f"the ranks run backwards of different calls of their group: {who}. Run backwards and calls in the same order "
+            "on all ranks"
+        )
 
 
-def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, grad: bool) -> dict[str, Any]:
-    pattern = repr(call.pattern) if not call.pattern.transient else f"{_SELECTED} {_digest(repr(call.pattern))}"
+def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, Any]:
+    """What this rank is about to do, in one spelling for all forms of equal arguments.
+
+    `rows` and `layout_tokens`, the tokens that a Layout was made for, are this rank's own: they are not compared.
+    """
+    layout, wire = call.layout, call.wire_dtype
+    pattern = repr(call.pattern)
+    if call.pattern.transient:
+        pattern = f"{_SELECTED} {_short_digest(pattern)}"
     return {
         "rows": q.shape[2],
+        "layout_tokens": layout.tokens if isinstance(layout, Layout) else None,
         **describe(q, k, v),
         "device": q.device.type,
-        "pattern": pattern if len(pattern) < 200 else f"{pattern[:160]}... (digest {_digest(pattern)})",
-        "layout": call.layout if isinstance(call.layout, str) else _written(call.layout),
-        "schedule": call.schedule,
+        "pattern": _shortened(pattern),
+        "layout": layout_name(layout) if isinstance(layout, str) else _written(layout),
+        "schedule": resolve(call.schedule),
         "kernel": call.kernel,
-        "machine": repr(get_machine(call.machine, q.device.type)),
-        "scale": call.scale,
-        "deterministic": call.deterministic,
-        "wire_dtype": None if call.wire_dtype is None else str(call.wire_dtype),
+        "machine": _shortened(repr(get_machine(call.machine, q.device.type))),
+        "scale": float(call.scale),
+        "deterministic": bool(call.deterministic),
+        "wire_dtype": None if wire is None else dtype_name(wire),
         "rotate": call.rotate,
-        "return_lse": call.return_lse,
-        "requires_grad": grad,
+        "return_lse": bool(call.return_lse),
+        "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }
 
 
@@ -212,25 +222,52 @@ def _written(layout: Layout) -> str:
 _SELECTED = "blocks selected anew (all ranks need the same scorer weights, k, and train or eval mode),"
 
 
-def _digest(text: str) -> str:
+def _shortened(text: str) -> str:
+    return text if len(text) < 200 else f"{text[:160]}... (digest {_short_digest(text)})"
+
+
+def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _raise_errors(records: list[dict[str, Any]], mine: RingAttentionError | None) -> None:
-    if mine is not None:
-        raise mine
-    for rank, record in enumerate(records):
-        if "error" in record:
-            raise Mismatch(f"rank {rank} cannot take part: {record['error']}")
+def _fields(records: list[bytes]) -> list[dict[str, Any]]:
+    """The records of all ranks; a Mismatch that names the rank of the first that is none."""
+    found: list[dict[str, Any]] = []
+    for rank, raw in enumerate(records):
+        try:
+            fields = json.loads(raw)
+        except ValueError:  # neither UTF-8, nor JSON
+            fields = None
+        if not isinstance(fields, dict) or (found and fields.keys() != found[0].keys()):
+            raise _undecoded(rank, raw)
+        found.append(fields)
+    return found
+
+
+def _undecoded(rank: int, raw: bytes) -> Mismatch:
+    return Mismatch(
+        f"rank {rank} sent {plural(len(raw), 'byte')} that cannot be decoded as its part of the handshake; install the same "
+        "ringattn on all ranks, and let nothing else use this transport meanwhile"
+    )
 
 
 def _compare(records: list[dict[str, Any]]) -> None:
     for name in records[0]:
         values = [record[name] for record in records]
-        if name != "rows" and any(value != values[0] for value in values):
-            who = {value: [r for r, other in enumerate(values) if other == value] for value in values}
-            parts = [f"{value} on rank{'s' if len(ranks) > 1 else ''} {_ranks(ranks)}" for value, ranks in who.items()]
-            raise Mismatch(f"the ranks disagree about {name}: {'; '.join(parts)}. All ranks must pass the same")
+        if name in _OWN or all(value == values[0] for value in values) or (name == "layout" and _open(values)):
+            continue
+        who = {value: [r for r, other in enumerate(values) if other == value] for value in values}
+        parts = [f"{value} on rank{'s' if len(ranks) > 1 else ''} {_ranks(ranks)}" for value, ranks in who.items()]
+        raise Mismatch(f"the ranks disagree about {name}: {'; '.join(parts)}. All ranks must pass the same")
+
+
+#: Fields of a record that are not compared.
+_OWN = ("rows", "layout_tokens")
+
+
+def _open(layouts: list[str]) -> bool:
+    """Whether balanced layouts are given by name on some ranks: the partitions are compared when all are known."""
+    return all(x.startswith("balanced") for x in layouts) and not all("partition" in x for x in layouts)
 
 
 def _ranks(ranks: list[int]) -> str:

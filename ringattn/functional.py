@@ -20,6 +20,7 @@ from .pattern import Pattern
 from .plan import Plan, make_plan
 from .stream import check_chunk, get_device, make_stream
 from .timing import Machine, get_machine
+from .transport.records import Exchange, Telling
 from .transport.torchdist import TorchDist
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,7 +59,8 @@ def ring_attention(
 
     The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
     of `transport`. All ranks call with the same arguments and matching shapes; this is compared in every call, before
-    the first message: by 8 bytes of each rank and, where shapes or arguments are new, by a handshake.
+    the first message: by a digest of each rank and, where shapes or arguments are new, by a handshake in full. Ranks
+    wait for each other as long as the timeout of the group, or of `transport`, allows.
     schedule="auto" takes the one that the timing model predicts to be fastest on `machine` (a Machine, "cpu" or "cuda";
     default: by the device of the tensors). The layout is chosen before there are shards, by `make_plan`.
     `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, and `rotate` says what
@@ -68,18 +70,21 @@ def ring_attention(
 
     Returns out [B, H, n, Dv] in the dtype of q, and with `return_lse` also the log-sum-exp of the scaled logits
     [B, H, n], fp32 (fp64 for fp64), both differentiable. Rows that see no key are 0, with lse -inf.
-    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message, CommFailure after.
+    Raises InvalidInput, Unsupported or Mismatch on every rank before the first message; any other exception of one rank
+    by then is a Mismatch on the others. CommFailure where a rank is missing.
     """
     transport = _transport(group, mesh, transport)
     call = Call(
         pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate, return_lse
     )
-    floor, wrong = None, None
-    try:
+    floor = None
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        nonlocal q, k, v, floor
         q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
-    except RingAttentionError as caught:
-        wrong = caught  # the other ranks must hear of it
-    plan, chosen = agree(transport, q, k, v, call, wrong)
+        return q, k, v
+
+    plan, chosen = agree(transport, call, prepare)
     q, factor = _positive(q, call.scale)
     runner = OneRank(Job(plan, transport.rank, chosen, factor, return_lse), transport, next(transport.calls))
     return _apply(q, k, v, runner, plan, return_lse, floor)
@@ -112,16 +117,28 @@ def positions(
     """
     transport = _transport(group, mesh, transport)
     call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate)
-    try:
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if wrong is not None:
+            raise wrong
         check(q, k, v, call, key_padding_mask)
-    except RingAttentionError as caught:
-        wrong = wrong or caught
-    return agree(transport, q, k, v, call, wrong)[0].layout.positions(transport.rank)
+        return q, k, v
+
+    return agree(transport, call, prepare, "positions")[0].layout.positions(transport.rank)
 
 
-def gathered(record: bytes, *, group: Any = None, mesh: Any = None, transport: Any = None) -> list[bytes]:
-    """The record of every rank of a ring, in rank order. Collective."""
-    return list(_transport(group, mesh, transport).gather(record))
+def telling(stage: str = "call", *, group: Any = None, mesh: Any = None, transport: Any = None) -> Telling:
+    """A context that tells all ranks of a ring, in their next exchange, what its block raises on this one.
+
+    It belongs around what a rank does between two collective calls that all ranks make together; `stage` is the first
+    exchange of the second one.
+    """
+    return Telling(_transport(group, mesh, transport), stage)
+
+
+def exchange(stage: str, *, group: Any = None, mesh: Any = None, transport: Any = None) -> Exchange:
+    """A context in which every rank of a ring makes a record, and after which each has those of all. Collective."""
+    return Exchange(_transport(group, mesh, transport), stage)
 
 
 @uncompiled

@@ -20,6 +20,7 @@ __all__ = [
     "Striped",
     "Zigzag",
     "check_layout",
+    "layout_name",
     "make_layout",
     "restored_layout",
 ]
@@ -154,6 +155,14 @@ def _read(name: str) -> tuple[str, int | None]:
             "balanced(chunk)"
         )
     return kind, int(match[3]) if match[3] and match[3] != "auto" else None
+
+
+def layout_name(name: str) -> str:
+    """The plain spelling of a layout's name: that of the layout, but for a balanced one whose chunk is not given."""
+    kind, size = _read(name)
+    if kind == "balanced":
+        return kind if size is None else f"{kind}({size})"
+    return _formula(name, 0, 1).name
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from .picture import draw_plan
 from .rotation import Rotation, check_rotate
 from .schedules import resolve, teams
 from .schedules.ulysses import around
-from .sizes import ITEM_BYTES, Sizes
+from .sizes import ITEM_BYTES, Sizes, dtype_name
 from .steps import Kind, Part, RankPlan, Step
 from .timing import Machine, get_machine
 from .transposed import Transposed
@@ -290,10 +290,10 @@ def make_plan(
         raise InvalidInput(
             f"{heads} query heads cannot share {kv_heads} key/value heads evenly; try kv_heads={' or '.join(divisors)}"
         )
-    item = str(dtype).removeprefix("torch.")
+    item = dtype_name(dtype)
     if item not in ITEM_BYTES:
         raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
-    wire = None if wire_dtype is None else str(wire_dtype).removeprefix("torch.")
+    wire = None if wire_dtype is None else dtype_name(wire_dtype)
     fitting = [name for name in ("float32", "bfloat16") if ITEM_BYTES[name] <= ITEM_BYTES[item]]
     if wire is not None and wire not in fitting:
         raise InvalidInput(
@@ -302,12 +302,13 @@ def make_plan(
         )
     check_rotate(rotate)
     pattern.check(tokens, heads)
-    tried = layouts(ranks) if layout == "auto" else (layout,)
+    chosen = isinstance(layout, str) and layout.strip() == "auto"
+    tried = layouts(ranks) if chosen else (layout,)
     made = tuple(make_layout(one, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for one in tried)
     name = resolve(schedule, ranks, heads, kv_heads)
     inputs = pattern.bind(heads, tokens), heads, kv_heads, head_dim, value_dim, item, batch, wire, rotate
     chosen_machine = get_machine(machine)
-    if layout == "auto" or name == "auto":
+    if chosen or name == "auto":
         choice = _choice if pattern.transient else _remembered
         return choice(made, None if name == "auto" else (name,), chosen_machine, *inputs)
     make: Callable[..., Plan] = Plan if pattern.transient else _cached

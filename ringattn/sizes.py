@@ -11,6 +11,11 @@ from .steps import BLOCKS, SUMS, Kind, Part
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch dtype, or of a name that is written with or without "torch."."""
+    return str(dtype).strip().removeprefix("torch.")
+
+
 class Sizes:
     """What a plan says of the parts of its messages. See `Plan` for what these are."""
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ringattn.agreement import MARK
 from ringattn.bench import SUITES, get_cases, runner, schedules
 from ringattn.bench.case import Case
 from ringattn.bench.links import Links
@@ -17,6 +15,7 @@ from ringattn.bench.network import run_nodes
 from ringattn.config import RunConfig
 from ringattn.job import Run
 from ringattn.transport.base import Post, Transport
+from ringattn.transport.records import PREFIX
 
 LINKS = Links(2, 2, 1e9, 1e10)
 
@@ -49,8 +48,7 @@ class Heard:
         return self.inner.post(post)
 
     def gather(self, record: bytes) -> list[bytes]:
-        plan = "plan" in json.loads(record) if record.startswith(b"{") else False
-        self.events.append("mark" if len(record) == MARK else "plan hash" if plan else "arguments")
+        self.events.append(record[PREFIX : PREFIX + record[4]].decode())
         return self.inner.gather(record)
 
 
@@ -69,10 +67,10 @@ def test_plans_are_compared_and_links_opened_before_the_timing() -> None:
     for events in run_nodes(warm_start, LINKS, modelled=True, timeout=60):
         warm, timed = events[: events.index("timing")], events[events.index("timing") + 1 :]
         talk = [event for event in warm if event != "messages"]
-        assert talk == ["mark", "arguments", "plan hash"] * 2  # one of each column
-        assert warm.index("plan hash") < warm.index("messages")
+        assert talk == ["call", "arguments", "plan"] * 2  # one of each column
+        assert warm.index("plan") < warm.index("messages")
         # A timed call tells the others in a few bytes that it is the same as before, and nothing more.
-        assert [event for event in timed if event != "messages"] == ["mark"] * 4
+        assert [event for event in timed if event != "messages"] == ["call"] * 4
         assert timed.count("messages") == 2 * warm.count("messages")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -17,13 +16,14 @@ import torch
 
 from ..config import RunConfig
 from ..data import open_source, shards
-from ..errors import InvalidInput, Mismatch, RingAttentionError
+from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable
 from ..functional import ring_attention, virtual_attention
 from ..job import Measured, Run, plan_of, save
 from ..launcher import detect
 from ..report import console
 from ..transport.base import Message, Post, Transport
+from ..transport.records import Exchange
 from .progress import progress
 from .ranks import check, device, start
 from .streamed import Streamed
@@ -141,17 +141,8 @@ class _Ranks(Run):
         self.device = device(config)
 
     def open(self) -> None:
-        error: RingAttentionError | None = None
-        try:
+        with Exchange(self.transport, "input"):
             self.make()
-        except RingAttentionError as caught:
-            error = caught
-        told = self.transport.gather(json.dumps(str(error)[:1500] if error else None).encode())
-        if error is not None:
-            raise error
-        for rank, text in enumerate(map(json.loads, told)):
-            if text is not None:
-                raise Mismatch(f"rank {rank} cannot take part: {text}")
 
     def load(self) -> tuple[torch.Tensor, ...]:
         return shards(self.source, self.plan.layout, self.rank)
@@ -182,7 +173,7 @@ class _Ranks(Run):
         return out, lse
 
     def barrier(self) -> None:
-        self.transport.gather(b"")
+        self._everyone("barrier", b"")
 
     def counted(self) -> int:
         sent = self.transport.counters.sent_bytes
@@ -190,10 +181,16 @@ class _Ranks(Run):
         return sent
 
     def collect(self, seen: Measured) -> list[Measured]:
-        return [pickle.loads(raw) for raw in self.transport.gather(pickle.dumps(seen))]
+        return [pickle.loads(raw) for raw in self._everyone("measurements", pickle.dumps(seen))]
+
+    def _everyone(self, stage: str, mine: bytes) -> list[bytes]:
+        with Exchange(self.transport, stage) as told:
+            told.mine = mine
+        return told.records
 
     def _reduce(self, x: torch.Tensor, top: bool) -> None:
-        parts = [torch.frombuffer(bytearray(raw), dtype=x.dtype) for raw in self.transport.gather(x.numpy().tobytes())]
+        raw = self._everyone("oracle", x.numpy().tobytes())
+        parts = [torch.frombuffer(bytearray(part), dtype=x.dtype) for part in raw]
         every = torch.stack(parts).view(self.ranks, *x.shape)
         x.copy_(every.amax(0) if top else every.sum(0))
 
@@ -220,12 +217,6 @@ class _Ranks(Run):
                 self._move(piece, rank, send=False)
                 pieces.append(piece)
             wholes.append(layout.unshard_tensor(pieces).cpu())
-        error: RingAttentionError | None = None
-        if self.rank == 0:
-            try:
+        with Exchange(self.transport, "output"):
+            if self.rank == 0:
                 save(path, wholes[0], wholes[1].squeeze(-1))
-            except RingAttentionError as caught:
-                error = caught
-        told = self.transport.gather(json.dumps(str(error) if error else None).encode())
-        if json.loads(told[0]) is not None:
-            raise error or Mismatch(f"rank 0 could not write the output: {json.loads(told[0])}")

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import InvalidInput
-from ..functional import gathered, uncompiled
+from ..errors import InvalidInput, Mismatch
+from ..functional import exchange, uncompiled
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from .core import RingAttention
 
-#: Layout of the record that a rank sends: blocks, seed, and the touched blocks of queries and of keys.
-HEAD = "<4q"
+#: Layout of the record that a rank sends: tokens of a block, blocks, seed, and the touched blocks of queries and of keys.
+HEAD = "<5q"
 
 
 class AdaptiveAttention(RingAttention):
@@ -85,27 +85,28 @@ class AdaptiveAttention(RingAttention):
         # Mean query of a block; causally, of the `block` positions that end with its first.
         own, ahead = place // self.block, -(-place // self.block)
         queries, keys, seed = self._summaries(q, k, ahead if causal else own, own, key_padding_mask)
-        a = torch.einsum("bhnd,hdr->bhnr", queries.to(self.query.dtype), self.query)
-        b = torch.einsum("bhnd,hdr->bhnr", keys.to(self.key.dtype), self.key)
-        group = q.shape[1] // k.shape[1]
-        scores = (
-            torch.einsum("bhir,bhjr->hij", a, b.repeat_interleave(group, 1)).detach() / max(len(q), 1) / self.rank**0.5
-        )
-        table = self._select(scores, causal, seed)
-        scale = self.options["scale"]
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        # scale * <column of q, column of k> = score
-        factor = (self.rank**0.5 * abs(scale)) ** -0.5 if scale else 0.0
-        wide_q = torch.cat((q, (a[:, :, own] * factor * (1 if scale >= 0 else -1)).to(q.dtype)), -1)
-        wide_k = torch.cat((k, (b[:, :, own] * factor).to(k.dtype)), -1)
-        run: dict[str, Any] = {"key_padding_mask": key_padding_mask, "scale": scale}
+        with self.telling():
+            a = torch.einsum("bhnd,hdr->bhnr", queries.to(self.query.dtype), self.query)
+            b = torch.einsum("bhnd,hdr->bhnr", keys.to(self.key.dtype), self.key)
+            wider = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            scores = torch.einsum("bhir,bhjr->hij", a, wider).detach() / max(len(q), 1) / self.rank**0.5
+            table = self._select(scores, causal, seed)
+            scale = self.options["scale"]
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            # scale * <column of q, column of k> = score
+            factor = (self.rank**0.5 * abs(scale)) ** -0.5 if scale else 0.0
+            wide_q = torch.cat((q, (a[:, :, own] * factor * (1 if scale >= 0 else -1)).to(q.dtype)), -1)
+            wide_k = torch.cat((k, (b[:, :, own] * factor).to(k.dtype)), -1)
+            run: dict[str, Any] = {"key_padding_mask": key_padding_mask, "scale": scale}
+            own_blocks = local_window(self.block, blocks=0) & Causal()
+            others = table & ~np.eye(table.shape[1], dtype=bool) if causal else table
+            selected = _passing(self.block, others)
         if not causal:
-            return self._run(wide_q, wide_k, v, _passing(self.block, table), **run)
-        own_block = self._run(q, k, v, local_window(self.block, blocks=0) & Causal(), **run)
-        others = table & ~np.eye(table.shape[1], dtype=bool)
+            return self._run(wide_q, wide_k, v, selected, **run)
+        own_block = self._run(q, k, v, own_blocks, **run)
         if not others.any():
             return own_block
-        return _merged(*own_block, *self._run(wide_q, wide_k, v, _passing(self.block, others), **run))
+        return _merged(*own_block, *self._run(wide_q, wide_k, v, selected, **run))
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
         """Counted: the fraction of key blocks that the last call selected, of any sequence; 0 before the first call."""
@@ -128,6 +129,23 @@ class AdaptiveAttention(RingAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Means of the queries [B, H, blocks, D] and keys [B, K, blocks, D] of all blocks, and a seed: on all ranks
         alike. The seed comes from torch's own generator, which checkpoints restore for a recomputation."""
+        if not self.sharded:
+            sums, total, seed = self._own_sums(q, k, q_block, k_block, mask)
+        else:
+            with exchange("block sums", **self._where.options) as told:
+                sums, total, seed = self._own_sums(q, k, q_block, k_block, mask)
+                told.mine = _packed(sums, self.block, total, seed)
+        with self.telling():
+            if self.sharded:
+                sums, seed = _all_sums(sums, self.block, told.records)
+                total = sums[1].shape[2] - 1
+            queries, keys = (x[:, :, :total, :-1] / x[:, :, :total, -1:].clamp(min=1) for x in sums)
+            return queries, keys, seed
+
+    def _own_sums(
+        self, q: torch.Tensor, k: torch.Tensor, q_block: torch.Tensor, k_block: torch.Tensor, mask: Any
+    ) -> tuple[list[torch.Tensor], int, int]:
+        """The sums of this rank's queries and keys by blocks, the number of blocks that it has rows up to, a seed."""
         dtype = wide(q.dtype)
         shown = torch.ones(len(q), q.shape[2], device=q.device, dtype=dtype) if mask is None else (~mask).to(dtype)
         total = int(k_block.max()) + 1 if len(k_block) else 0
@@ -136,32 +154,7 @@ class AdaptiveAttention(RingAttention):
         blocks = ((q_block, total + 1), (k_block, total + 1))
         sums = [_sums(x.to(dtype), shown, *where) for x, where in zip(known, blocks, strict=True)]
         seed = int(torch.randint(1 << 62, (), device="cpu")) if self.training and self.noise else 0
-        if self.sharded:
-            sums, seed = self._all_sums(sums, total, seed)
-            total = sums[1].shape[2] - 1
-        queries, keys = (x[:, :, :total, :-1] / x[:, :, :total, -1:].clamp(min=1) for x in sums)
-        return queries, keys, seed
-
-    def _all_sums(self, sums: list[torch.Tensor], total: int, seed: int) -> tuple[list[torch.Tensor], int]:
-        """The sums of all ranks, added in rank order so that all ranks get the same bits, and the seed of the first."""
-        touched = [x[..., -1].any(0).any(0).nonzero().flatten().cpu() for x in sums]
-        record = struct.pack(HEAD, total, seed, *map(len, touched))
-        for rows, x in zip(touched, sums, strict=True):
-            record += rows.numpy().tobytes() + x[:, :, rows.to(x.device)].cpu().contiguous().numpy().tobytes()
-        records = gathered(record, **self._where.options)
-        heads = [struct.unpack_from(HEAD, raw) for raw in records]
-        most = max(head[0] for head in heads)
-        whole = [x.new_zeros((*x.shape[:2], most + 1, x.shape[3]), device="cpu") for x in sums]
-        for raw, head in zip(records, heads, strict=True):
-            at = struct.calcsize(HEAD)
-            for x, count in zip(whole, head[2:], strict=True):
-                rows = torch.from_numpy(np.frombuffer(raw, np.int64, count, at).copy())
-                at += rows.nbytes
-                shape = (*x.shape[:2], count, x.shape[3])
-                part = np.frombuffer(raw, x.numpy().dtype, prod(shape), at).copy()
-                at += part.nbytes
-                x.index_add_(2, rows, torch.from_numpy(part).view(shape))
-        return [x.to(sums[0].device) for x in whole], heads[0][1]
+        return sums, total, seed
 
     def _select(self, scores: torch.Tensor, causal: bool, seed: int) -> np.ndarray:
         scores = scores.float().cpu()
@@ -178,6 +171,53 @@ class AdaptiveAttention(RingAttention):
     def extra_repr(self) -> str:
         size = f"k={self.k}" if self.density is None else f"density={self.density}"
         return f"block={self.block}, {size}, rank={self.rank}, causal={self.causal}"
+
+
+def _packed(sums: list[torch.Tensor], block: int, total: int, seed: int) -> bytes:
+    """This rank's record of block sums: those of blocks that it has rows of."""
+    touched = [x[..., -1].any(0).any(0).nonzero().flatten().cpu() for x in sums]
+    record = struct.pack(HEAD, block, total, seed, *map(len, touched))
+    for rows, x in zip(touched, sums, strict=True):
+        record += rows.numpy().tobytes() + x[:, :, rows.to(x.device)].cpu().contiguous().numpy().tobytes()
+    return record
+
+
+def _all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) -> tuple[list[torch.Tensor], int]:
+    """The sums of all ranks, added in rank order so that all ranks get the same bits, and the seed of the first.
+
+    `sums` are this rank's, of the same heads and dims as all. Raises a Mismatch that names the rank whose record is of
+    another block size, or is none.
+    """
+    heads = [_head(raw, rank, block, sums) for rank, raw in enumerate(records)]
+    most = max(head[1] for head in heads)
+    whole = [x.new_zeros((*x.shape[:2], most + 1, x.shape[3]), device="cpu") for x in sums]
+    for raw, head in zip(records, heads, strict=True):
+        at = struct.calcsize(HEAD)
+        for x, count in zip(whole, head[3:], strict=True):
+            rows = torch.from_numpy(np.frombuffer(raw, np.int64, count, at).copy())
+            at += rows.nbytes
+            shape = (*x.shape[:2], count, x.shape[3])
+            part = np.frombuffer(raw, x.numpy().dtype, prod(shape), at).copy()
+            at += part.nbytes
+            x.index_add_(2, rows, torch.from_numpy(part).view(shape))
+    return [x.to(sums[0].device) for x in whole], heads[0][2]
+
+
+def _head(raw: bytes, rank: int, block: int, sums: list[torch.Tensor]) -> tuple[int, ...]:
+    """The numbers at the start of a rank's record of block sums, whose length is as they say."""
+    size = struct.calcsize(HEAD)
+    head = struct.unpack_from(HEAD, raw) if len(raw) >= size else (0,) * 5
+    if head[0] not in (0, block):
+        raise Mismatch(
+            f"rank {rank} has blocks of {head[0]} tokens, the others of {block}; all ranks must pass the same"
+        )
+    rows = (8 + x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in sums)
+    if head[0] != block or len(raw) != size + sum(n * each for n, each in zip(head[3:], rows, strict=True)):
+        raise Mismatch(
+            f"rank {rank} sent {len(raw):,} bytes that are no block sums of its shard; make the modules of all ranks with "
+            "the same arguments"
+        )
+    return head
 
 
 def _passing(block: int, table: np.ndarray) -> BlockSparse:

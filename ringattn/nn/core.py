@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from ..agreement import Call
 from ..errors import InvalidInput, RingAttentionError, did_you_mean
-from ..functional import attention, check, positions, ring_attention, uncompiled, virtual_attention
+from ..functional import attention, check, positions, ring_attention, telling, uncompiled, virtual_attention
 from ..layout import Layout
 from ..pattern import Causal, Dilated, Pattern
 from ..plan import make_plan
@@ -160,6 +161,10 @@ class RingAttention(nn.Module):
         options = {"scale": 1.0, **{name: x for name, x in self.options.items() if x is not None}}
         check(q, k, v, Call(pattern, "contiguous", "auto", **options), key_padding_mask)
         return torch.arange(q.shape[2], device=q.device)
+
+    def telling(self) -> AbstractContextManager[Any]:
+        """A context for what comes between two collective calls: what its block raises on one rank, all ranks hear."""
+        return telling(**self._where.options) if self.sharded else nullcontext()
 
     def _pattern(self, is_causal: bool) -> Pattern:
         if not is_causal:

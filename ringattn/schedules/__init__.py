@@ -29,8 +29,8 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
 
     "auto" stays: `make_plan` chooses.
     """
-    if name == "auto":
-        return name
+    if name.strip() == "auto":
+        return "auto"
     size, rest = teams(name)
     if TEAMS.fullmatch(name):
         between = "ring" if rest == "auto" else resolve(rest)

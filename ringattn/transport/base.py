@@ -8,6 +8,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ..errors import InvalidInput, Mismatch
+from .records import Agreed
+
 
 @dataclass(frozen=True)
 class Message:
@@ -76,8 +79,8 @@ class Transport(Carrier, Protocol):
     counters: Counters
     #: The numbers of the calls of the ring, 0, 1, 2 ..., in the order in which all ranks make them.
     calls: Iterator[int]
-    #: Answers of past handshakes, by what was asked; filled by `agreement.agree`.
-    agreed: dict[Any, Any]
+    #: The last handshakes of these ranks; filled by `agreement.agree`.
+    agreed: Agreed
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput where this transport does not carry tensors of `device`."""
@@ -112,8 +115,16 @@ def numbered(program: Program[T], number: int, *, backward: bool) -> Program[T]:
         reply = yield request
 
 
-#: Bytes that tell the length of a record.
-HEAD = 8
+#: Bytes that tell the length of a record, and the most bytes of a record.
+HEAD, LONGEST = 8, 1 << 32
+#: The name of an exchange of records in errors.
+RECORDS = "records of all ranks, before the first message"
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise InvalidInput where `timeout` is neither None nor a number of seconds."""
+    if timeout is not None and not timeout > 0:
+        raise InvalidInput(f"timeout={timeout}: must be a number of seconds above 0")
 
 
 def gather_in_rounds(exchange: Callable[[bytes], list[bytes]], record: bytes, short: int) -> list[bytes]:
@@ -123,6 +134,12 @@ def gather_in_rounds(exchange: Callable[[bytes], list[bytes]], record: bytes, sh
     """
     first = exchange(len(record).to_bytes(HEAD, "little") + record[:short].ljust(short, b"\0"))
     sizes = [int.from_bytes(raw[:HEAD], "little") for raw in first]
+    for rank, size in enumerate(sizes):
+        if size > LONGEST:  # on all ranks alike, which see the same bytes
+            raise Mismatch(
+                f"rank {rank} announces a record of {size:,} bytes, where at most {LONGEST:,} are expected: what it sent "
+                "is no record; nothing else may use this transport meanwhile"
+            )
     more = max(sizes) - short
     rest = exchange(record[short:].ljust(more, b"\0")) if more > 0 else [b""] * len(sizes)
     return [(a[HEAD:] + b)[:size] for a, b, size in zip(first, rest, sizes, strict=True)]

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
-from .base import HEAD, Counters, Message, Post, by_tag, gather_in_rounds
+from .base import HEAD, RECORDS, Counters, Message, Post, by_tag, check_timeout, gather_in_rounds
+from .records import Agreed
 
 INSTALL = "pip install 'ringattn[mpi]'"
 #: Seconds between two looks at messages that are not done: MPI moves most bytes while it is asked about them, so
@@ -25,6 +26,8 @@ INSTALL = "pip install 'ringattn[mpi]'"
 BUSY, SLEEP, LONGEST_SLEEP = 200, 2e-5, 1e-3
 #: Bytes of a record that the first round of `gather` carries: that of the few bytes before every call, one cache line.
 SHORT = 64 - HEAD
+#: Messages that an error names.
+NAMED = 8
 #: Seconds from the words of a failing rank to the abort: MPICH's mpirun drops what it has not yet read by then.
 HEARD = 0.5
 
@@ -41,13 +44,14 @@ def load() -> Any:
 class Mpi:
     """One rank of an MPI communicator, `MPI.COMM_WORLD` by default. Making one is collective; make it once and keep it.
 
-    Messages travel in a duplicate of `comm`, apart from the program's own. `timeout` (seconds) bounds every wait.
+    Messages travel in a duplicate of `comm`, apart from the program's own. `timeout` (seconds) bounds every wait; it is
+    30 minutes by default, as that of torch's process groups: a rank that writes a checkpoint may be late by minutes.
     `gpu_aware=True` hands CUDA tensors to an MPI library built for them (by __cuda_array_interface__; not measured
     yet); without it tensors must be on the CPU. An exception on one rank alone leaves the others in MPI_Finalize:
     start programs with `mpirun -n 4 python -m mpi4py program.py`, or wrap them in `AbortOnError`.
     """
 
-    def __init__(self, comm: Any = None, *, timeout: float = 60.0, gpu_aware: bool = False) -> None:
+    def __init__(self, comm: Any = None, *, timeout: float = 1800.0, gpu_aware: bool = False) -> None:
         self._mpi = load()
         comm = self._mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
@@ -55,19 +59,18 @@ class Mpi:
                 f"comm={comm!r} is not an intra-communicator that this process belongs to; pass one, such as "
                 "MPI.COMM_WORLD or MPI.COMM_WORLD.Split(color), on its members only"
             )
-        if not timeout > 0:
-            raise InvalidInput(f"timeout={timeout}: must be a number of seconds above 0")
+        check_timeout(timeout)
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
         self.calls: Iterator[int] = count()
-        self.agreed: dict[Any, Any] = {}
+        self.agreed = Agreed()
         # Requests hold their buffers. All that are not done are kept, also after an error, so that memory that MPI
         # may still write to is not handed out again.
         self._flying: dict[int, list[Any]] = {}
         self._lost = False
         self._comm, request = comm.Idup()
         self._finish([request], ["the other ranks of the communicator"])
-        self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)) + 1
+        self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB))  # the last one is that of records
 
     def check(self, device: torch.device) -> None:
         """Raise where this transport does not carry tensors of `device`."""
@@ -111,8 +114,16 @@ class Mpi:
         self._usable()
         found = np.empty((self.size, len(record)), dtype=np.uint8)
         mine = np.frombuffer(record, dtype=np.uint8)
-        request = self._comm.Iallgather([mine, self._mpi.BYTE], [found, self._mpi.BYTE])
-        self._finish([request], ["records of all ranks, before the first message"])
+        found[self.rank] = mine
+        # Straight from rank to rank: what is not done in time names the ranks that are missing.
+        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        names = [f"{RECORDS}: {verb} rank {p}" for verb in ("receive from", "send to") for p in peers]
+        try:
+            requests = [self._comm.Irecv([found[p], self._mpi.BYTE], p, self._tags) for p in peers]
+            requests += [self._comm.Isend([mine, self._mpi.BYTE], p, self._tags) for p in peers]
+        except self._mpi.Exception as error:
+            raise self._failure(names, str(error)) from error
+        self._finish(requests, names)
         return [row.tobytes() for row in found]
 
     def _buffer(self, message: Message, label: str) -> Any:
@@ -150,6 +161,7 @@ class Mpi:
 
     def _failure(self, names: list[str], reason: str) -> CommFailure:
         self._lost = True
+        names = names if len(names) <= NAMED else [*names[:NAMED], f"and {len(names) - NAMED} more"]
         return CommFailure(
             f"rank {self.rank} of {self.size}: {'; '.join(names)}: not done within {self.timeout:g} s or the peer is "
             f"gone ({reason.splitlines()[0]}). Look for the first error among the other ranks; ranks that call "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count
@@ -12,12 +13,17 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommFailure, InvalidInput, raised_below
-from .base import HEAD, Counters, Message, Post, by_tag, gather_in_rounds
+from .base import HEAD, RECORDS, Counters, Message, Post, by_tag, check_timeout, gather_in_rounds
+from .records import Agreed
 
 #: Bytes of a record that the first round of `gather` carries: all of most.
-SHORT = 4096 - HEAD
+SHORT = 1024 - HEAD
 #: Tags on Gloo begin here: those below are for the program's own messages. A tag is below 2^31.
 FIRST_TAG = 1 << 30
+#: Tag of records on Gloo, apart from those of messages.
+RECORD_TAG = 0x52410000
+#: Seconds that a wait may take at least: what has arrived already is found also after the deadline.
+LEAST = 0.01
 #: Packages whose Python code runs between this module and a backend.
 BETWEEN = ("torch.distributed", "contextlib")
 #: The numbers of the calls of a group, which all transports of the group share.
@@ -72,11 +78,11 @@ class TorchDist:
     else may be sent on the group between the first and the last message of a call, so give ring attention a group of its own
     where your program sends, too. That all ranks run the same pass is compared before the first message of every pass.
 
-    `timeout` (seconds) bounds every wait on Gloo. On NCCL a wait only orders streams; there the group's own
-    timeout, given to init_process_group, aborts a hung message.
+    `timeout` (seconds) bounds every wait on Gloo; by default it is the group's own, as given to init_process_group or
+    new_group. On NCCL a wait only orders streams; there the group's own timeout aborts a hung message.
     """
 
-    def __init__(self, group: Any = None, *, mesh: Any = None, timeout: float = 60.0) -> None:
+    def __init__(self, group: Any = None, *, mesh: Any = None, timeout: float | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InvalidInput(
                 "torch.distributed is not initialised in this process; call torch.distributed.init_process_group, "
@@ -89,8 +95,14 @@ class TorchDist:
             raise InvalidInput("this process is not a member of the group; call ring_attention on its members only")
         self.backend = dist.get_backend(group)
         self.calls = _calls.setdefault(group, count())
-        self.timeout, self.counters = timeout, Counters()
-        self.agreed: dict[Any, Any] = {}
+        check_timeout(timeout)
+        self._timeout, self.counters = timeout, Counters()
+        self.agreed = Agreed()
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+        return _own_timeout(self.group) if self._timeout is None else self._timeout
 
     @property
     def group(self) -> Any:
@@ -134,26 +146,51 @@ class TorchDist:
 
     def _exchange(self, record: bytes) -> list[bytes]:
         """Every rank's record; all are equally long."""
+        if "nccl" in str(self.backend):
+            return self._collected(record)
         group = self.group
-        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(self.backend) else "cpu"
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
+        # Straight from rank to rank: the wait that fails is for a rank that is missing. After an all-gather, which goes
+        # around a ring, nobody could say which one is.
+        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        found = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        starts: list[tuple[str, Any, torch.Tensor, int]] = [("receive from", dist.irecv, found[p], p) for p in peers]
+        starts += [("send to", dist.isend, mine, p) for p in peers]
+        works: list[tuple[Any, str]] = []
+        deadline = time.monotonic() + self.timeout
+        for verb, start, data, peer in starts:
+            name = f"{RECORDS}: {verb} rank {peer}"
+            try:
+                works.append((start(data, None, group, RECORD_TAG, peer), name))
+            except RuntimeError as error:
+                if not raised_below(error, BETWEEN):
+                    raise
+                raise self._failure(name, error) from error
+        for work, name in works:
+            self._wait(work, name, deadline)
+        return [x.numpy().tobytes() for x in found]
+
+    def _collected(self, record: bytes) -> list[bytes]:
+        """`_exchange` on NCCL, where a message between each two ranks would cost a connection between each two."""
+        group = self.group
+        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to("cuda")
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        name = "records of all ranks, before the first message"
         try:
             work = dist.all_gather(found, mine, group=group, async_op=True)
         except RuntimeError as error:
             if not raised_below(error, BETWEEN):
                 raise
-            raise self._failure(name, error) from error
-        self._wait(work, name)
+            raise self._failure(RECORDS, error) from error
+        self._wait(work, RECORDS)
         return [r.cpu().numpy().tobytes() for r in found]
 
-    def _wait(self, work: Any, name: str) -> None:
+    def _wait(self, work: Any, name: str, deadline: float | None = None) -> None:
         try:
             if "nccl" in str(self.backend):
                 work.wait()
             else:
-                work.wait(timedelta(seconds=self.timeout))
+                left = self.timeout if deadline is None else max(deadline - time.monotonic(), LEAST)
+                work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             if not raised_below(error, BETWEEN):
                 raise
@@ -166,3 +203,13 @@ class TorchDist:
             "Look for the first error among the other ranks; ranks that call ring_attention with other arguments "
             "than before, or in another order, also end here"
         )
+
+
+def _own_timeout(group: Any) -> float:
+    """Seconds of the timeout that a process group was made with, or was given since."""
+    for device in ("cpu", "cuda"):
+        if torch.device(device) in group._device_types:
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
+            if options is not None:
+                return float(options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds())  # of a backend that does not tell its own
