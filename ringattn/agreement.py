@@ -79,7 +79,7 @@ class Call:
                 f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly ({shapes}); "
                 f"the query heads must be a multiple of the key/value heads{_hint(q, k, v)}"
             )
-        if q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2]:
+        if q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2] > 0:
             warnings.warn(
                 f"q {tuple(q.shape)} is read as [batch, heads, tokens, head_dim], {q.shape[1]:,} heads of "
                 f"{plural(q.shape[2], 'token')}{SWAPPED}", stacklevel=2,
