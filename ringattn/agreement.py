@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from .errors import InvalidInput, Mismatch, plural
 from .kernels import get_kernel
 from .kernels.base import Kernel
 from .layout import Layout, check_layout, layout_name
-from .pattern import Pattern
+from .pattern import Pattern, as_pattern
 from .plan import Plan, make_plan
 from .rotation import check_rotate
 from .schedules import resolve
@@ -46,6 +47,12 @@ LIMIT = 1 << 14
 NUMBER = 8
 #: Makes the q, k and v of a call.
 Prepare = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+#: No model has more heads; a tensor that seems to, and has few tokens, has probably not been transposed.
+MANY_HEADS = 256
+SWAPPED = (
+    "; if the tensors are [batch, tokens, heads, head_dim], pass x.transpose(1, 2) (the modules of ringattn.nn take "
+    "order='BNHD')"
+)
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,7 @@ class Call:
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
         """The kernel to use, or an error that says what is wrong with the local arguments."""
-        if not isinstance(self.pattern, Pattern):
-            raise InvalidInput(f"pattern must be a ringattn pattern such as Causal(), got {self.pattern!r}")
+        as_pattern(self.pattern)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor) or x.ndim != 4:
                 found = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
@@ -78,7 +84,7 @@ class Call:
         if dtype_name(q.dtype) not in ITEM_BYTES:
             raise InvalidInput(f"dtype {q.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
         if not (q.shape[0] == k.shape[0] == v.shape[0]) or not (q.shape[2] == k.shape[2] == v.shape[2]):
-            raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}")
+            raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}{_hint(q, k, v)}")
         if (
             k.shape[1] != v.shape[1]
             or q.shape[-1] != k.shape[-1]
@@ -90,10 +96,20 @@ class Call:
         if q.shape[1] % k.shape[1]:
             raise InvalidInput(
                 f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly ({shapes}); "
-                "the query heads must be a multiple of the key/value heads"
+                f"the query heads must be a multiple of the key/value heads{_hint(q, k, v)}"
             )
+        if q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2] > 0:
+            warnings.warn(
+                f"q {tuple(q.shape)} is read as [batch, heads, tokens, head_dim], {q.shape[1]:,} heads of "
+                f"{plural(q.shape[2], 'token')}{SWAPPED}", stacklevel=2,
+            )  # fmt: skip
         if isinstance(self.scale, bool) or not isinstance(self.scale, int | float):
             raise InvalidInput(f"scale must be a number, got {self.scale!r}; leave it out for 1 / sqrt(head_dim)")
+        if self.layout is None:
+            raise InvalidInput(
+                "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut it, or "
+                "its name, such as layout='zigzag'"
+            )
         names: tuple[tuple[str, Any, Any, str], ...] = (
             ("layout", self.layout, str | Layout, "zigzag"),
             ("schedule", self.schedule, str, "auto"),
@@ -111,6 +127,13 @@ class Call:
         check_rotate(self.rotate)
         check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
         return get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
+
+
+def _hint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """What to try where wrong shapes would be right ones with heads and tokens exchanged."""
+    tokens, heads = q.shape[1], q.shape[2]
+    fits = tokens == k.shape[1] == v.shape[1] and k.shape[2] == v.shape[2] > 0 and heads % k.shape[2] == 0
+    return SWAPPED if fits and tokens > heads else ""
 
 
 def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .agreement import agree_backward
+from .autocast import autocast_off
 from .executor import Forward, Job
 from .kernels.base import Kernel
 from .kernels.pad import HIDDEN
@@ -116,7 +117,8 @@ class Attention(torch.autograd.Function):
                 result.lse.masked_fill_(empty, -torch.inf)
             return result
 
-        result = computed(run)
+        with autocast_off(q.device):
+            result = computed(run)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, result.out, result.lse, *result.kept)
@@ -134,4 +136,5 @@ class Attention(torch.autograd.Function):
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
         result = Forward(out, lse, tuple(kept))
-        return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)
+        with autocast_off(q.device):
+            return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)

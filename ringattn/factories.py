@@ -15,11 +15,22 @@ from .nn import (
     BlockSparseAttention,
     DilatedAttention,
     MultiheadAdaptiveAttention,
+    MultiheadAttention,
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
     RingAttention,
 )
-from .pattern import Causal, Dilated, Pattern, dilated_blocks, global_local, hierarchical, local_window, strided_blocks
+from .pattern import (
+    Causal,
+    Dilated,
+    Pattern,
+    dilated_blocks,
+    global_local,
+    hierarchical,
+    local_window,
+    parse_pattern,
+    strided_blocks,
+)
 
 #: Block-sparse patterns by name; each takes block and density.
 FAMILIES: dict[str, Callable[..., Pattern]] = {
@@ -43,7 +54,7 @@ PRESETS: dict[str, Pattern] = {
 DILATED = {
     "standard": False, "improved": False, "DilatedAttention": False, "ImprovedDilatedAttention": False,
     "ring": True, "distributed": True, "improved_distributed": True, "RingDilatedAttention": True,
-    "RingDilatedAttentionV2": True, "RingDilatedAttentionProduction": True,
+    "RingDilatedAttentionV2": True, "RingDilatedAttentionProduction": True, "v2": True, "production": True,
 }  # fmt: skip
 BLOCK_SPARSE = ("block_sparse", "block_sparse_ring", "BlockSparseRingDilatedAttention")
 VARIANTS = ("base", "multihead", "adaptive", "hierarchical")
@@ -60,8 +71,8 @@ def create_dilated_attention(
     """Dilated attention of q, k, v [B, N, H, D] under the head-grouped convention (mix="lse" for LongNet's).
 
     "standard" and "improved": one device. "ring" (and "distributed"): the process group where torch.distributed is
-    initialised, whose size `ring_size` must then be and whose ranks pass their shards; else `ring_size` virtual
-    ranks in this process. "block_sparse": `create_block_sparse_attention`. "auto": "ring" where `ring_size` or a
+    initialised, whose size `ring_size` must then be and whose ranks pass their shards, cut as `layout=` must say; else
+    `ring_size` virtual ranks in this process. "block_sparse": `create_block_sparse_attention`. "auto": "ring" where `ring_size` or a
     process group is there, else "standard". `options` are those of `ringattn.nn.DilatedAttention`, and `order`.
     """
     if name in BLOCK_SPARSE:
@@ -82,8 +93,17 @@ def create_multihead_dilated_attention(
     dilation_rates: Sequence[int],
     ring_size: int | None = None,
     **options: Any,
-) -> MultiheadDilatedAttention:
-    """The multihead form of `create_dilated_attention`, batch first; `options` of `MultiheadDilatedAttention`."""
+) -> MultiheadAttention:
+    """The multihead form of `create_dilated_attention`, batch first; `options` of `MultiheadDilatedAttention`.
+
+    "block_sparse": `create_block_sparse_attention("multihead")`, with its options.
+    """
+    if name in BLOCK_SPARSE:
+        multihead: MultiheadAttention = create_block_sparse_attention(
+            "multihead", embed_dim=embed_dim, num_heads=num_heads, segment_lengths=segment_lengths,
+            dilation_rates=dilation_rates, ring_size=ring_size, **options,
+        )  # fmt: skip
+        return multihead
     where = _where(name, ring_size)
     given = {"mix": "group", "batch_first": True, **where, **options}
     return MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, **given)
@@ -106,7 +126,7 @@ def create_block_sparse_attention(
     variant "base": a module on q, k, v [B, N, H, D]. "hierarchical": the same with pattern="hierarchical".
     "multihead": needs embed_dim and num_heads, takes [B, N, E]. "adaptive": learned, needs num_heads and head_dim.
 
-    `pattern` is a Pattern, a preset or a family (default local_window); `density` (default 0.1) is the fraction of
+    `pattern` is a Pattern or its text, a preset or a family (default local_window); `density` (default 0.1) is the fraction of
     key blocks (of `block` tokens, default 128) that a row keeps. With segment_lengths and dilation_rates the keys of
     dilated attention are added (each pair once): the achieved density is then larger,
     `module.achieved_density(tokens, heads)` counts it. `ring_size` is as in `create_dilated_attention`; `options` are
@@ -181,6 +201,8 @@ def _size(options: dict[str, Any], density: float | None) -> dict[str, Any]:
 
 def _pattern(pattern: str | Pattern, density: float | None, block: int | None) -> Pattern:
     """A pattern, a preset (where nothing else is asked for) or a family of a density."""
+    if isinstance(pattern, str) and "(" in pattern:
+        pattern = parse_pattern(pattern)
     preset = PRESETS.get(pattern) if isinstance(pattern, str) else pattern
     if preset is not None and density is None and block is None:
         return preset

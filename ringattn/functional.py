@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from .agreement import Call, agree, describe
+from .autocast import cast_inputs
 from .autograd import AllRanks, Attention, OneRank, Runner
 from .errors import InvalidInput, RingAttentionError
 from .executor import Job
 from .kernels.base import positive
 from .kernels.pad import check_padding, hide_keys
-from .layout import Layout
-from .pattern import Pattern
+from .layout import DEFAULT_LAYOUT, Layout
+from .pattern import Pattern, as_pattern
 from .plan import Plan, make_plan
+from .remat import keeping
 from .stream import check_chunk, get_device, make_stream
 from .timing import Machine, get_machine
 from .transport.records import Exchange, Telling
@@ -36,12 +38,12 @@ def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    pattern: Pattern,
+    pattern: Pattern | str,
     *,
+    layout: str | Layout,
     group: Any = None,
     mesh: Any = None,
     transport: Any = None,
-    layout: str | Layout = "contiguous",
     schedule: str = "auto",
     kernel: str = "auto",
     machine: Machine | str | None = None,
@@ -55,7 +57,12 @@ def ring_attention(
     """Exact attention over a sequence that is sharded over the ranks of a group. Differentiable; collective.
 
     q [B, H, n, D], k [B, K, n, D], v [B, K, n, Dv] are this rank's shards, the rows of `layout` in its local order;
-    H is a multiple of K. All of one dtype: fp64, fp32, bf16 or fp16. `scale` defaults to 1 / sqrt(D).
+    H is a multiple of K. All of one dtype: fp64, fp32, bf16 or fp16. Under autocast all three are first cast to its
+    dtype (fp64 stays), as torch's scaled_dot_product_attention does. `scale` defaults to 1 / sqrt(D).
+
+    `pattern` is a Pattern or its text, such as "Causal() & Window(4095)". `layout` is the Layout that cut the sequence
+    into the shards, or its name. No rank can see from its rows how they were cut: the result under another layout is
+    wrong without an error, so `layout` has no default.
 
     The ranks are those of `group` (a ProcessGroup, default the world), of `mesh` (a one-dimensional DeviceMesh) or
     of `transport`. All ranks call with the same arguments and matching shapes; this is compared in every call, before
@@ -74,8 +81,18 @@ def ring_attention(
     by then is a Mismatch on the others. CommFailure where a rank is missing.
     """
     transport = _transport(group, mesh, transport)
+    q, k, v = cast_inputs(q, k, v)
     call = Call(
-        pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate, return_lse
+        _read(pattern),
+        layout,
+        schedule,
+        kernel,
+        _scale(q, scale),
+        deterministic,
+        wire_dtype,
+        machine,
+        rotate,
+        return_lse,
     )
     floor = None
 
@@ -94,12 +111,12 @@ def positions(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    pattern: Pattern,
+    pattern: Pattern | str,
     *,
+    layout: str | Layout,
     group: Any = None,
     mesh: Any = None,
     transport: Any = None,
-    layout: str | Layout = "contiguous",
     schedule: str = "auto",
     kernel: str = "auto",
     machine: Machine | str | None = None,
@@ -116,7 +133,8 @@ def positions(
     caller has found already and that all ranks shall hear of.
     """
     transport = _transport(group, mesh, transport)
-    call = Call(pattern, layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate)
+    q, k, v = cast_inputs(q, k, v)
+    call = Call(_read(pattern), layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate)
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if wrong is not None:
@@ -146,10 +164,10 @@ def virtual_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    pattern: Pattern,
+    pattern: Pattern | str,
     *,
     ranks: int,
-    layout: str | Layout = "contiguous",
+    layout: str | Layout = DEFAULT_LAYOUT,
     schedule: str = "auto",
     kernel: str = "auto",
     machine: Machine | str | None = None,
@@ -163,19 +181,30 @@ def virtual_attention(
     """`ring_attention` with all `ranks` executed in this process: whole tensors in, the whole result out.
 
     q [B, H, N, D], k [B, K, N, D], v [B, K, N, Dv] in natural order. The plan, the executor and the kernels are
-    those of real ranks, and results equal theirs bit for bit. layout="auto" is chosen here, with the schedule. `key_padding_mask` is bool [B, N], True is padding.
+    those of real ranks, and results equal theirs bit for bit. `layout` changes who computes what, not the result;
+    layout="auto" is chosen here, with the schedule. `key_padding_mask` is bool [B, N], True is padding.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
-    known = "contiguous" if layout == "auto" else layout
+    q, k, v = cast_inputs(q, k, v)
+    known = DEFAULT_LAYOUT if layout == "auto" else layout
     call = Call(
-        pattern, known, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate, return_lse
+        _read(pattern),
+        known,
+        schedule,
+        kernel,
+        _scale(q, scale),
+        deterministic,
+        wire_dtype,
+        machine,
+        rotate,
+        return_lse,
     )
     q, k, v, floor = _hidden(q, k, v, key_padding_mask, call)
     chosen = call.check(q, k, v)
     facts = describe(q, k, v)
     plan = make_plan(
-        pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule,
+        call.pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule,
         machine=get_machine(machine, q.device.type), wire_dtype=wire_dtype, rotate=rotate, **facts,
     )  # fmt: skip
     q, factor = _positive(q, call.scale)
@@ -187,7 +216,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    pattern: Pattern,
+    pattern: Pattern | str,
     *,
     kernel: str = "auto",
     scale: float | None = None,
@@ -208,7 +237,10 @@ def attention(
     are summed in host memory in fp32 (fp64). A `key_padding_mask` costs copies of q, k and v in host memory.
     """
     if stream is not None:
-        call = Call(pattern, "contiguous", "direct", kernel, _scale(q, scale), deterministic, return_lse=return_lse)
+        q, k, v = cast_inputs(q, k, v)
+        call = Call(
+            _read(pattern), "contiguous", "direct", kernel, _scale(q, scale), deterministic, return_lse=return_lse
+        )
         return _streamed(q, k, v, call, key_padding_mask, stream, chunk, device)
     for name, value in (("chunk", chunk), ("device", device)):
         if value is not None:
@@ -268,8 +300,17 @@ def _apply(
     out, lse = Attention.apply(q, k, v, runner, floor)
     if plan.pattern.output_scale != 1.0:
         factor = plan.pattern.output_scale
-        out = out * factor if out.requires_grad else out.mul_(factor)  # without a graph nobody else holds it
+        held = out.requires_grad or keeping()  # by the graph, or for a recomputation
+        out = out * factor if held else out.mul_(factor)
     return (out, lse) if return_lse else out
+
+
+def _read(pattern: Any) -> Any:
+    """The pattern that a text writes; what is none stays as it is, for an error that all ranks hear."""
+    try:
+        return as_pattern(pattern)
+    except InvalidInput:
+        return pattern
 
 
 def _scale(q: Any, scale: Any) -> Any:

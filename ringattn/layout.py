@@ -10,9 +10,10 @@ from functools import lru_cache
 from .balanced import Balanced, balanced
 from .errors import InvalidInput, did_you_mean
 from .partition import MAX_RANGES, Layout, filled
-from .pattern import Pattern
+from .pattern import Pattern, as_pattern
 
 __all__ = [
+    "DEFAULT_LAYOUT",
     "MAX_RANGES",
     "Balanced",
     "Contiguous",
@@ -24,6 +25,10 @@ __all__ = [
     "make_layout",
     "restored_layout",
 ]
+
+#: The layout where none is named and none can be wrong: of plans, of whole tensors, and on the command line. Where
+#: tensors are shards there is no default.
+DEFAULT_LAYOUT = "contiguous"
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ def restored_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[
 
 
 def make_layout(
-    name: str | Layout, *, tokens: int, ranks: int, pattern: Pattern | None = None, heads: int = 1
+    name: str | Layout, *, tokens: int, ranks: int, pattern: Pattern | str | None = None, heads: int = 1
 ) -> Layout:
     """The layout called `name`: "contiguous", "zigzag", "striped", "striped(64)", "balanced" or "balanced(256)".
 
@@ -207,10 +212,11 @@ def make_layout(
     kind, chunk = _read(name)
     if kind != "balanced":
         return _formula(name, tokens, ranks)
-    if not isinstance(pattern, Pattern):
+    if pattern is None:
         raise InvalidInput(
-            f"layout {name!r} weighs chunks by the pairs of a pattern, got pattern={pattern!r}; try "
+            f"layout {name!r} weighs chunks by the pairs of a pattern, got pattern=None; try "
             f"make_layout({name!r}, tokens={tokens}, ranks={ranks}, pattern=..., heads=...), as the attention gets them"
         )
+    pattern = as_pattern(pattern)
     make = balanced if pattern.transient else _remembered
     return make(tokens, ranks, chunk, pattern, heads)

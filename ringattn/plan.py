@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from .choice import Choice, choose, layouts
 from .demand import Demand
 from .errors import InvalidInput
-from .layout import Balanced, Layout, make_layout, restored_layout
-from .pattern import Pattern, parse_pattern
+from .layout import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restored_layout
+from .pattern import Pattern, as_pattern, parse_pattern
 from .pattern.some_heads import SomeHeads
 from .picture import draw_plan
 from .rotation import Rotation, check_rotate
@@ -242,11 +242,11 @@ def _cached(*inputs: Any) -> Plan:
 
 
 def make_plan(
-    pattern: Pattern,
+    pattern: Pattern | str,
     *,
     tokens: int,
     ranks: int,
-    layout: str | Layout = "contiguous",
+    layout: str | Layout = DEFAULT_LAYOUT,
     schedule: str = "auto",
     heads: int = 1,
     kv_heads: int | None = None,
@@ -258,7 +258,7 @@ def make_plan(
     machine: Machine | str | None = None,
     rotate: str = "auto",
 ) -> Plan:
-    """The (cached) plan of attention with `pattern` over `tokens` positions on `ranks` ranks.
+    """The (cached) plan of attention with `pattern` (or its text) over `tokens` positions on `ranks` ranks.
 
     `heads` query heads share `kv_heads` (default: as many) key/value heads; `head_dim` is that of q and k,
     `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. `wire_dtype` is the dtype in which
@@ -270,10 +270,7 @@ def make_plan(
     layout="auto" and schedule="auto" take what the timing model predicts to be fastest in the forward, on `machine` (a
     Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why. Raises InvalidInput.
     """
-    if not isinstance(pattern, Pattern):
-        raise InvalidInput(
-            f"make_plan: pattern={pattern!r} is no Pattern; try ringattn.Causal(), or parse_pattern(text)"
-        )
+    pattern = as_pattern(pattern)
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
     for name, value, least in (

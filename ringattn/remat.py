@@ -50,6 +50,11 @@ class _Using:
         _tape.reset(self.tokens.pop())
 
 
+def keeping() -> bool:
+    """True inside `keep_attention`: the tape holds the tensors that attention returns, so that nobody may change them."""
+    return _tape.get() is not None
+
+
 def computed(run: Callable[[], Forward]) -> Forward:
     """`run()`, or what it gave when the function that is being recomputed ran first."""
     tape = _tape.get()

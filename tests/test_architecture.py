@@ -15,7 +15,7 @@ PACKAGE = ROOT / "ringattn"
 ORDER = (
     "errors", "progress", "pattern", "partition", "balanced", "layout", "work", "cut", "moves", "wanted", "demand", "transposed", "steps", "sizes",
     "schedules", "rotation", "picture", "timing", "choice", "plan", "memory", "softmax", "pool", "kernels", "buffers", "transport",
-    "launcher", "script", "rows", "held", "executor", "remat", "teams", "agreement", "autograd", "stream", "functional", "nn",
+    "launcher", "script", "rows", "held", "executor", "remat", "teams", "autocast", "agreement", "autograd", "stream", "functional", "nn",
     "factories",
     "files", "provenance", "machine_file", "groups", "config", "config_folders", "modes", "overrides", "verb_help", "asked", "stored", "data", "sampling", "report", "simulator", "bench", "calibrate", "study", "job", "commands", "cli",
     "__main__",

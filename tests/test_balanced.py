@@ -178,7 +178,7 @@ def test_equal_partitions_are_equal() -> None:
     ("name", "options", "words"),
     [
         ("balanced(8)", {}, "weighs chunks by the pairs of a pattern, got pattern=None; try make_layout('balanced(8)'"),
-        ("balanced", {"pattern": "Causal()"}, "got pattern='Causal()'"),
+        ("balanced", {"pattern": "Causl()"}, "did you mean 'Causal'"),
         ("balanced(0)", {"pattern": Full()}, "the chunk is a number of tokens >= 1, got 0; try balanced(128)"),
         ("balanced", {"pattern": Full(), "tokens": -1}, "tokens=-1"),
         ("balanced", {"pattern": Full(), "ranks": 0}, "ranks=0"),

@@ -72,7 +72,7 @@ def test_written_groups(override: str, wanted: list[str]) -> None:
         ("bench", "suit=ring", "did you mean 'suite'?"),
         ("plan", "pattern.left=5", "pattern.left=5 has no meaning with pattern=causal; patterns that take left: "),
         ("run", "schedule.inner=2", "schedules that take inner: double_ring"),
-        ("run", "layout.block=3", "has no meaning with layout=zigzag; layouts that take block: striped"),
+        ("run", "layout.block=3", "has no meaning with layout=contiguous; layouts that take block: striped"),
     ],
 )
 def test_did_you_mean(verb: str, override: str, words: str) -> None:
@@ -149,7 +149,7 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("plan", "tokens=12x"), 2, "tokens=12x: not a whole number"),
         (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),
         (("plan", "pattern=documents"), 2, "needs pattern.lengths=..., such as"),
-        (("plan", "experiment=window_64k"), 0, "over 65,536 tokens, zigzag on 4 ranks"),
+        (("plan", "experiment=window_64k"), 0, "over 65,536 tokens, contiguous on 4 ranks"),
         (("plan", "machine.inner=3", "tokens=64"), 2, "8 ranks do not fill nodes of 3 evenly"),
         (("plan", "ranks=2", "output.path=no/such/p.json"), 2, "the folder no/such does not exist"),
         (("simulate", "backward=maybe"), 2, "ringattn: backward=maybe: expected true or false; try backward=false"),
@@ -160,7 +160,11 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("run", "+tokens"), 2, "+tokens: cannot be read as key=value (missing EQUAL at '<EOF>')"),
         (("simulate", "tokens=${nope}"), 2, "'nope' not found; ringattn simulate --help shows groups and keys"),
         (("simulate", "machine.memory=8G", "ranks=2"), 0, "8.58993e+09 bytes"),
-        (("simulate", "ranks=1", "tokens=64"), 0, "over 64 tokens, zigzag on 1 rank, ring, B=1 H=1 K=1 D=64 float32"),
+        (
+            ("simulate", "ranks=1", "tokens=64"),
+            0,
+            "over 64 tokens, contiguous on 1 rank, ring, B=1 H=1 K=1 D=64 float32",
+        ),
     ):
         done = inside(*arguments, cwd=tmp_path)
         assert done.returncode == code, (arguments, done.stderr)

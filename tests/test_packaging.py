@@ -13,6 +13,7 @@ import pytest
 import tomllib
 
 import ringattn
+from ringattn.commands.doctor import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text()) if sys.version_info >= (3, 11) else {}
@@ -98,3 +99,12 @@ def test_developers_get_what_the_mpi_tests_need() -> None:
 def test_torch_is_not_asked_for_by_an_open_name() -> None:
     """Plain `pip install torch` may bring gigabytes: the scripts install the pinned one first."""
     assert "grep '^torch==' constraints.txt" in (ROOT / "scripts" / "setup").read_text()
+
+
+def test_doctor_names_the_extras_that_there_are() -> None:
+    """An extra that nothing uses is a promise: `hf` was one."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = ", section, re.MULTILINE)) - {"dev"}
+    named = {name for _, command in EXTRAS.values() for name in re.findall(r"ringattn\[(\w+)\]", command)}
+    assert extras == named == set(re.findall(r"ringattn\[(\w+)\]", (ROOT / "README.md").read_text()))

@@ -169,7 +169,7 @@ def test_one_rank_of_many_is_planned_without_looking_at_the_others(pattern: Patt
 
 def test_arguments_of_other_types_are_refused() -> None:
     for arguments, words in (
-        (("Causal()", 10), "is no Pattern; try ringattn.Causal"),
+        ((3, 10), "pattern must be a ringattn pattern"),
         ((Causal(), 10.5), "needs whole numbers, got tokens=10.5"),
         ((Causal(), 1 << 62), "positions are 64-bit integers"),
     ):

@@ -212,7 +212,7 @@ def _disagree(rank: int, what: str) -> str:
     torch.distributed.barrier()
     q = torch.randn(1, 1, 4, 8)
     options: dict[str, object] = (
-        {"layout": "auto"} if what == "layout" else {"machine": replace(SLOW, alpha=1.0 + rank)}
+        {"layout": "auto"} if what == "layout" else {"layout": "zigzag", "machine": replace(SLOW, alpha=1.0 + rank)}
     )
     with pytest.raises(ra.RingAttentionError) as caught:
         ra.ring_attention(q, q, q, Causal(), **options)  # type: ignore[arg-type]

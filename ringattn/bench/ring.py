@@ -206,7 +206,7 @@ def _memory(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> Case:
     def make(context: Context) -> Run:
         local = context.settings["tokens"] // context.ranks  # fewer than `rows` in the warm-up
         q, k, v, *grad = (torch.randn(1, HEADS, local, DIM, device="cpu") for _ in range(4 if rotate else 3))
-        attend = partial(ring_attention, pattern=Full(), schedule="ring", rotate=rotate or "auto")
+        attend = partial(ring_attention, pattern=Full(), layout="contiguous", schedule="ring", rotate=rotate or "auto")
         return _differentiated(attend, q, k, v, *grad) if rotate else lambda: attend(q, k, v)
 
     more = {"rotate": rotate} if rotate else {}

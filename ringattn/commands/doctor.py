@@ -20,7 +20,6 @@ from ..report import Number, show
 EXTRAS = {
     "mpi4py": ("the MPI transport", "pip install 'ringattn[mpi]'"),
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
-    "transformers": ("Hugging Face models", "pip install 'ringattn[hf]'"),
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..autocast import cast_inputs
 from ..errors import InvalidInput, Mismatch
 from ..functional import exchange, uncompiled
 from ..kernels.base import wide
@@ -80,6 +81,7 @@ class AdaptiveAttention(RingAttention):
         key_padding_mask: torch.Tensor | None = None, return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """(out, lse) of tensors [B, H, N, D], whatever `order` is. The parts are merged by lse: it is there anyway."""
+        q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
         place = self._places(q, k, v, key_padding_mask)  # on real ranks also the handshake
         # Mean query of a block; causally, of the `block` positions that end with its first.

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ..agreement import Call
+from ..autocast import cast_inputs
 from ..errors import InvalidInput, RingAttentionError, did_you_mean
 from ..functional import attention, check, positions, ring_attention, telling, uncompiled, virtual_attention
-from ..layout import Layout
-from ..pattern import Causal, Dilated, Pattern
+from ..layout import DEFAULT_LAYOUT, Layout
+from ..pattern import Causal, Dilated, Pattern, as_pattern
 from ..plan import make_plan
 from ..transport.torchdist import WeakGroup
 
@@ -47,23 +48,24 @@ class _Place:
 
 
 class RingAttention(nn.Module):
-    """`ring_attention` under a pattern, as a module.
+    """`ring_attention` under a pattern (or its text), as a module.
 
-    With `group`, `mesh` or `transport` the tensors are this rank's shards and the call is collective; with `ranks`
-    they are whole and `ranks` virtual ranks compute them here; with neither, one device does. `layout` and
-    `schedule` say how ranks share the work: one device has no use for them, and raises InvalidInput.
+    With `group`, `mesh` or `transport` the tensors are this rank's shards and the call is collective; `layout` must
+    then say how the sequence was cut into them. With `ranks` the tensors are whole and `ranks` virtual ranks compute
+    them here; with neither, one device does. `layout` and `schedule` say how ranks share the work: one device has no
+    use for them, and raises InvalidInput.
     order="BNHD" takes and returns [B, N, H, D] (lse stays [B, H, N]). The rest is as in `ring_attention`.
     """
 
     def __init__(
         self,
-        pattern: Pattern,
+        pattern: Pattern | str,
         *,
         group: Any = None,
         mesh: Any = None,
         transport: Any = None,
         ranks: int | None = None,
-        layout: str | Layout = "contiguous",
+        layout: str | Layout | None = None,
         schedule: str = "auto",
         kernel: str = "auto",
         scale: float | None = None,
@@ -73,8 +75,7 @@ class RingAttention(nn.Module):
         order: str = "BHND",
     ) -> None:
         super().__init__()
-        if not isinstance(pattern, Pattern):
-            raise InvalidInput(f"pattern must be a ringattn pattern such as Causal(), got {pattern!r}")
+        pattern = as_pattern(pattern)
         if order not in ORDERS:
             hint = did_you_mean(order, ORDERS)
             raise InvalidInput(f"unknown order {order!r}; {hint}expected {' or '.join(ORDERS)}")
@@ -85,8 +86,13 @@ class RingAttention(nn.Module):
                 "them"
             )
         self.sharded, self.ranks = bool(self._where), ranks
+        if self.sharded and layout is None:
+            raise InvalidInput(
+                "this attention runs on the ranks of a group and gets their shards: say how the sequence was cut, with "
+                "layout='zigzag' or another name, or with the Layout that cut it; no rank can see it from its rows"
+            )
         if not self.sharded and ranks is None:
-            for name, value, default in (("layout", layout, "contiguous"), ("schedule", schedule, "auto")):
+            for name, value, default in (("layout", layout, None), ("schedule", schedule, "auto")):
                 if value != default:
                     raise InvalidInput(
                         f"{name}={value!r} says how ranks share the work, but this attention runs on one device; "
@@ -94,7 +100,7 @@ class RingAttention(nn.Module):
                     )
         self.pattern, self.order = pattern, order
         self._sharing: dict[str, Any] = {
-            "layout": layout, "schedule": schedule, "wire_dtype": wire_dtype, "rotate": rotate,
+            "layout": DEFAULT_LAYOUT if layout is None else layout, "schedule": schedule, "wire_dtype": wire_dtype, "rotate": rotate,
         }  # fmt: skip
         self.options: dict[str, Any] = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
         self._causal: Pattern | None = None
@@ -158,8 +164,9 @@ class RingAttention(nn.Module):
             return torch.from_numpy(rows).to(q.device)
         if wrong is not None:
             raise wrong
+        q, k, v = cast_inputs(q, k, v)
         options = {"scale": 1.0, **{name: x for name, x in self.options.items() if x is not None}}
-        check(q, k, v, Call(pattern, "contiguous", "auto", **options), key_padding_mask)
+        check(q, k, v, Call(pattern, DEFAULT_LAYOUT, "auto", **options), key_padding_mask)
         return torch.arange(q.shape[2], device=q.device)
 
     def telling(self) -> AbstractContextManager[Any]:
@@ -206,7 +213,7 @@ class DilatedAttention(RingAttention):
 class BlockSparseAttention(RingAttention):
     """`RingAttention` under a block-sparse pattern; any pattern will do."""
 
-    def __init__(self, pattern: Pattern, **options: Any) -> None:
+    def __init__(self, pattern: Pattern | str, **options: Any) -> None:
         super().__init__(pattern, **options)
 
 

@@ -228,7 +228,7 @@ class MultiheadAttention(nn.Module):
 class MultiheadRingAttention(MultiheadAttention):
     """`MultiheadAttention` around `RingAttention(pattern)`; `options` are those of either."""
 
-    def __init__(self, embed_dim: int, num_heads: int, pattern: Pattern, **options: Any) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, pattern: Pattern | str, **options: Any) -> None:
         core, rest = split(options, RingAttention)
         super().__init__(embed_dim, num_heads, core=RingAttention(pattern, **core), **rest)
 

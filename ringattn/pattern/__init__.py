@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..errors import InvalidInput
 from .base import Mix, Pattern, mix
 from .block_mask import from_block_mask
 from .blocks import BlockSparse
@@ -44,6 +45,18 @@ def parse_pattern(text: str) -> Pattern:
     return parse(text, NAMES)
 
 
+def as_pattern(given: Pattern | str) -> Pattern:
+    """The pattern given, or the one that a text writes. Raises InvalidInput for anything else."""
+    if isinstance(given, str):
+        return parse_pattern(given)
+    if not isinstance(given, Pattern):
+        raise InvalidInput(
+            f"pattern must be a ringattn pattern such as Causal(), or its text, such as 'Causal() & Window(4096)', "
+            f"got {given!r}"
+        )
+    return given
+
+
 __all__ = [
     "NAMES",
     "BlockSparse",
@@ -57,6 +70,7 @@ __all__ = [
     "Strided",
     "Tile",
     "Window",
+    "as_pattern",
     "dilated_blocks",
     "from_block_mask",
     "global_local",

@@ -35,7 +35,8 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
     if TEAMS.fullmatch(name):
         between = "ring" if rest == "auto" else resolve(rest)
         _check_teams(name, size, ranks, heads, kv_heads)
-        return f"ulysses({size}, {resolve(between, None if ranks is None else ranks // size)})"
+        between = resolve(between, None if ranks is None else ranks // size)
+        return between if size == 1 else f"ulysses({size}, {between})"  # a team of one has nobody to exchange with
     kind, number = _parse(name)
     if number is None:
         return kind

@@ -68,9 +68,9 @@ def shapes(transport: Mpi) -> bool:
         transport.check(torch.device("cuda", 0))
     # Attention itself takes a transposed tensor: it packs its rows.
     x = torch.randn(1, 6, 2, 8)
-    layout = {"pattern": Full(), "transport": transport}
-    plain = ra.ring_attention(*(x.transpose(1, 2).contiguous() for _ in range(3)), **layout)
-    return torch.equal(plain, ra.ring_attention(*(x.transpose(1, 2) for _ in range(3)), **layout))
+    options = {"pattern": Full(), "transport": transport, "layout": "contiguous"}
+    plain = ra.ring_attention(*(x.transpose(1, 2).contiguous() for _ in range(3)), **options)
+    return torch.equal(plain, ra.ring_attention(*(x.transpose(1, 2) for _ in range(3)), **options))
 
 
 def tags(transport: Mpi) -> list[int]:
@@ -116,11 +116,11 @@ def lost(transport: Mpi, how: str, folder: str) -> None:
     Path(folder, f"pid_{transport.rank}").write_text(str(os.getpid()))
     transport.timeout = 3.0
     x = torch.randn(1, 2, 64, 8)
-    ra.ring_attention(x, x, x, Full(), transport=transport)
+    ra.ring_attention(x, x, x, Full(), transport=transport, layout="contiguous")
     if transport.rank == transport.size - 1:
         transport.post = lambda post: _leave(how)  # type: ignore[method-assign, assignment]
     try:
-        ra.ring_attention(x, x, x, Full(), transport=transport)
+        ra.ring_attention(x, x, x, Full(), transport=transport, layout="contiguous")
     except ra.CommFailure as error:
         again = ""
         try:

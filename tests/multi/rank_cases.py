@@ -158,7 +158,7 @@ def balanced_shards(rank: int) -> float:
 def errors_on_every_rank(rank: int, transport: Transport | None = None) -> list[str]:
     """One wrong call after another; what this rank was told each time."""
     used = _transport(None, None, transport)
-    size, attend = used.size, partial(ra.ring_attention, transport=transport)
+    size, attend = used.size, partial(ra.ring_attention, transport=transport, layout="contiguous")
     x = torch.zeros(1, 2, 4, 8)
     odd = rank == size - 1
     calls = (
@@ -177,6 +177,10 @@ def errors_on_every_rank(rank: int, transport: Transport | None = None) -> list[
         lambda: attend(x, x, x, Causal(), return_lse=odd),
         lambda: attend(x, x, x, Causal(), key_padding_mask=torch.zeros(1, 3 if odd else 4, dtype=torch.bool)),
         lambda: attend(x, x, x, Causal(), key_padding_mask=torch.zeros(1, 4) > 0 if odd else None),
+        lambda: attend(x, x, x, Causal(), layout=None if odd else "zigzag"),
+        lambda: attend(x, x, x, Causal(), layout=ra.make_layout("zigzag", tokens=4 * size + 4, ranks=size)),
+        lambda: attend(x, x, x, Causal(), layout=ra.make_layout("zigzag", tokens=4 * size, ranks=size + 1)),
+        lambda: attend(x, x, x, "Causl()" if odd else "Causal()"),
     )
     told = []
     for call in calls:
@@ -214,16 +218,16 @@ def varying_lengths(rank: int) -> float:
 
 def wrong_after_right(rank: int) -> list[str]:
     """Good calls that are remembered, then the last rank's are wrong where the others repeat theirs."""
-    odd = rank == dist.get_world_size() - 1
+    odd, attend = rank == dist.get_world_size() - 1, partial(ra.ring_attention, layout="contiguous")
     x = torch.randn(2, 4, 24, 8)
     mask = torch.zeros(2, 24, dtype=torch.bool)
     torch.manual_seed(0)
-    adaptive = ra.nn.AdaptiveAttention(4, 8, block=8, k=2, group=dist.group.WORLD)
+    adaptive = ra.nn.AdaptiveAttention(4, 8, block=8, k=2, group=dist.group.WORLD, layout="contiguous")
     told = []
     for good, bad in (
-        (lambda: ra.ring_attention(x, x, x, Full()), lambda: ra.ring_attention(x, x[:, :, :-1], x, Full())),
-        (lambda: ra.ring_attention(x, x, x, Full()), lambda: ra.ring_attention(x, x, x, Causal())),
-        (lambda: ra.ring_attention(x, x, x, Full()), lambda: ra.ring_attention(x, x, x, Full(), scale="big")),
+        (lambda: attend(x, x, x, Full()), lambda: attend(x, x[:, :, :-1], x, Full())),
+        (lambda: attend(x, x, x, Full()), lambda: attend(x, x, x, Causal())),
+        (lambda: attend(x, x, x, Full()), lambda: attend(x, x, x, Full(), scale="big")),
         (lambda: adaptive(x, x, x), lambda: adaptive(x[:, :2], x, x)),
         (
             lambda: adaptive(x, x, x, key_padding_mask=mask),
@@ -252,12 +256,12 @@ def one_rank_is_lost(rank: int, how: str, folder: str) -> None:
     """The last rank dies, or stays away, after the handshake; the others write down what they were told."""
     transport = TorchDist(timeout=5)
     x = torch.randn(1, 2, 64, 8)
-    ra.ring_attention(x, x, x, Full(), transport=transport)
+    ra.ring_attention(x, x, x, Full(), transport=transport, layout="contiguous")
     if rank == dist.get_world_size() - 1:
         transport.post = lambda post: _lost(how)  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
-        ra.ring_attention(x, x, x, Full(), transport=transport)
+        ra.ring_attention(x, x, x, Full(), transport=transport, layout="contiguous")
     except ra.CommFailure as error:
         if rank == dist.get_world_size() - 1:
             return
@@ -279,7 +283,7 @@ def mesh_and_subgroup(rank: int) -> bool:
     found = ra.ring_attention(*local, Causal(), mesh=mesh["cp"], layout="zigzag")
     group = ra.ring_attention(*local, Causal(), group=mesh["cp"].get_group(), layout="zigzag")
     with pytest.raises(ra.InvalidInput, match="mesh\\['cp'\\]"):
-        ra.ring_attention(*local, Causal(), mesh=mesh)
+        ra.ring_attention(*local, Causal(), mesh=mesh, layout="zigzag")
     return torch.equal(found, layout.shard_tensor(wanted, rank % 2)) and torch.equal(found, group)
 
 

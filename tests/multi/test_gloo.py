@@ -58,6 +58,10 @@ WRONG = (
     ("Mismatch: the ranks disagree about return_lse: False on rank 0; True on rank 1",) * 2,
     ("InvalidInput: key_padding_mask must be [batch, tokens] = (1, 4)", "Mismatch: rank 1 cannot take part: key_padding"),
     ("Mismatch: the ranks disagree about head_dim: 8 on rank 0; 16 on rank 1",) * 2,
+    ("InvalidInput: layout=None: the rows of a shard do not tell", "Mismatch: rank 1 cannot take part: layout=None: the"),
+    ("InvalidInput: the layout zigzag was made for 12 tokens over 2 ranks, the call has 8 tokens over 2",) * 2,
+    ("InvalidInput: the layout zigzag was made for 8 tokens over 3 ranks, the call has 8 tokens over 2",) * 2,
+    ("InvalidInput: pattern 'Causl()': unknown name 'Causl'; did you mean 'Causal'", "Mismatch: rank 1 cannot take part: pat"),
 )  # fmt: skip
 
 
