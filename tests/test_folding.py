@@ -13,7 +13,7 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Full, Machine, Pattern, Plan, Strided, Unsupported, Window, make_plan, simulate
 from ringattn.timing import folding
 from ringattn.timing.events import events
-from ringattn.timing.periods import period
+from ringattn.pattern.periods import period
 from ringattn.timing.rates import Faults, Rates
 
 CLOSE = 1e-12
