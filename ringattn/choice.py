@@ -115,10 +115,20 @@ def schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
 
 
 def team_sizes(plan: Plan, machine: Machine) -> list[int]:
-    """Sizes of Ulysses teams that divide ranks and heads, and whose ranks are of one node where there are nodes."""
-    most = gcd(plan.ranks, plan.heads, plan.kv_heads)
-    whole = machine.inner if 1 < machine.inner < plan.ranks else plan.ranks
-    return [size for size in range(2, most + 1) if most % size == 0 and whole % size == 0]
+    """Sizes of Ulysses teams that divide ranks and heads, and whose ranks are of one node."""
+    node = min(machine.inner, plan.ranks)
+    most = gcd(plan.ranks, plan.heads, plan.kv_heads, node)
+    return [size for size in range(2, most + 1) if most % size == 0]
+
+
+def _no_teams(plan: Plan, machine: Machine) -> str:
+    """Why no Ulysses teams are compared."""
+    if machine.inner == 1:
+        return "the machine has no nodes whose ranks could form a team: machine.inner=1"
+    return (
+        f"no size of a team divides {plan.ranks:,} ranks, {plan.heads} query heads, {plan.kv_heads} key/value heads and "
+        f"nodes of {machine.inner}"
+    )
 
 
 def layouts(ranks: int) -> tuple[str, ...]:
@@ -147,6 +157,10 @@ def choose(
                 compared.add(layout, name)
         else:
             compared.add_all(layout, schedules(first, machine))
+            if not team_sizes(first, machine):
+                compared.leave(layout, "ulysses", _no_teams(first, machine))
+            if layout.ranks > MANY:
+                compared.leave(layout, "allgather", f"a message to each of more than {MANY} ranks")
     if not compared.plans:
         why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
         return first, _by_rule(first, tuple(compared.found), why, machine)

@@ -15,7 +15,7 @@ from ..files import check_writable, write_text
 from ..modes import MODES, check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, console, head, quantity, show, size
+from ..report import Number, console, head, quantity, show, show_choice, size
 from ..study.checks import check_unasked
 from ..study.point import asked_options, passes
 from ..timing import Machine, Timeline, machine_fields
@@ -47,6 +47,8 @@ def main(config: SimulateConfig) -> None:
     with progress(lines) as tell, listening(tell):
         found = passes(plan, machine, config.backward, options)
     lines.print(head(plan), highlight=False, markup=False)
+    if plan.choice is not None:
+        show_choice(plan.choice)
     show("machine", _machine(machine))
     tables = {one.direction: _numbers(one) for one in found}
     for one in found:
