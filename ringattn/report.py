@@ -80,16 +80,25 @@ def grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> No
 
 
 def show_choice(choice: Choice, most: int = 8) -> None:
-    """Print what `auto` compared, the fastest first, and its reason."""
+    """Print what `auto` compared, the fastest first, what each prediction was made from, what was left out, and the reason."""
     timed = sorted((p.seconds, i, c, p) for i, c in enumerate(choice.candidates) if (p := c.prediction))
     rows = [
-        (str(c), duration(p.seconds), duration(p.compute), duration(p.exposed), size(p.bytes), f"{p.messages:,}")
+        (
+            str(c),
+            duration(p.seconds),
+            duration(p.compute),
+            duration(p.exposed),
+            size(p.bytes),
+            f"{p.messages:,}",
+            c.basis,
+        )
         for _, _, c, p in timed
     ]
     lines = console()
     lines.print()
     if rows:
-        grid("", ("auto [modelled]", "forward", "compute", "exposed", "sends per rank", "messages"), rows[:most])
+        header = ("auto [modelled]", "forward", "compute", "exposed", "sends per rank", "messages", "estimated from")
+        grid("", header, rows[:most])
     if len(rows) > most:
         lines.print(f"and {len(rows) - most} slower", highlight=False)
     for why in dict.fromkeys(c.left_out for c in choice.candidates if c.left_out):

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
-from .cut import Cut
+from .cut import Cut, Cuts, total
 from .demand import Demand
 from .errors import InvalidInput, did_you_mean
+from .layout import Contiguous
+from .pattern.periods import period
 from .schedules import planner
-from .schedules.relay import rows_along, sampled, ways
-from .steps import BLOCKS, SUMS, Part, RankPlan, Step
+from .schedules.allgather import AllGather
+from .schedules.relay import Way, rows_along
+from .schedules.ring import Ring
+from .schedules.route import Edge, Route
+from .steps import BLOCKS, SUMS, Kind, Part, RankPlan
 from .transposed import Transposed
+from .wanted import Wanted
 
 ROTATE = ("auto", "keys", "queries")
-#: Up to this many ranks all their backwards are planned, both ways, and their bytes counted.
-EXACT = 16
+#: Up to this many ranks the bytes of both ways are counted over all blocks; above, over SOME.
+EXACT, SOME = 64, 16
 
 
 def check_rotate(rotate: object) -> None:
@@ -29,7 +36,7 @@ def check_rotate(rotate: object) -> None:
 class Rotation:
     """The steps of ranks by a schedule without teams. `size` gives the bytes of a part of a message.
 
-    `auto` takes the way that sends fewer bytes, keys where both send as many: counted, above EXACT ranks estimated. A
+    `auto` takes the way that sends fewer bytes, keys where both send as many: counted, above EXACT ranks over SOME blocks. A
     double ring is there to spare the links between nodes, so that there their bytes are compared first. With `rounds`,
     what travels is rounded: then weights computed again from rounded queries would not be those of the
     forward, and `auto` takes keys.
@@ -40,7 +47,6 @@ class Rotation:
     ) -> None:
         self.demand, self.size, self.rounds, self.rotate = demand, size, rounds, rotate
         self.transposed = Transposed(demand)
-        self._known: dict[int, tuple[Step, ...]] = {}
         self.keys, self.queries = planner(schedule, demand), planner(schedule, self.transposed)
 
     @cached_property
@@ -48,53 +54,133 @@ class Rotation:
         """What rotates: "keys" or "queries"."""
         if self.rotate != "auto":
             return self.rotate
-        ranks = self.demand.layout.ranks
-        if self.rounds or ranks == 1:
+        if self.rounds or self.demand.layout.ranks == 1:
             return "keys"
-        if ranks > EXACT:
-            keys, queries = self._estimated()
-            return "queries" if queries < keys else "keys"
-        by_keys = {rank: self.keys.backward(rank) for rank in range(ranks)}
-        by_queries = {rank: self.queries.queries(rank) for rank in range(ranks)}
-        fewer = self._sent(by_queries) < self._sent(by_keys)
-        self._known = by_queries if fewer else by_keys
-        return "queries" if fewer else "keys"
+        keys, queries = self.bytes()
+        return "queries" if queries < keys else "keys"
+
+    def bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Bytes (between nodes, in all) of a backward in which keys rotate, and of one in which queries do.
+
+        Those of all blocks up to EXACT ranks. Above, those of the same few blocks either way, which tell the way that
+        sends fewer.
+        """
+        row = Cut((0,), ((range(1),),))
+        size = {kind: self.size(Part(kind, 0, row)) for kind in (*BLOCKS, *SUMS)}
+        out = size["q"] + size["row"]
+        if isinstance(self.keys, AllGather) or isinstance(self.queries, AllGather):
+            return self._gathered(self.demand, size["kv"], size["grad"]), self._gathered(
+                self.transposed, out, size["dq"]
+            )
+        if self.keys.inner > 1 and self.demand.layout.ranks > EXACT:
+            return self._of_nodes(size)
+        owners = _owners(self.demand)
+        keys, queries = (_Moved.of(route, owners) for route in (self.keys, self.queries))
+        # Along every edge a block moves, and what was gathered for it; keys that a rank has kept since the forward do not.
+        kept = [_kept(self.keys, rank) for rank in owners]
+        by_keys = keys.every * (size["kv"] + size["grad"]) - sum(rows for rows, _ in kept) * size["kv"]
+        by_queries = queries.every * (out + size["dq"])
+        if self.keys.inner == 1:
+            return (by_keys, by_keys), (by_queries, by_queries)
+        again = keys.ends - sum(rows for _, rows in kept)
+        far_keys = keys.outer * size["grad"] + (keys.onward + again) * size["kv"]
+        far_queries = queries.outer * out + (queries.onward + queries.ends) * size["dq"]
+        return (far_keys, by_keys), (far_queries, by_queries)
 
     def steps(self, rank: int) -> RankPlan:
         """The steps of a rank."""
         keys = self.chosen == "keys"
-        backward = self._known.pop(rank, None)  # planned already where the ways were compared
-        if backward is None:
-            backward = (self.keys.backward if keys else self.queries.queries)(rank)
+        backward = (self.keys.backward if keys else self.queries.queries)(rank)
         return RankPlan(rank, self.keys.forward(rank), backward, self.keys.held(rank) if keys else ())
 
-    def _sent(self, plans: dict[int, tuple[Step, ...]]) -> tuple[int, int]:
-        """Bytes between nodes, and all."""
-        sent, inner = [0, 0], self.keys.inner
-        for rank, steps in plans.items():
-            for hop in (hop for step in steps for hop in step.sends):
-                size = sum(map(self.size, hop.parts))
-                sent[1] += size
-                sent[0] += size if hop.peer // inner != rank // inner else 0
-        return sent[0], sent[1]
+    def _gathered(self, wanted: Wanted, block: int, sums: int) -> tuple[int, int]:
+        """Bytes of an all-gather of blocks, and of the sums that each rank which needs a block sends to its owner."""
+        ranks, found = wanted.layout.ranks, 0
+        for owner in _owners(self.demand):
+            rows = wanted.block_heads * wanted.layout.rows(owner)
+            # Both ways the same visits are made, so that of many ranks a few tell which way has fewer.
+            others = (owner + 1 + i * (ranks - 1) // min(ranks - 1, EXACT) for i in range(min(ranks - 1, EXACT)))
+            needed = sum(wanted.visits(other % ranks, owner) for other in others)
+            found += rows * ((ranks - 1) * block + needed * (ranks - 1) // min(ranks - 1, EXACT) * sums)
+        return found, found
 
-    def _estimated(self) -> tuple[int, int]:
-        """Bytes of either way for the blocks of some ranks, or nodes, from the rows that they send along a ring.
+    def _of_nodes(self, size: dict[Kind, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """An estimate from what some nodes send on along the ring of nodes.
 
-        That is found by searches that skip what nobody needs; the steps of one rank alone may hold those of all. Keys
-        that end where they can be kept, one block for each direction, do not come back.
+        That is found by searches that skip what nobody needs; the steps of one rank alone may hold those of all.
         """
-        row = Cut((0,), ((range(1),),))
-        sizes = {kind: self.size(Part(kind, 0, row)) for kind in (*BLOCKS, *SUMS)}
-        layout = self.demand.layout
-        demand = replace(self.demand, layout=layout.grouped(self.keys.inner)) if self.keys.inner > 1 else self.demand
-        transposed = Transposed(demand) if demand is not self.demand else self.transposed
+        demand = replace(self.demand, layout=self.demand.layout.grouped(self.keys.inner))
+        transposed = Transposed(demand)
+        along = Way(+1, demand.layout.ranks - 1)
         keys = queries = 0
-        for owner in sampled(demand.layout.ranks):
+        for owner in _owners(demand):
             block = demand.block_heads * demand.layout.rows(owner)
-            for way in ways(demand):
-                rows = rows_along(demand, owner, way)
-                keys += rows * (sizes["kv"] + sizes["grad"]) - min(rows, block) * sizes["kv"]
-            for way in ways(transposed):
-                queries += rows_along(transposed, owner, way) * (sizes["q"] + sizes["row"] + sizes["dq"])
-        return keys, queries
+            rows = rows_along(demand, owner, along)
+            keys += rows * (size["kv"] + size["grad"]) - min(rows, block) * size["kv"]
+            queries += rows_along(transposed, owner, along) * (size["q"] + size["row"] + size["dq"])
+        return (keys, keys), (queries, queries)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Rows of all heads of blocks that move along the edges of their routes."""
+
+    every: int
+    #: Those on edges between nodes, those of them that come from another rank than the owner and that no edge before
+    #: brings back, and those that end in another node than that of their owner.
+    outer: int = 0
+    onward: int = 0
+    ends: int = 0
+
+    @classmethod
+    def of(cls, route: Route, owners: list[int]) -> _Moved:
+        """The rows of the blocks of `owners`."""
+        wanted = route.demand
+        if isinstance(route, Ring):
+            return cls(sum(rows_along(wanted, owner, way) for owner in owners for way in route.ways))
+        if route.inner == 1:
+            return cls(
+                sum(wanted.size(route.behind(edge), edge.owner) for owner in owners for edge in route.first(owner))
+            )
+        counts = [0, 0, 0, 0]
+        for owner in owners:
+            todo: list[tuple[Edge, tuple[Edge, ...]]] = [(edge, ()) for edge in route.first(owner)]
+            while todo:
+                edge, siblings = todo.pop()
+                further = route.onward(edge)
+                todo += [(one, further) for one in further]
+                counts[0] += _rows(route, edge.owner, route.cuts(edge))
+                if edge.source // route.inner != edge.target // route.inner:
+                    counts[1] += _rows(route, edge.owner, route.cuts(edge))
+                    counts[2] += _rows(route, edge.owner, route.back(edge, siblings)) if edge.source != owner else 0
+                if edge.target // route.inner != owner // route.inner:
+                    counts[3] += _rows(route, edge.owner, route.ends(edge))
+        return cls(*counts)
+
+
+def _kept(route: Route, rank: int) -> tuple[int, int]:
+    """Rows of all heads that a rank keeps from the forward, and those of them that are of another node."""
+    rows = [
+        (_rows(route, edge.owner, cuts), edge.owner // route.inner != rank // route.inner)
+        for edge, cuts in route.kept(rank).items()
+    ]
+    return sum(count for count, _ in rows), sum(count for count, far in rows if far)
+
+
+def _rows(route: Route, owner: int, cuts: Cuts) -> int:
+    return total(cuts, route.demand.block_heads, route.demand.layout.rows(owner))
+
+
+def _owners(demand: Demand) -> list[int]:
+    """Ranks that stand for all: all of up to EXACT. Of more those of a period in the middle, where ranks repeat, or SOME
+    evenly spaced ones."""
+    layout, ranks = demand.layout, demand.layout.ranks
+    if ranks <= EXACT:
+        return list(range(ranks))
+    repeats = period(demand.pattern) if isinstance(layout, Contiguous) and layout.tokens % ranks == 0 else None
+    if repeats is not None and layout.tokens:
+        rows = layout.tokens // ranks
+        size = lcm(repeats, rows) // rows
+        if size <= SOME:
+            return list(range(ranks // 2, ranks // 2 + size))
+    return [ranks * (2 * i + 1) // (2 * SOME) for i in range(SOME)]

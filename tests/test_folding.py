@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, Machine, Pattern, Plan, Strided, Unsupported, Window, make_plan, simulate
+from ringattn.pattern.periods import period
 from ringattn.timing import folding
 from ringattn.timing.events import events
-from ringattn.timing.periods import period
 from ringattn.timing.rates import Faults, Rates
 
 CLOSE = 1e-12

@@ -16,7 +16,7 @@ from ..files import STDOUT, check_json, write_json
 from ..modes import MODES, check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, choice_data, console, head, quantity, show, size
+from ..report import Number, choice_data, console, head, quantity, show, show_choice, size
 from ..study.checks import check_unasked
 from ..study.point import asked_options, passes
 from ..timing import Machine, Timeline, machine_fields
@@ -52,6 +52,8 @@ def main(config: SimulateConfig) -> None:
     if config.output.path == STDOUT:
         return
     lines.print(head(plan), highlight=False, markup=False)
+    if plan.choice is not None:
+        show_choice(plan.choice)
     show("machine", _machine(machine))
     for one in found:
         show(one.direction, tables[one.direction])

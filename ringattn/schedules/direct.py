@@ -14,6 +14,10 @@ class Direct(Route):
     def arrivals(self, rank: int) -> Iterator[Edge]:
         return self._from(rank, 1, self.demand.layout.ranks - 1)
 
+    def at(self, rank: int, time: int) -> tuple[Edge, ...]:
+        ranks = self.demand.layout.ranks
+        return (_edge((rank - time) % ranks, time, ranks),) if time < ranks else ()
+
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
         return self._from(rank, rank + 1, self.demand.layout.ranks - 1), self._from(rank, 1, rank)
 

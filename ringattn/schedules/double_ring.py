@@ -34,6 +34,10 @@ class DoubleRing(Route):
                 if t or j:
                     yield from self._made(home * self.inner + (place - j) % self.inner, t, j)
 
+    def at(self, rank: int, time: int) -> tuple[Edge, ...]:
+        (node, place), (t, j) = divmod(rank, self.inner), divmod(time, self.inner)
+        return self._made((node - t) % self.nodes * self.inner + (place - j) % self.inner, t, j)
+
     def first(self, owner: int) -> tuple[Edge, ...]:
         return (*self._made(owner, 0, 1), *self._made(owner, 1, 0))
 

@@ -44,6 +44,10 @@ class Ring(Route):
     def arrivals(self, rank: int) -> Iterator[Edge]:
         return merge(*(self._along(rank, lane) for lane in range(self.lanes)), key=lambda edge: -edge.time)
 
+    def at(self, rank: int, time: int) -> tuple[Edge, ...]:
+        ranks, ways = self.demand.layout.ranks, enumerate(self.ways)
+        return tuple(self._edge((rank - w.sign * time) % ranks, lane, time) for lane, w in ways if time <= w.limit)
+
     def first(self, owner: int) -> tuple[Edge, ...]:
         return tuple(self._edge(owner, lane, 1) for lane, way in enumerate(self.ways) if reach(self.demand, owner, way))
 

@@ -49,6 +49,10 @@ class Route(ABC):
     def arrivals(self, rank: int) -> Iterator[Edge]:
         """The edges to `rank`, the latest first."""
 
+    @abstractmethod
+    def at(self, rank: int, time: int) -> tuple[Edge, ...]:
+        """The edges to `rank` for its clock `time` > 0, those behind which nobody needs a row perhaps among them."""
+
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
         """The same edges in parts that are known without each other, each the latest first. Where a route can, the owners
         of a part are in ascending or in descending order, so that many ranks can follow theirs in one walk."""

@@ -19,13 +19,25 @@ HOUR = 3600.0
 JOULES_PER_KWH = 3.6e6
 
 
-def memory(plan: Plan, *, backward: bool = False) -> dict[str, int]:
+def most_memory(plan: Plan) -> int:
+    """Bytes of one rank in a forward at most: what `memory` finds, but without planning the steps of any rank."""
+    block = _block(plan, ("kv",))
+    blocks = {"allgather": plan.ranks, "ring": 2, "direct": 2}.get(plan.schedule, 3) if plan.ranks > 1 else 0
+    receiving = blocks * block
+    if plan.team > 1:
+        exchanged = (plan.team - 1) * max(plan.part_bytes(Part("qkv", 0)), plan.part_bytes(Part("out", 0)))
+        receiving = max(receiving, exchanged + block)
+    return sum(memory(plan, receiving=receiving).values())
+
+
+def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) -> dict[str, int]:
     """Bytes of one rank at the peak of a pass by category, of the rank with the most tokens.
 
     Measured peaks of dense rings are within a tenth of it (README). Forward: inputs, output, lse, receive buffers and one
     visit's output. Blocks are taken whole, so that plans that send parts of them need less. Backward: what was saved, the
     gradients that come in, gather and go out, the block that the forward kept, messages, one visit's gradients. CPUs
-    compute 16-bit inputs in copies of a visit's inputs in fp32, which are not counted.
+    compute 16-bit inputs in copies of a visit's inputs in fp32, which are not counted. `receiving` are the bytes of the
+    receive buffers of a forward, where these are known already.
     """
     item = ITEM_BYTES[plan.dtype]
     wide = max(item, 4)
@@ -41,7 +53,7 @@ def memory(plan: Plan, *, backward: bool = False) -> dict[str, int]:
     if plan.team > 1:
         found["q, k, v, output and lse of the team's heads"] = tokens * ((inputs + result) * item + plan.heads * wide)
     if not backward:
-        found["receive buffers"] = _receiving(plan, ("kv",), backward)
+        found["receive buffers"] = _receiving(plan, ("kv",), backward) if receiving is None else receiving
         if item != wide and plan.ranks > 1:
             found["sums of the output"] = tokens * result * wide
         found["one visit's output"] = tokens * (result * item + plan.heads * wide)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..layout import Contiguous
+from ..pattern.periods import period
 from .events import RANKS, events
 from .loads import Loads, Traffic
-from .periods import period
 from .rates import Faults, Rates
 from .ring import Solved
 

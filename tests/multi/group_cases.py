@@ -49,12 +49,12 @@ def cycles(rank: int, folder: str, count: int) -> list[tuple[int, int, float]]:
     for number in range(count):
         join(rank, folder, number)
         x = torch.randn(1, 2, 12, 8, requires_grad=True)
-        calls: list[Callable[..., Any]] = [ra.nn.RingAttention(ra.Causal(), group=dist.group.WORLD)]
+        calls: list[Callable[..., Any]] = [ra.nn.RingAttention(ra.Causal(), layout="zigzag", group=dist.group.WORLD)]
         calls += [lambda q, k, v: ra.ring_attention(q, k, v, ra.Causal(), layout="contiguous")]
         if number % 2:
             mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-            calls += [ra.nn.RingAttention(ra.Causal(), mesh=mesh["cp"])]
-            calls += [ra.nn.RingAttention(ra.Causal(), transport=TorchDist(dist.new_group([0, 1])))]
+            calls += [ra.nn.RingAttention(ra.Causal(), layout="zigzag", mesh=mesh["cp"])]
+            calls += [ra.nn.RingAttention(ra.Causal(), layout="zigzag", transport=TorchDist(dist.new_group([0, 1])))]
             del mesh
         outs = [call(x, x, x) for call in calls]
         torch.stack(outs).sum().backward(retain_graph=True)
@@ -69,7 +69,7 @@ def after_the_end(rank: int, folder: str) -> int:
     leave()
     join(rank, folder, 0)
     x = torch.randn(1, 2, 12, 8, requires_grad=True)
-    module, transport = ra.nn.RingAttention(ra.Full(), group=dist.group.WORLD), TorchDist()
+    module, transport = ra.nn.RingAttention(ra.Full(), layout="contiguous", group=dist.group.WORLD), TorchDist()
     out, group = module(x, x, x), dist.group.WORLD
     calls = (
         lambda: torch.autograd.grad(out.sum(), x, retain_graph=True),

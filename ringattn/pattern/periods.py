@@ -5,10 +5,14 @@ from __future__ import annotations
 from functools import singledispatch
 from math import lcm
 
-from ..pattern import Causal, Dilated, Full, Pattern, Strided, Window
-from ..pattern.base import And, Mix, Or
-from ..pattern.families import GlobalLocal, LocalWindow, StridedBlocks
-from ..pattern.levels import DilatedBlocks, Hierarchical
+from .base import And, Mix, Or, Pattern
+from .causal import Causal
+from .dilated import Dilated
+from .families import GlobalLocal, LocalWindow, StridedBlocks
+from .full import Full
+from .levels import DilatedBlocks, Hierarchical
+from .strided import Strided
+from .window import Window
 
 
 @singledispatch

@@ -1,0 +1,286 @@
+"""Estimated time of a forward from few ranks and few clocks: what `auto` compares plans by, at a bounded cost.
+
+Of a rank to which few blocks come, all clocks are looked at. Of any other rank, evenly spaced clocks stand for those
+between them, and the time of its visits is scaled to the exact number of its pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+from ..cut import Cut
+from ..demand import Demand
+from ..schedules import planner
+from ..schedules.allgather import AllGather
+from ..schedules.direct import Direct
+from ..schedules.double_ring import DoubleRing
+from ..schedules.ring import Ring
+from ..schedules.route import Edge, Route
+from ..steps import Kind, Part
+from ..transposed import Transposed
+from ..wanted import remembered
+from .machine import Machine
+from .predict import Prediction, pair_seconds
+from .rates import Rates
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+#: Of so many ranks the pairs are counted, to find the busiest.
+COUNTED = 16
+#: Where more blocks than this come to a rank, about so many of its clocks are looked at.
+CLOCKS = 16
+#: Cycles of a double ring that are looked at, and clocks of each.
+CYCLES, INSIDE = 4, 4
+#: Ranks of a node that are looked at where all of them share its way out.
+MEMBERS = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A predicted forward, and how many ranks and clocks were looked at to find it."""
+
+    prediction: Prediction
+    ranks: tuple[int, int]
+    clocks: tuple[int, int]
+
+    @property
+    def exact(self) -> bool:
+        """Whether all clocks of all ranks were looked at."""
+        return self.ranks[0] == self.ranks[1] and self.clocks[0] == self.clocks[1]
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """What a rank does at clock `at`, which stands for `weight` clocks."""
+
+    at: int
+    weight: float
+    #: Ranks whose blocks are computed with, and the edges whose messages are posted at this clock.
+    owners: tuple[int, ...]
+    posted: tuple[Edge, ...]
+
+
+def estimate(plan: Plan, machine: Machine, demand: Demand, clocks: int = CLOCKS) -> Estimate:
+    """The time of a forward of `plan` on `machine`. Pure.
+
+    `demand` is asked instead of that of the plan, or, where ranks form Ulysses teams, of that of the first members.
+    """
+    size, inner = plan.team, plan.member(0)[0]
+    if size == 1:
+        return _Between(plan, machine, demand, 1, clocks).found()
+    # Ranks with the same place in their teams: so many of them are in one node.
+    per_node = inner.ranks if machine.inner >= plan.ranks else max(machine.inner // size, 1)
+    between = _Between(inner, replace(machine, inner=per_node), demand, min(size, machine.inner), clocks).found()
+    seconds, sent = _exchanges(plan, machine)
+    one = between.prediction
+    # The last exchange follows the last visit, and the first precedes all of them: nothing hides them.
+    whole = Prediction(
+        one.seconds + seconds, one.compute, one.exposed + seconds, one.bytes + sent, one.messages + 2 * (size - 1)
+    )
+    return replace(between, prediction=whole)
+
+
+def _exchanges(plan: Plan, machine: Machine) -> tuple[float, int]:
+    """Seconds of exchanging tokens for heads and back in a team, and the bytes that a rank sends in it."""
+    near = min(plan.team, machine.inner) - 1
+    seconds, sent = 0.0, 0
+    kinds: tuple[Kind, ...] = ("qkv", "out")
+    for kind in kinds:
+        one = plan.part_bytes(Part(kind, 0))
+        sent += (plan.team - 1) * one
+        ways = (near, True, 1), (plan.team - 1 - near, False, machine.inner)
+        seconds += max(_seconds(machine, [one] * count, near, crowd) for count, near, crowd in ways)
+    return seconds, sent
+
+
+def _seconds(machine: Machine, sizes: list[int], near: bool, crowd: int) -> float:
+    """Seconds of messages that follow each other; between nodes beside those of `crowd` ranks that share a way out."""
+    alpha, beta = machine.rates(near)
+    alone = sum(alpha + size / beta for size in sizes)
+    return alone * crowd if machine.shared and not near else alone
+
+
+@remembered(4096)
+def _pairs(demand: Demand, rank: int) -> int:
+    """(query, key, head, branch) pairs of a rank."""
+    whole, heads = range(demand.layout.tokens), range(demand.heads)
+    return sum(demand.pattern.count(q, whole, heads) for q in demand.layout.shard(rank))
+
+
+@remembered(4)
+def busiest(demand: Demand) -> int:
+    """The rank with the most pairs of COUNTED evenly spaced ones."""
+    return max(_spaced(demand), key=lambda rank: _pairs(demand, rank))
+
+
+@remembered(4)
+def mean_pairs(demand: Demand) -> float:
+    """The mean pairs of COUNTED evenly spaced ranks."""
+    spaced = _spaced(demand)
+    return sum(_pairs(demand, rank) for rank in spaced) / len(spaced)
+
+
+def _spaced(demand: Demand) -> list[int]:
+    ranks = demand.layout.ranks
+    count = min(ranks, COUNTED)
+    return [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
+
+
+@remembered(65536)
+def _merged(demand: Demand, rank: int, owner: int) -> int:
+    """(query row, head)s of a rank that see a key of the block of `owner`."""
+    rows = demand.layout.rows(rank) * demand.heads
+    if demand.pairs(rank, owner) == rows * demand.layout.rows(owner):
+        return rows
+    return Transposed(demand).size((range(owner, owner + 1),), rank)
+
+
+class _Between:
+    """The estimate of a plan without teams. `crowd` ranks of a node stand for each of its ranks, as members of a team."""
+
+    def __init__(self, plan: Plan, machine: Machine, demand: Demand, crowd: int, clocks: int) -> None:
+        self.plan, self.machine, self.demand, self.crowd, self.most = plan, machine, demand, crowd, clocks
+        schedule = planner(plan.schedule, demand)
+        self.gathers = isinstance(schedule, AllGather)
+        self.route: Route = Direct(demand) if isinstance(schedule, AllGather) else schedule
+        self.row = plan.part_bytes(Part("kv", 0, Cut((0,), ((range(1),),))))
+        self.rates = Rates(plan, machine, backward=False)
+        self.pair = pair_seconds(plan, machine, backward=False)
+
+    def found(self) -> Estimate:
+        """The time of the slowest rank that was looked at."""
+        ranks, inner = self.plan.ranks, self.machine.inner
+        # Ranks wait for each other, so that a link between nodes sets the pace of all: where some are, they are looked at.
+        looked = {0, busiest(self.demand), ranks - 1, *((inner - 1, ranks - inner) if 1 < inner < ranks else ())}
+        arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in sorted(looked)}
+        few = max(map(len, arrivals.values())) <= self.most
+        last = max((edges[0].time for edges in arrivals.values() if edges), default=0)
+        each = [
+            self._one(rank, self._listed(rank, edges) if few else self._sampled(rank, last))
+            for rank, edges in arrivals.items()
+        ]
+        worst = max((one for one, _ in each), key=lambda one: one.seconds)
+        seconds = worst.seconds
+        if isinstance(self.route, DoubleRing):
+            # The ranks of a node wait in every cycle for the slowest outer message of all.
+            cycles = {cycle for _, found in each for cycle in found}
+            seconds = sum(max(found.get(cycle, 0.0) for _, found in each) for cycle in cycles)
+        clocks = len(self._sampled(0, last)) if not few else last + 1
+        most = {"bytes": max(one.bytes for one, _ in each), "messages": max(one.messages for one, _ in each)}
+        whole = replace(worst, seconds=seconds, exposed=seconds - worst.compute, **most)
+        return Estimate(whole, (len(looked), ranks), (clocks, last + 1))
+
+    def _one(self, rank: int, clocks: list[_Clock]) -> tuple[Prediction, dict[int, float]]:
+        """The forward of a rank, and the seconds of its cycles in a double ring."""
+        counted = [sum(self.demand.pairs(rank, owner) for owner in clock.owners) for clock in clocks]
+        guessed = sum(clock.weight * pairs for clock, pairs in zip(clocks, counted, strict=True))
+        per_pair = self.pair * _pairs(self.demand, rank) / guessed if guessed else 0.0
+        compute = per_pair * guessed
+        busy = [self._busy(rank, clock, per_pair * pairs) for clock, pairs in zip(clocks, counted, strict=True)]
+        if self.gathers:
+            return self._gathered(rank, clocks, busy, compute), {}
+        seconds = sent = messages = 0.0
+        cycles: dict[int, list[float]] = {}
+        for clock, (visit, merge) in zip(clocks, busy, strict=True):
+            alone, outer = self._messages(rank, clock)
+            step = max(visit + merge + self.rates.gamma * min(visit, alone), alone)
+            if isinstance(self.route, DoubleRing):
+                cycle = cycles.setdefault(clock.at // self.route.inner, [0.0, 0.0])
+                cycle[0] += clock.weight * step
+                cycle[1] += clock.weight * outer
+            seconds += clock.weight * step
+            sent += clock.weight * sum(map(self._size, clock.posted))
+            messages += clock.weight * len(clock.posted)
+        longest = {number: max(pair) for number, pair in cycles.items()}
+        seconds = sum(longest.values()) if longest else seconds
+        return Prediction(seconds, compute, seconds - compute, round(sent), round(messages)), longest
+
+    def _gathered(self, rank: int, clocks: list[_Clock], busy: list[tuple[float, float]], compute: float) -> Prediction:
+        """The forward of a rank of an all-gather, whose own visit is all that computes meanwhile."""
+        sizes = self._blocks(rank)
+        crowds = self.crowd * self.machine.inner, 1
+        gather = max(_seconds(self.machine, sizes[near], bool(near), crowds[near]) for near in (0, 1))
+        own = busy[0][0]
+        seconds = max(own + self.rates.gamma * min(own, gather), gather)
+        seconds += sum(clock.weight * sum(one) for clock, one in zip(clocks[1:], busy[1:], strict=True))
+        return Prediction(seconds, compute, seconds - compute, sum(map(sum, sizes)), self.plan.ranks - 1)
+
+    def _busy(self, rank: int, clock: _Clock, visit: float) -> tuple[float, float]:
+        """Seconds of the visits of a clock, and of merging what they give."""
+        if self.machine.merge is None:
+            return visit, 0.0
+        rows = sum(_merged(self.demand, rank, owner) for owner in clock.owners if owner != rank)
+        return visit, self.rates.merge(rows)
+
+    def _messages(self, rank: int, clock: _Clock) -> tuple[float, float]:
+        """Seconds of the messages that end with a clock, and of those that have its whole cycle of a double ring."""
+        seconds = {(near, whole): 0.0 for near in (True, False) for whole in (True, False)}
+        for edge in clock.posted:
+            near = self._near(edge)
+            whole = isinstance(self.route, DoubleRing) and edge.lane > 0
+            sizes = [self._size(edge)]
+            if not near and self.machine.shared and self.machine.inner > 1:
+                sizes = self._of_node(rank, edge.time)
+            seconds[near, whole] += _seconds(self.machine, sizes, near, self.crowd)
+        return tuple(max(seconds[near, whole] for near in (True, False)) for whole in (False, True))  # type: ignore[return-value]
+
+    def _near(self, edge: Edge) -> bool:
+        return edge.source // self.machine.inner == edge.target // self.machine.inner
+
+    def _of_node(self, rank: int, time: int) -> list[int]:
+        """Bytes of the messages that come to the node of a rank from other nodes for one clock."""
+        node = self.machine.node(rank, self.plan.ranks)
+        if isinstance(self.route, Ring):
+            ends = [edge for end in sorted({node[0], node[-1]}) for edge in self.route.at(end, time)]
+            return [self._size(edge) for edge in ends if not self._near(edge)]
+        # Those of a few ranks stand for all.
+        looked = sorted({node[len(node) * i // MEMBERS] for i in range(MEMBERS)} | {rank})
+        far = [self._size(edge) for member in looked for edge in self.route.at(member, time) if not self._near(edge)]
+        return [round(sum(far) / len(far))] * max(round(len(far) * len(node) / len(looked)), 1)
+
+    def _size(self, edge: Edge) -> int:
+        return self.row * self.demand.size(self.route.behind(edge), edge.owner)
+
+    def _blocks(self, rank: int) -> tuple[list[int], list[int]]:
+        """Bytes of the block of a rank for each rank of another node, and for each other rank of its own."""
+        one = self.row * self.demand.block_heads * self.demand.layout.rows(rank)
+        inside = len(self.machine.node(rank, self.plan.ranks)) - 1
+        return [one] * (self.plan.ranks - 1 - inside), [one] * inside
+
+    def _listed(self, rank: int, arrivals: list[Edge]) -> list[_Clock]:
+        """All clocks of a rank at which a block arrives, or a message is posted for one."""
+        known: dict[int, list[Edge]] = {}
+        for edge in arrivals:
+            known.setdefault(edge.time, []).append(edge)
+        times = {0, *known, *(edge.post for edge in arrivals)}
+        return [self._clock(rank, time, 1.0, lambda at: tuple(known.get(at, ()))) for time in sorted(times)]
+
+    def _sampled(self, rank: int, last: int) -> list[_Clock]:
+        """Clocks of a rank that stand for 0 .. `last`."""
+        chosen = _spread(last + 1, self.most)
+        if isinstance(self.route, DoubleRing):
+            inner = self.route.inner
+            inside = _spread(inner, INSIDE)
+            chosen = [(t * inner + j, a * b) for t, a in _spread(last // inner + 1, CYCLES) for j, b in inside]
+        return [self._clock(rank, time, weight, lambda at: self.route.at(rank, at)) for time, weight in chosen]
+
+    def _clock(self, rank: int, time: int, weight: float, at: Callable[[int], tuple[Edge, ...]]) -> _Clock:
+        owners = [edge.owner for edge in at(time)] if time else [rank]
+        posted = at(time + 1)
+        if isinstance(self.route, DoubleRing):
+            posted = tuple(edge for edge in posted if not edge.lane)
+            if time % self.route.inner == 0:
+                posted += tuple(edge for edge in at(time + self.route.inner) if edge.lane)
+        return _Clock(time, weight, tuple(dict.fromkeys(owners)), posted)
+
+
+def _spread(count: int, most: int) -> list[tuple[int, float]]:
+    """(number, weight): 0 .. count - 1, or the first, the last, and evenly spaced ones that stand for those between."""
+    if count <= max(most, 2):
+        return [(i, 1.0) for i in range(count)]
+    edges = [1 + (count - 2) * i // (most - 2) for i in range(most - 1)]
+    return [(0, 1.0), *(((a + b) // 2, float(b - a)) for a, b in pairwise(edges)), (count - 1, 1.0)]
