@@ -125,19 +125,22 @@ def _cause(name: str, one: Timeline) -> Number:
 
 def _budget(one: Timeline) -> list[Number]:
     numbers = []
-    if one.failures is not None:
-        found = one.failures
-        numbers += [
-            Number("a failure every", duration(found.mean), "modelled"),
-            Number("checkpoint", f"{duration(found.write)} after every {duration(found.interval)}", "modelled"),
-        ]
-    if one.passes > 1 or one.failures is not None:
-        risky = "" if one.failures is None else ", with failures"
-        numbers.append(Number(plural(one.passes, "pass") + risky, duration(one.total), one.kind))
+    if one.machine.mtbf is not None:
+        numbers.append(Number("a failure every", duration(one.machine.mtbf / one.ranks), "modelled"))
+    if one.passes is not None:
+        risky, found = "", one.failures
+        if found is not None:
+            text = f"{duration(found.write)} after every {duration(found.interval)} of work"
+            numbers.append(
+                Number("checkpoint", text if found.checkpoints else "none: the job is too short", "modelled")
+            )
+            risky = ", with failures and checkpoints"
+        numbers.append(Number("job", f"{plural(one.passes, 'pass')} in {duration(one.total)}{risky}", one.kind))
+    of = "pass" if one.passes is None else "job"
     if one.joules is not None:
-        numbers.append(Number("energy", f"{one.joules / JOULES_PER_KWH:.4g} kWh", one.kind))
+        numbers.append(Number(f"energy of the {of}", f"{one.joules / JOULES_PER_KWH:.4g} kWh", one.kind))
     if one.price is not None:
-        numbers.append(Number("cost", f"{one.price:.4g} in the currency of machine.price", one.kind))
+        numbers.append(Number(f"cost of the {of}", f"{one.price:.4g} in the currency of machine.price", one.kind))
     return numbers
 
 
@@ -153,7 +156,7 @@ def _written(
                 "tier": one.tier, "why": one.why, "compared": one.compared, "kind": one.kind,
                 "seconds": one.seconds, "compute": one.compute, "exposed": one.exposed, "interval": one.interval,
                 "traffic": None if one.traffic is None else vars(one.traffic), "memory": one.memory,
-                "failures": None if one.failures is None else vars(one.failures), "total": one.total,
+                "job": one.passes, "failures": None if one.failures is None else vars(one.failures), "total": one.total,
                 "joules": one.joules, "price": one.price,
                 "words": {number.name.strip(): number.kind for number in tables[one.direction] if number.kind},
             }
