@@ -19,10 +19,12 @@ from . import memory
 from .asked import asked_plan
 from .config import RunConfig
 from .data import Source, open_source
+from .errors import plural
 from .files import check_writable, writing
 from .plan import Plan
-from .report import Number, shape, show, show_choice, size
+from .report import Number, shape, show, show_choice
 from .sampling import Reduce, oracle_rows, places, sampled_rows
+from .text import duration, rate, size
 
 
 def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
@@ -144,14 +146,14 @@ class Run:
             if not times:
                 continue
             mid = median(times)
-            spread = f"{min(times):.4f} .. {max(times):.4f} s over {len(times)} runs"
+            spread = f"{duration(min(times))} .. {duration(max(times))} over {plural(len(times), 'run')}"
             back = name == "backward"
             sent, planned = [m.sent[name] for m in everyone], plan.bytes_sent(backward=back)
             share = sum(sent) / (plan.full_ring_bytes(backward=back) or 1)
             same = "as planned" if sum(sent) == planned else f"NOT AS PLANNED: {planned:,}"
             numbers += [
-                Number(f"{name} time", f"{mid:.4f} s median ({spread})", "measured"),
-                Number(f"{name} tokens/s", f"{plan.tokens / mid:,.0f}", "measured"),
+                Number(f"{name} time", f"{duration(mid)} median ({spread})", "measured"),
+                Number(f"{name} rate", rate(plan.tokens / mid, "tokens/s"), "measured"),
                 Number(f"{name} bytes {self.moved}", f"{sum(sent):,} = {size(sum(sent))} ({same}; {share:.3f} of a full ring)",
                        "counted"),
             ]  # fmt: skip

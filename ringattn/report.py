@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .choice import Choice, duration
+from .choice import Choice
 from .errors import plural
 from .machine_file import UNITS
 from .plan import Plan
+from .text import duration, rate, size
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,6 @@ class Number:
     name: str
     value: str
     kind: str = ""
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1,536 -> 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def shape(plan: Plan) -> str:
@@ -52,6 +44,12 @@ def quantity(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     unit = UNITS[name]
+    if unit == "s":
+        return duration(value)
+    if unit == "bytes":
+        return size(value)
+    if unit in ("bytes/s", "flop/s"):
+        return rate(value, {"bytes/s": "B/s", "flop/s": "FLOP/s"}[unit])
     if isinstance(value, int):
         return f"{value:,} {unit.replace('ranks', 'rank').replace('slots', 'slot') if value == 1 else unit}"
     return f"{value:g} {unit}"

@@ -18,8 +18,9 @@ from ..memory import peak
 from ..modes import check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, console, head, show, size
+from ..report import Number, console, head, show
 from ..simulator import GRADIENTS, MODES, Mutation, NumericsReport, chosen_rows, numerics
+from ..text import size
 from .progress import progress
 
 #: What each way leaves without a meaning.

@@ -10,7 +10,8 @@ from ..config import PlanConfig
 from ..errors import plural
 from ..files import write_text
 from ..plan import Plan
-from ..report import Number, console, grid, show, show_choice, size
+from ..report import Number, console, grid, show, show_choice
+from ..text import size
 
 #: Of up to this many ranks all are counted, and of more where that takes no more than so many lookups of tiles.
 ALL_RANKS, LOOKUPS = 64, 1_500_000

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ..asked import asked_machine, asked_plan
-from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean, plural
 from ..files import check_writable, write_text
 from ..modes import MODES, check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, console, head, quantity, show, size
+from ..report import Number, console, head, quantity, show
 from ..study.checks import check_unasked
 from ..study.point import asked_options, passes
+from ..text import duration, size
 from ..timing import Machine, Timeline, machine_fields
 from ..timing.budget import JOULES_PER_KWH
 from ..timing.timeline import CAUSES

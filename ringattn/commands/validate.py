@@ -18,7 +18,6 @@ from ..calibrate.passes import Pass, Settings, measured
 from ..calibrate.published import published
 from ..calibrate.team import Team
 from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, oversubscribed
-from ..choice import duration
 from ..config import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
 from ..files import check_writable, write_text
@@ -27,6 +26,7 @@ from ..launcher import detect, run_local
 from ..machine_file import read_machine, read_record
 from ..modes import check_needs
 from ..report import Number, console, grid, show
+from ..text import duration
 from ..timing import Machine
 from ..timing.speed import BEYOND
 from ..transport.torchdist import TorchDist

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..errors import plural
 from ..plan import Plan
 from ..report import Number
+from ..text import duration
 
 #: What each mode executes of a real run.
 WAYS = {
@@ -111,5 +112,5 @@ class NumericsReport:
         return [
             *found,
             Number("at a time", f"{live} at most", "counted"),
-            Number("time", f"{self.seconds:.1f} s", "measured"),
+            Number("time", duration(self.seconds), "measured"),
         ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidInput
 from ..sizes import ITEM_BYTES
 from ..steps import SUMS, Kind, Part
+from ..text import duration
 from .machine import Machine
 from .predict import sampled
 
@@ -151,8 +152,8 @@ def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = Fals
     checkpoints = ceil(work / interval) - 1
     if max(interval + (write if checkpoints else 0.0), machine.restart) > 50 * mean:
         raise InvalidInput(
-            f"machine: {plan.ranks:,} ranks fail every {mean:.3g} s, long before a checkpoint of {write:.3g} s or a restart "
-            f"of {machine.restart:.3g} s is through: the result is never reached; try a larger mtbf or fewer ranks"
+            f"machine: {plan.ranks:,} ranks fail every {duration(mean)}, long before a checkpoint of {duration(write)} or a "
+            f"restart of {duration(machine.restart)} is through: the result is never reached; try a larger mtbf or fewer ranks"
         )
     return Failures(mean, write, interval, expected(work, interval, write, machine.restart, mean), checkpoints)
 
