@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,7 @@ def show(title: str, numbers: Iterable[Number]) -> None:
     for number in numbers:
         kind = f"[{number.kind}]" if number.kind else ""
         table.add_row(*(escape(text) for text in (number.name, number.value, kind)))
-    console().print(table)
+    _print(table)
 
 
 def grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -74,7 +75,26 @@ def grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> No
         table.add_column(escape(name), justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    console().print(table)
+    _print(table)
+
+
+def say(text: str) -> None:
+    """Print a paragraph in lines that fit, without spaces at their ends."""
+    found = console()
+    lines = textwrap.wrap(text, found.width, break_long_words=False, break_on_hyphens=False)
+    found.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _print(table: Table) -> None:
+    """Print a table; where there is no terminal, without the spaces that fill its lines."""
+    found = console()
+    if found.is_terminal:
+        found.print(table)
+        return
+    with found.capture() as captured:
+        found.print(table)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    found.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def show_choice(choice: Choice, most: int = 8) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -155,16 +154,15 @@ class _Ranks(Run):
 
     @contextmanager
     def _progress(self) -> Iterator[None]:
-        wanted = sys.stdout.isatty() if self.config.progress is None else self.config.progress
         self.watched: Any = self.transport
-        if self.rank or not wanted:
+        if self.rank or self.config.progress is False:
             yield
             return
         mine = self.plan.for_rank(0)
         lists = [mine.forward, *([mine.backward] if self.config.backward else [])]
         waits = sum(len(step.posts) for steps in lists for step in steps)
         total, done = waits * (self.config.repeat + 1), count(1)
-        with progress(console(), lines=True) as tell:
+        with progress(console(), lines=self.config.progress is True) as tell:
             self.watched = _Watched(self.transport, lambda: tell(next(done), total, "steps"))
             yield
 

@@ -14,10 +14,10 @@ from ..files import check_writable, write_text
 from ..modes import MODES, check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, console, head, quantity, show
+from ..report import Number, console, head, quantity, say, show
 from ..study.checks import check_unasked
 from ..study.point import asked_options, passes
-from ..text import duration, size
+from ..text import digits, duration, size
 from ..timing import Machine, Timeline, machine_fields
 from ..timing.budget import JOULES_PER_KWH
 from ..timing.timeline import CAUSES
@@ -43,10 +43,9 @@ def main(config: SimulateConfig) -> None:
     check_needs("timing", config)
     machine = asked_machine(config)
     plan, options = asked_plan(config, machine), asked_options(config)
-    lines = console()
-    with progress(lines) as tell, listening(tell):
+    with progress(console()) as tell, listening(tell):
         found = passes(plan, machine, config.backward, options)
-    lines.print(head(plan), highlight=False, markup=False)
+    say(head(plan))
     show("machine", _machine(machine))
     tables = {one.direction: _numbers(one) for one in found}
     for one in found:
@@ -55,8 +54,8 @@ def main(config: SimulateConfig) -> None:
         kind = "extrapolated" if any(one.extrapolated for one in found) else "modelled"
         show("", [Number("forward and backward", duration(sum(one.seconds for one in found)), kind)])
     for note in found[0].notes:
-        lines.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    lines.print("not modelled: " + "; ".join(found[0].unmodelled), highlight=False, markup=False, soft_wrap=True)
+        say(f"note: {note}")
+    say("not modelled: " + "; ".join(found[0].unmodelled))
     if config.output.path:
         write_text(Path(config.output.path), json.dumps(_written(plan, machine, found, tables), indent=2) + "\n")
 
@@ -138,9 +137,9 @@ def _budget(one: Timeline) -> list[Number]:
         numbers.append(Number("job", f"{plural(one.passes, 'pass')} in {duration(one.total)}{risky}", one.kind))
     of = "pass" if one.passes is None else "job"
     if one.joules is not None:
-        numbers.append(Number(f"energy of the {of}", f"{one.joules / JOULES_PER_KWH:.4g} kWh", one.kind))
+        numbers.append(Number(f"energy of the {of}", f"{digits(one.joules / JOULES_PER_KWH)} kWh", one.kind))
     if one.price is not None:
-        numbers.append(Number(f"cost of the {of}", f"{one.price:.4g} in the currency of machine.price", one.kind))
+        numbers.append(Number(f"cost of the {of}", f"{digits(one.price)} in the currency of machine.price", one.kind))
     return numbers
 
 
