@@ -113,8 +113,11 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
     for beside, key in (
         ({"backward": True}, "rotate"),
         ({"machine.jitter": 0.3}, "seed"),
-        ({"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0}, "machine.restart"),
-        ({"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0}, "machine.checkpoint"),
+        ({"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0, "passes": 10**8}, "machine.restart"),
+        (
+            {"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0, "passes": 10**8},
+            "machine.checkpoint",
+        ),
     ):
         config = base(path)
         for name, value in beside.items():
