@@ -12,6 +12,7 @@ from .errors import Unsupported
 from .layout import MAX_RANGES, Layout
 from .pattern import Pattern, Tile
 from .pattern.some_heads import SomeHeads
+from .text import duration
 from .timing import Machine, Prediction
 from .timing.budget import most_memory
 from .timing.estimate import CLOCKS, Estimate, estimate, mean_pairs
@@ -309,11 +310,3 @@ def _reason(best: Candidate, rest: list[Candidate]) -> str:
     ratio = _seconds(other) / found.seconds if found.seconds else 1.0
     compared = "no less" if ratio <= EQUAL else f"{ratio:.2f} times as long"
     return f"{text}; the next, {other}, {compared}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 0.00123 -> 1.23 ms."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError

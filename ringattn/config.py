@@ -123,7 +123,7 @@ class SimulateConfig(Shape):
     slow: Any = None
     slow_links: Any = None
     stalls: Any = None
-    passes: int = 1
+    passes: int | None = None
     tier: str = "auto"
     seed: int = 0
     shard: Any = None

@@ -127,7 +127,7 @@ class NumericsGroup:
     `spread` ranks; way="all" whole ranks, `count` (None: all) from `first` on, about `together` at a time.
 
     `fault` is done to the visit of `fault_rank` (None: that of the last sampled row, or one in the middle) to the block
-    of `fault_owner` (None: the rank before it). "lost" is done to what comes home to the rank of the first sampled row.
+    of `fault_owner` (None: the rank before it). "lost" and "scaled" are done to what comes home to the rank of the first sampled row.
     """
 
     way: str = "sample"

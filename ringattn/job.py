@@ -20,10 +20,12 @@ from . import __version__, memory
 from .asked import asked_plan
 from .config import RunConfig
 from .data import Source, open_source
+from .errors import plural
 from .files import STDOUT, check_json, check_writable, write_json, writing
 from .plan import Plan
-from .report import Number, choice_data, shape, show, show_choice, size
+from .report import Number, choice_data, shape, show, show_choice
 from .sampling import Reduce, oracle_rows, places, sampled_rows
+from .text import duration, rate, size
 
 
 def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
@@ -187,13 +189,13 @@ class Run:
         ]
         for name, one in found["passes"].items():
             times, sent = one["seconds"], sum(one[f"bytes_{self.moved}"])
-            spread = f"{min(times):.4f} .. {max(times):.4f} s over {len(times)} runs"
+            spread = f"{duration(min(times))} .. {duration(max(times))} over {plural(len(times), 'run')}"
             planned = one["planned_bytes"]
             share = sent / (one["full_ring_bytes"] or 1)
             same = "as planned" if sent == planned else f"NOT AS PLANNED: {planned:,}"
             numbers += [
-                Number(f"{name} time", f"{one['median']:.4f} s median ({spread})", "measured"),
-                Number(f"{name} tokens/s", f"{one['tokens_per_second']:,.0f}", "measured"),
+                Number(f"{name} time", f"{duration(one['median'])} median ({spread})", "measured"),
+                Number(f"{name} rate", rate(one["tokens_per_second"], "tokens/s"), "measured"),
                 Number(f"{name} bytes {self.moved}", f"{sent:,} = {size(sent)} ({same}; {share:.3f} of a full ring)", "counted"),
             ]  # fmt: skip
         for one in found["processes"]:

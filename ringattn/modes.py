@@ -50,6 +50,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         _ROTATE,
         Need("seed", lambda c: c.machine.made().jitter, "without machine.jitter=..., whose samples it is of"),
         *_each(("machine.checkpoint", "machine.restart"), lambda c: c.machine.made().mtbf, "without machine.mtbf=..."),
+        *_each(("machine.checkpoint", "machine.restart"), lambda c: c.passes, "without a job: passes=..."),
         Need("machine.extrapolate", lambda c: c.machine.made().kernel, "without kernel times, which machine=file brings"),
     ),
     "numerics": (

@@ -2,39 +2,104 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import deque
 from typing import TYPE_CHECKING
+
+from .errors import InvalidInput, plural
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-MAX_ROWS = 16
-MAX_STEPS = 32
+#: Ranks that are drawn at most, and of how many places in the sequence of ranks they are.
+MAX_ROWS, PLACES = 16, 4
+#: Columns of a cell, and of a picture where neither a terminal nor a caller says a width.
+CELL, WIDTH = 5, 80
+#: The narrowest picture: a label, two steps and the mark of those between them.
+LEAST = 32
 
 
-def draw_plan(plan: Plan, *, ascii: bool) -> str:
-    """One line per rank (16 at most, evenly spaced), one cell per step (32 at most).
+def draw_plan(plan: Plan, *, ascii: bool, width: int | None = None) -> str:
+    """One line per rank, one cell per step, in at most `width` columns (default: those of the terminal).
 
     A cell shows the share of the step's pairs that are computed, of all pairs of the visited blocks; a second
-    mark says whether the rank sends meanwhile.
+    mark says whether the rank sends meanwhile. Of many ranks those are drawn that send to, or receive from, each other
+    at a few places; of many steps the first and the last. A line says what is left out.
     """
+    width = max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns) if width is None else width
+    if width < LEAST:
+        raise InvalidInput(f"width={width}: a picture needs at least {LEAST} columns")
     marks = ".-+#" if ascii else "·░▓█"
     arrow = ">" if ascii else "→"
-    count = min(plan.ranks, MAX_ROWS)
-    ranks = [plan.ranks * i // count for i in range(count)]
+    ranks = drawn_ranks(plan)
     plans = [plan.for_rank(rank) for rank in ranks]
-    width = min(max(len(p.forward) for p in plans), MAX_STEPS)
-    cut = any(len(p.forward) > MAX_STEPS for p in plans)
-    lines = ["          " + "".join(f" s{step:<3}" for step in range(width)) + (" ..." if cut else "")]
+    label = max([len(f"rank {rank} ") for rank in ranks] + [10])
+    count = max((len(p.forward) for p in plans), default=0)
+    shown = _shown(count, (width - label) // CELL)
+    lines = [" " * label + "".join(" ...".ljust(CELL) if at is None else f" s{at}".ljust(CELL) for at in shown)]
     for rank, rank_plan in zip(ranks, plans, strict=True):
         cells = ""
         inner, place = plan.member(rank)
-        for step in rank_plan.forward[:width]:
+        for at in shown:
+            if at is None or at >= len(rank_plan.forward):
+                cells += " " * CELL
+                continue
+            step = rank_plan.forward[at]
             rows = inner.layout.rows(place)
             owners = {part.owner for part in step.visits}
             whole = sum(rows * inner.layout.rows(owner) for owner in owners) * inner.heads
             pairs = sum(inner.demand.pairs(place, owner) for owner in owners)
             level = 0 if not pairs else 3 if pairs >= whole else 2 if 2 * pairs >= whole else 1
-            cells += " " + marks[level] * 2 + (arrow if step.sends else " ") + " "
-        lines.append(f"rank {rank:<5}" + cells.rstrip())
-    legend = f"{marks[3]} all pairs of the visit  {marks[2]} half or more  {marks[1]} less  {marks[0]} none"
-    return "\n".join([*lines, f"{legend}  {arrow} sends a block meanwhile"])
+            cells += f" {marks[level] * 2}{arrow if step.sends else ' '} "
+        lines.append(f"rank {rank}".ljust(label) + cells)
+    words = [f"{marks[3]} all pairs of the visit", f"{marks[2]} half or more", f"{marks[1]} less", f"{marks[0]} none"]
+    lines += _filled([*words, f"{arrow} sends meanwhile"], width)
+    left = []
+    if len(ranks) < plan.ranks:
+        left.append(f"{plan.ranks - len(ranks):,} of {plural(plan.ranks, 'rank')}")
+    if None in shown:
+        gap = shown.index(None)
+        left.append(f"steps {shown[gap - 1] + 1} to {shown[gap + 1] - 1} of {count:,}")  # type: ignore[operator]
+    if left:
+        lines += _filled([f"left out: {left[0]}", *left[1:]], width)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def drawn_ranks(plan: Plan) -> list[int]:
+    """All ranks, or of many those that exchange messages around a few places: receivers beside their senders."""
+    size = plan.ranks
+    if size <= MAX_ROWS:
+        return list(range(size))
+    found: set[int] = set()
+    for number in range(PLACES):
+        start = number * (size - 1) // (PLACES - 1)
+        room = MAX_ROWS * (number + 1) // PLACES
+        near = deque([start])
+        while near and len(found) < room:
+            rank = near.popleft()
+            if rank in found:
+                continue
+            found.add(rank)
+            steps = plan.for_rank(rank).forward
+            for peers in ([h.peer for s in steps for h in s.sends], [h.peer for s in steps for h in s.recvs]):
+                near += list(dict.fromkeys(peers))[:MAX_ROWS]
+    return sorted(found)
+
+
+def _shown(count: int, room: int) -> list[int | None]:
+    """The steps that are drawn; None stands for those between the first and the last of them."""
+    if count <= room:
+        return list(range(count))
+    last = max(1, (room - 1) // 3)
+    return [*range(room - 1 - last), None, *range(count - last, count)]
+
+
+def _filled(words: list[str], width: int) -> list[str]:
+    """Words two spaces apart, in lines of at most `width` columns where each of them fits one."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + 2 + len(word) <= width:
+            lines[-1] += "  " + word
+        else:
+            lines.append(word)
+    return lines

@@ -205,9 +205,10 @@ class Plan(Sizes):
             raise InvalidInput(f"the plan's inputs give hash {plan.hash}, the text says {claimed}: it was edited")
         return plan
 
-    def picture(self, *, ascii: bool = False) -> str:
-        """Rank x step, drawn from the true plan: how much of the visit of a step is computed."""
-        return draw_plan(self, ascii=ascii)
+    def picture(self, *, ascii: bool = False, width: int | None = None) -> str:
+        """Rank x step, drawn from the true plan: how much of the visit of a step is computed. `width` columns at most (None:
+        those of the terminal)."""
+        return draw_plan(self, ascii=ascii, width=width)
 
     def _steps(self, rank: int | None, backward: bool) -> list[Step]:
         ranks = range(self.ranks) if rank is None else [rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,10 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .choice import Choice, duration
+from .choice import Choice
 from .errors import plural
 from .machine_file import UNITS
 from .plan import Plan
+from .text import duration, rate, size
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,6 @@ class Number:
     name: str
     value: str
     kind: str = ""
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1,536 -> 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def shape(plan: Plan) -> str:
@@ -52,6 +45,12 @@ def quantity(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     unit = UNITS[name]
+    if unit == "s":
+        return duration(value)
+    if unit == "bytes":
+        return size(value)
+    if unit in ("bytes/s", "flop/s"):
+        return rate(value, {"bytes/s": "B/s", "flop/s": "FLOP/s"}[unit])
     if isinstance(value, int):
         return f"{value:,} {unit.replace('ranks', 'rank').replace('slots', 'slot') if value == 1 else unit}"
     return f"{value:g} {unit}"
@@ -66,7 +65,7 @@ def show(title: str, numbers: Iterable[Number]) -> None:
     for number in numbers:
         kind = f"[{number.kind}]" if number.kind else ""
         table.add_row(*(escape(text) for text in (number.name, number.value, kind)))
-    console().print(table)
+    _print(table)
 
 
 def grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -76,7 +75,26 @@ def grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> No
         table.add_column(escape(name), justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    console().print(table)
+    _print(table)
+
+
+def say(text: str) -> None:
+    """Print a paragraph in lines that fit, without spaces at their ends."""
+    found = console()
+    lines = textwrap.wrap(text, found.width, break_long_words=False, break_on_hyphens=False)
+    found.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _print(table: Table) -> None:
+    """Print a table; where there is no terminal, without the spaces that fill its lines."""
+    found = console()
+    if found.is_terminal:
+        found.print(table)
+        return
+    with found.capture() as captured:
+        found.print(table)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    found.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def show_choice(choice: Choice, most: int = 8) -> None:

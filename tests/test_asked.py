@@ -113,8 +113,11 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
     for beside, key in (
         ({"backward": True}, "rotate"),
         ({"machine.jitter": 0.3}, "seed"),
-        ({"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0}, "machine.restart"),
-        ({"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0}, "machine.checkpoint"),
+        ({"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0, "passes": 10**8}, "machine.restart"),
+        (
+            {"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0, "passes": 10**8},
+            "machine.checkpoint",
+        ),
     ):
         config = base(path)
         for name, value in beside.items():
@@ -299,11 +302,12 @@ def test_long_computations_tell_how_far_they_are() -> None:
         assert simulate(plan, EVEN, **options).seconds == heard.seconds and not told  # type: ignore[arg-type]
 
 
-def test_progress_is_for_terminals() -> None:
+def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(**options: Any) -> str:
         file = StringIO()
         terminal = options.pop("terminal", False)
-        with progress(Console(file=file, force_terminal=terminal, width=80), **options) as tell:
+        console = Console(file=file, force_terminal=terminal, width=80, stderr=True)
+        with progress(console, **options) as tell:
             for done in range(100):
                 tell(done, 100, "clocks")
         return file.getvalue()
@@ -312,6 +316,22 @@ def test_progress_is_for_terminals() -> None:
     assert shown() == ""
     lines = shown(lines=True).splitlines()
     assert lines == [f"ringattn: clocks: {done} of 100" for done in range(0, 100, 10)]
+    now = iter(range(0, 2000, 9))  # each unit of work takes 9 seconds
+    monkeypatch.setattr("ringattn.commands.progress.time.monotonic", lambda: float(next(now)))
+    lines = shown().splitlines()
+    assert lines[:2] == [
+        "ringattn: clocks: 4 of 100, about 14.4 min left",
+        "ringattn: clocks: 8 of 100, about 13.8 min left",
+    ]
+    assert len(lines) == 24 and shown(wanted=False) == ""
+
+
+def test_progress_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("ringattn.commands.progress.EVERY", 0.0)
+    with progress(Console()) as tell:
+        tell(3, 9, "blocks")
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("", "ringattn: blocks: 3 of 9\n")
 
 
 def test_timing_knows_no_terminal() -> None:

@@ -159,7 +159,7 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("simulate", "slow={1"), 2, "slow={1: cannot be read as key=value (no viable alternative at input '{1')"),
         (("run", "+tokens"), 2, "+tokens: cannot be read as key=value (missing EQUAL at '<EOF>')"),
         (("simulate", "tokens=${nope}"), 2, "'nope' not found; ringattn simulate --help shows groups and keys"),
-        (("simulate", "machine.memory=8G", "ranks=2"), 0, "8.58993e+09 bytes"),
+        (("simulate", "machine.memory=8G", "ranks=2"), 0, "8.0 GiB"),
         (
             ("simulate", "ranks=1", "tokens=64"),
             0,

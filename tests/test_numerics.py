@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +20,27 @@ from ringattn.config import LayoutGroup, MachineGroup, PatternGroup, ScheduleGro
 from ringattn.errors import InvalidInput, NumericsFailure, Unsupported
 from ringattn.groups import NumericsGroup
 from ringattn.kernels import get_kernel
+from ringattn.kernels.base import Kernel
 from ringattn.pattern import Pattern
 from ringattn.plan import Plan
 from ringattn.schedules import planner
-from ringattn.simulator import FAULTS, Mutation, Whole, chosen_rows, execute, make_groups, make_source, numerics, whole
+from ringattn.simulator import (
+    FAULTS,
+    GRADIENTS,
+    Mutation,
+    Whole,
+    chosen_rows,
+    execute,
+    make_groups,
+    make_source,
+    numerics,
+    whole,
+)
+from ringattn.simulator.exact import Queries, exact_keys, exact_rows
 from ringattn.simulator.ledger import Book, expect, expected_counts, weights
 from ringattn.simulator.oracle import exact_gradients, exact_row
 from ringattn.simulator.sampled import sample
+from ringattn.work import Work
 
 PATTERNS = (
     ra.Full(),
@@ -283,13 +299,92 @@ def test_every_fault_is_caught_in_both_modes(pattern: Pattern, ranks: int) -> No
     assert numerics(plan, rows=rows, period=PERIOD).passed
     assert numerics(plan, mode="all", backward=True, period=PERIOD).passed
     for fault in FAULTS:
-        where = Mutation(fault, hurt, hurt if fault == "lost" else hurt - 1)
+        where = Mutation(fault, hurt, hurt if fault in GRADIENTS else hurt - 1)
         for report in (
             numerics(plan, mode="all", backward=True, period=PERIOD, mutation=where),
             numerics(plan, rows=rows, backward=True, period=PERIOD, mutation=where),
         ):
             assert not report.accurate, (fault, report)
             assert not report.complete, (fault, report)
+
+
+class WrongGradients(Kernel):
+    """A kernel whose gradients are changed before they leave it, where the ledger does not look."""
+
+    def __init__(self, inner: Kernel, change: Callable[[torch.Tensor], torch.Tensor], which: int | None = None) -> None:
+        self.inner, self.change, self.which, self.name, self.calls = inner, change, which, inner.name, 0
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        self.inner.check(*tensors)
+
+    def split(self, work: Work) -> Iterator[Work]:
+        return self.inner.split(work)
+
+    def forward(self, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner.forward(*given)  # type: ignore[arg-type]
+
+    def backward(self, *given: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = self.inner.backward(*given)  # type: ignore[arg-type]
+        some = range(3) if self.which is None else [self.which]
+        return tuple(self.change(x) if i in some else x for i, x in enumerate(found))  # type: ignore[return-value]
+
+
+WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None]] = {
+    "zeroed": (torch.zeros_like, None),
+    "dk zeroed": (torch.zeros_like, 1),
+    "columns in another order": (lambda x: x.flip(-1), None),
+    "1 % too large": (lambda x: x * 1.01, None),
+    "dv of one row": (lambda x: x * (1 + 1e-2 * (torch.arange(x.shape[2])[:, None] == 5)), 2),
+    "dq of one row": (lambda x: x * (1 + 1e-2 * (torch.arange(x.shape[2])[:, None] == 5)), 0),
+}
+
+
+@pytest.mark.parametrize("pattern", [ra.Causal(), ra.Dilated((128, 256), (1, 2), mix="group")], ids=repr)
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_gradients_are_compared_where_no_dense_mask_is(
+    pattern: Pattern, wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["ringattn.simulator.whole"]
+    monkeypatch.setattr(module, "DENSE", 0)
+    if wrong is not None:
+        change, which = WRONG[wrong]
+        monkeypatch.setattr(module, "get_kernel", lambda *given: WrongGradients(get_kernel(*given), change, which))
+    plan = make(pattern, tokens=512, ranks=4, layout="zigzag" if pattern == ra.Causal() else "contiguous")
+    report = numerics(plan, mode="all", backward=True, period=PERIOD)
+    assert report.accurate == (wrong is None), (wrong, report)
+    assert (report.rows, report.keys, report.dense) == (4 * 16, 4 * 16, 0)
+    assert report.gradient_error is not None and report.sum_error is not None
+
+
+def test_gradients_of_more_rows_than_a_dense_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make(ra.Causal(), tokens=8200, ranks=4, heads=1, kv_heads=1)
+    assert numerics(plan, mode="all", backward=True).passed
+    for fault in GRADIENTS:  # noticed by the numbers as well as by the ledger
+        report = numerics(plan, mode="all", backward=True, mutation=Mutation(fault, 2, 2))
+        assert not report.accurate and not report.complete, (fault, report)
+    module = sys.modules["ringattn.simulator.whole"]
+    monkeypatch.setattr(module, "get_kernel", lambda *given: WrongGradients(get_kernel(*given), lambda x: x * 1.01))
+    assert not numerics(plan, mode="all", backward=True).accurate
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_oracles_of_many_rows_are_dense_attention(pattern: Pattern) -> None:
+    plan = make(pattern, layout="striped(4)")
+    truth, source, every = truth_of(plan, PERIOD), make_source(plan, period=PERIOD), range(256)
+    case = case_of(plan, PERIOD)
+    chosen = [range(3, 250, 7), range(0, 2)]
+    at = [place for r in chosen for place in r]
+    found = exact_rows(plan.pattern, source, chosen, 8**-0.5)
+    for x, y in ((found.out, truth.out), (found.dq, truth.grads[0]), (found.lse, truth.lse)):
+        np.testing.assert_allclose(x.numpy(), y[0][:, at].numpy(), rtol=0, atol=1e-13)
+    grad = case.grad[0] * plan.pattern.output_scale
+    queries = Queries(np.arange(256), case.q[0], grad, truth.lse[0], (case.grad * truth.out)[0].sum(-1))
+    for x, y in zip(exact_keys(plan.pattern, source, chosen, 8**-0.5, queries), truth.grads[1:], strict=True):
+        np.testing.assert_allclose(x.numpy(), y[0][:, at].numpy(), rtol=0, atol=1e-13)
+    some = Queries(np.arange(200), *(x[:, :200] for x in (case.q[0], grad, truth.lse[0], queries.delta)))
+    missing = exact_keys(plan.pattern, source, [every], 8**-0.5, some)[1].isnan().any(-1)
+    sees = torch.from_numpy(pattern.mask(256, 4)[:, 200:].any(1)).unflatten(0, (2, 2)).any(1)
+    assert torch.equal(missing, sees)
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
@@ -364,7 +459,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert found["pairs"] == 6 + 101 + 16384 and found["accurate"] and found["complete"]
     assert (found["words"]["error"], found["words"]["ledger"]) == ("measured", "counted")
     assert found["plan"]["dtype"] == "float64" and 0 < found["error"] < 1e-11
-    for fault in ("swap", "lost"):
+    for fault in ("swap", "lost", "scaled"):
         done = ringattn("simulate", *shape, "backward=true", "numerics.rows=4", f"numerics.fault={fault}", cwd=tmp_path)
         assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr
     for wrong, words in (

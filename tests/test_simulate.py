@@ -248,7 +248,7 @@ def test_memory_by_hand() -> None:
 def test_failures_against_a_random_run() -> None:
     """The expected time, by drawing failures one by one; Young's interval from the figures of a ring of 262,144 ranks."""
     assert young_daly(5.0, 696.0) == pytest.approx(83.4, abs=0.1)
-    work, interval, write, restart, mean = 100.0, 10.0, 1.0, 2.0, 25.0
+    work, interval, write, restart, mean = 95.0, 10.0, 1.0, 2.0, 25.0
     source, total, runs = np.random.default_rng(0), 0.0, 1500
 
     def survives(span: float) -> float:
@@ -259,10 +259,10 @@ def test_failures_against_a_random_run() -> None:
     for _ in range(runs):
         done = 0.0
         while done < work:
-            found = survives(interval + write)
+            found = survives(interval + write if done + interval < work else work - done)
             total += abs(found)
             if found > 0:
-                done += interval
+                done += min(interval, work - done)
                 continue
             while (again := survives(restart)) < 0:
                 total += -again
@@ -282,9 +282,30 @@ def test_energy_cost_and_failures_of_a_plan() -> None:
     assert failing.failures.write == 1024 * 65 * 4 / 1e9 and failing.total > 100 * failing.seconds
     assert failing.joules == pytest.approx(500 * 4 * failing.total)
     with pytest.raises(InvalidInput, match="mtbf needs checkpoint"):
-        simulate(plan, replace(EVEN, mtbf=1e6))
+        simulate(plan, replace(EVEN, mtbf=1e6), passes=10)
     with pytest.raises(InvalidInput, match="the result is never reached"):
         failures(plan, replace(risky, mtbf=1e-3), 10.0)
+
+
+def test_failures_and_checkpoints_belong_to_a_job() -> None:
+    plan = make_plan(Full(), tokens=4096, ranks=4, schedule="ring")
+    machine = replace(EVEN, watts=500.0, price=2.0, mtbf=1e9, checkpoint=1e3, restart=60.0)
+    one = simulate(plan, machine)
+    assert one.failures is None and one.total == one.seconds
+    assert any("failures and checkpoints: a job has them" in words for words in one.unmodelled)
+    assert one.price == pytest.approx(2 * 4 * one.seconds / 3600) and one.joules == pytest.approx(500 * 4 * one.seconds)
+    short = simulate(plan, machine, passes=10)  # no checkpoint takes longer than the job
+    assert short.failures is not None and short.failures.checkpoints == 0 and short.failures.write > short.total
+    assert short.total == pytest.approx(10 * one.seconds, rel=1e-6) and short.joules is not None
+    most = young_daly(short.failures.write, short.failures.mean) / one.seconds
+    parts = [simulate(plan, machine, passes=int(most * share)) for share in (0.5, 0.99, 1.01, 100.5)]
+    counted = [part.failures.checkpoints for part in parts if part.failures is not None]
+    assert counted == [0, 0, 1, 100]
+    times = [
+        part.total / (int(most * share) * one.seconds)
+        for part, share in zip(parts, (0.5, 0.99, 1.01, 100.5), strict=True)
+    ]
+    assert 1 < times[0] < times[1] < times[2] < times[3] < 1.1  # what failures and checkpoints add grows with the job
 
 
 def test_wrong_requests() -> None:
@@ -347,7 +368,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert f"{one.tier}: {one.why[:20]}" in done.stdout
         assert (
             found["passes"][name]["words"]["bytes"] == "counted"
-            and found["passes"][name]["words"]["cost"] == "modelled"
+            and found["passes"][name]["words"]["cost of the job"] == "modelled"
         )
     for words in (
         "[assumed]",

@@ -10,7 +10,8 @@ from ..bench.runner import MIXED, judged, run_suite, write
 from ..config import BenchConfig
 from ..errors import InvalidInput
 from ..files import OUTPUTS, make_folder
-from ..report import console, grid, size
+from ..report import console, grid
+from ..text import size
 
 
 def main(config: BenchConfig) -> None:

@@ -13,14 +13,13 @@ from ..bench.runner import machine as hardware
 from ..calibrate.measure import Calibration, Sizes, calibrate
 from ..calibrate.passes import Settings
 from ..calibrate.team import Team
-from ..choice import duration
 from ..config import CalibrateConfig, parse_size
 from ..errors import InvalidInput, did_you_mean, plural
 from ..files import check_writable
 from ..launcher import detect
 from ..machine_file import UNITS, write_machine
 from ..modes import check_needs
-from ..report import Number, console, grid, quantity, show, size
+from ..report import Number, console, grid, quantity, show
 from ..sizes import ITEM_BYTES
 from ..timing import Machine
 from ..transport.base import Transport
@@ -139,15 +138,5 @@ def _show(found: Calibration, repeat: int) -> None:
 
 
 def _values(machine: Machine) -> list[tuple[str, str]]:
-    found = []
-    for name, unit in UNITS.items():
-        value = getattr(machine, name)
-        if value is None:
-            continue
-        text = quantity(name, value)
-        if unit == "s":
-            text = duration(value)
-        elif unit == "bytes/s":
-            text = f"{size(value)}/s"
-        found.append((name, text))
-    return found
+    values = ((name, getattr(machine, name)) for name in UNITS)
+    return [(name, quantity(name, value)) for name, value in values if value is not None]

@@ -17,8 +17,9 @@ from ..memory import peak
 from ..modes import check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, console, head, show, size
-from ..simulator import MODES, Mutation, NumericsReport, chosen_rows, numerics
+from ..report import Number, console, head, show
+from ..simulator import GRADIENTS, MODES, Mutation, NumericsReport, chosen_rows, numerics
+from ..text import size
 from .progress import progress
 
 #: What each way leaves without a meaning.
@@ -113,13 +114,13 @@ def _fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range
     rank = options.fault_rank
     if rank is None:
         # Gradients come home from later rows to earlier ones, keys the other way round.
-        rank = plan.layout.owner(rows[0 if options.fault == "lost" else -1]) if rows else ordered[len(ordered) // 2]
+        rank = plan.layout.owner(rows[0 if options.fault in GRADIENTS else -1]) if rows else ordered[len(ordered) // 2]
     if rank not in executed:
         some = ", ".join(map(str, ordered[:8]))
         raise InvalidInput(f"numerics.fault_rank={rank} is not executed, so that its fault shows nowhere; try {some}")
     owner = options.fault_owner
     if owner is None:
-        owner = rank if options.fault == "lost" else (rank - 1) % plan.ranks
+        owner = rank if options.fault in GRADIENTS else (rank - 1) % plan.ranks
     return Mutation(options.fault, rank, owner)
 
 

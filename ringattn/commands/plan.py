@@ -13,7 +13,8 @@ from ..config import PlanConfig
 from ..errors import plural
 from ..files import STDOUT, check_json, write_json
 from ..plan import Plan
-from ..report import Number, choice_data, console, grid, show, show_choice, size
+from ..report import Number, choice_data, console, grid, show, show_choice
+from ..text import size
 
 #: Of up to this many ranks all are counted, and of more where that takes no more than so many lookups of tiles.
 ALL_RANKS, LOOKUPS = 64, 1_500_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -153,17 +152,15 @@ class _Ranks(Run):
 
     @contextmanager
     def _progress(self) -> Iterator[None]:
-        wanted = sys.stdout.isatty() if self.config.progress is None else self.config.progress
-        wanted = wanted and self.config.output.report != STDOUT
         self.watched: Any = self.transport
-        if self.rank or not wanted:
+        if self.rank or self.config.progress is False:
             yield
             return
         mine = self.plan.for_rank(0)
         lists = [mine.forward, *([mine.backward] if self.config.backward else [])]
         waits = sum(len(step.posts) for steps in lists for step in steps)
         total, done = waits * (self.config.repeat + 1), count(1)
-        with progress(console(), lines=True) as tell:
+        with progress(console(), lines=self.config.progress is True) as tell:
             self.watched = _Watched(self.transport, lambda: tell(next(done), total, "steps"))
             yield
 

@@ -9,16 +9,16 @@ from typing import Any
 from rich.console import Console
 
 from ..asked import asked_machine, asked_plan
-from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, did_you_mean, plural
 from ..files import STDOUT, check_json, write_json
 from ..modes import MODES, check_needs
 from ..plan import Plan
 from ..progress import listening
-from ..report import Number, choice_data, console, head, quantity, show, show_choice, size
+from ..report import Number, choice_data, head, quantity, say, show, show_choice
 from ..study.checks import check_unasked
 from ..study.point import asked_options, passes
+from ..text import digits, duration, size
 from ..timing import Machine, Timeline, machine_fields
 from ..timing.budget import JOULES_PER_KWH
 from ..timing.timeline import CAUSES
@@ -43,7 +43,6 @@ def main(config: SimulateConfig) -> None:
     check_needs("timing", config)
     machine = asked_machine(config)
     plan, options = asked_plan(config, machine), asked_options(config)
-    lines = console()
     with progress(Console(stderr=True)) as tell, listening(tell):
         found = passes(plan, machine, config.backward, options)
     tables = {one.direction: _numbers(one) for one in found}
@@ -51,7 +50,7 @@ def main(config: SimulateConfig) -> None:
         write_json(config.output.path, _written(plan, machine, found, tables))
     if config.output.path == STDOUT:
         return
-    lines.print(head(plan), highlight=False, markup=False)
+    say(head(plan))
     if plan.choice is not None:
         show_choice(plan.choice)
     show("machine", _machine(machine))
@@ -61,8 +60,8 @@ def main(config: SimulateConfig) -> None:
         kind = "extrapolated" if any(one.extrapolated for one in found) else "modelled"
         show("", [Number("forward and backward", duration(sum(one.seconds for one in found)), kind)])
     for note in found[0].notes:
-        lines.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    lines.print("not modelled: " + "; ".join(found[0].unmodelled), highlight=False, markup=False, soft_wrap=True)
+        say(f"note: {note}")
+    say("not modelled: " + "; ".join(found[0].unmodelled))
 
 
 def _machine(machine: Machine) -> list[Number]:
@@ -129,19 +128,22 @@ def _cause(name: str, one: Timeline) -> Number:
 
 def _budget(one: Timeline) -> list[Number]:
     numbers = []
-    if one.failures is not None:
-        found = one.failures
-        numbers += [
-            Number("a failure every", duration(found.mean), "modelled"),
-            Number("checkpoint", f"{duration(found.write)} after every {duration(found.interval)}", "modelled"),
-        ]
-    if one.passes > 1 or one.failures is not None:
-        risky = "" if one.failures is None else ", with failures"
-        numbers.append(Number(plural(one.passes, "pass") + risky, duration(one.total), one.kind))
+    if one.machine.mtbf is not None:
+        numbers.append(Number("a failure every", duration(one.machine.mtbf / one.ranks), "modelled"))
+    if one.passes is not None:
+        risky, found = "", one.failures
+        if found is not None:
+            text = f"{duration(found.write)} after every {duration(found.interval)} of work"
+            numbers.append(
+                Number("checkpoint", text if found.checkpoints else "none: the job is too short", "modelled")
+            )
+            risky = ", with failures and checkpoints"
+        numbers.append(Number("job", f"{plural(one.passes, 'pass')} in {duration(one.total)}{risky}", one.kind))
+    of = "pass" if one.passes is None else "job"
     if one.joules is not None:
-        numbers.append(Number("energy", f"{one.joules / JOULES_PER_KWH:.4g} kWh", one.kind))
+        numbers.append(Number(f"energy of the {of}", f"{digits(one.joules / JOULES_PER_KWH)} kWh", one.kind))
     if one.price is not None:
-        numbers.append(Number("cost", f"{one.price:.4g} in the currency of machine.price", one.kind))
+        numbers.append(Number(f"cost of the {of}", f"{digits(one.price)} in the currency of machine.price", one.kind))
     return numbers
 
 
@@ -157,7 +159,7 @@ def _written(
                 "tier": one.tier, "why": one.why, "compared": one.compared, "kind": one.kind,
                 "seconds": one.seconds, "compute": one.compute, "exposed": one.exposed, "interval": one.interval,
                 "traffic": None if one.traffic is None else vars(one.traffic), "memory": one.memory,
-                "failures": None if one.failures is None else vars(one.failures), "total": one.total,
+                "job": one.passes, "failures": None if one.failures is None else vars(one.failures), "total": one.total,
                 "joules": one.joules, "price": one.price,
                 "words": {number.name.strip(): number.kind for number in tables[one.direction] if number.kind},
             }

@@ -17,7 +17,6 @@ from ..calibrate.passes import Pass, Settings, measured
 from ..calibrate.published import published
 from ..calibrate.team import Team
 from ..calibrate.validate import LEVEL, Errors, chosen, errors, held_out, oversubscribed
-from ..choice import duration
 from ..config import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
 from ..files import STDOUT, check_json, write_json
@@ -26,6 +25,7 @@ from ..launcher import detect, run_local
 from ..machine_file import read_machine, read_record
 from ..modes import check_needs
 from ..report import Number, console, grid, show
+from ..text import duration
 from ..timing import Machine
 from ..timing.speed import BEYOND
 from ..transport.torchdist import TorchDist

@@ -1,6 +1,6 @@
 """The numerics simulator: a plan's own hops, kernels and merges over virtual ranks, with inputs made on demand."""
 
-from .mutate import FAULTS, Mutation
+from .mutate import FAULTS, GRADIENTS, Mutation
 from .numerics import MODES, numerics
 from .result import NumericsReport
 from .sampled import chosen_rows, sample
@@ -9,6 +9,7 @@ from .whole import Outcome, execute, make_groups, whole
 
 __all__ = [
     "FAULTS",
+    "GRADIENTS",
     "MODES",
     "PERIOD",
     "Mutation",

@@ -22,17 +22,18 @@ from ..plan import Plan
 from ..rows import Inputs
 from ..work import Work
 from .ledger import Witness, coefficients, entry, moments, seen_pieces, weights
-from .mutate import Mutation
+from .mutate import GRADIENTS, Mutation
 from .source import K_TAG
 from .walk import Block, Calls, Walk, placed_slots
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Gradients of the block of `owner` that get lost: those that these slots gave."""
+    """Gradients of the block of `owner` that get lost, or come multiplied by `factor`: those that these slots gave."""
 
     owner: int
     slots: frozenset[int]
+    factor: float = 0.0
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Backward:
     dv: torch.Tensor = field(init=False)
     #: The counts that dK carries: a hash for each key/value head and owner.
     hashes: np.ndarray = field(init=False)
-    #: Blocks of calls whose positions are not those of one owner.
+    #: Blocks of calls whose positions are not those of one owner, and counts that are no integers.
     strays: int = 0
 
     def __post_init__(self) -> None:
@@ -72,11 +73,12 @@ class Backward:
         for (work, _), slots in calls.items():
             gone = [slot for slot in slots if harmed and self.lost is not None and slot in self.lost.slots]
             kept = [slot for slot in slots if slot not in gone]
-            for some, arrives in ((kept, True), (gone, False)):
+            for some, factor in ((kept, 1.0), (gone, 0.0 if self.lost is None else self.lost.factor)):
                 if some:
-                    self._differentiate(block, work, some, arrives=arrives)
+                    self._differentiate(block, work, some, factor)
 
-    def _differentiate(self, block: Block, work: Work, slots: list[int], *, arrives: bool) -> None:
+    def _differentiate(self, block: Block, work: Work, slots: list[int], factor: float) -> None:
+        """Add the gradients of a visit; those of keys come home multiplied by `factor`."""
         heads = slice(work.heads.start, work.heads.stop, work.heads.step)
         for call in self.kernel.split(Work(work.heads, work.kv, range(len(slots)), work.k)):
             index = placed_slots(tuple(slots[call.q.start : call.q.stop : call.q.step]))
@@ -85,12 +87,13 @@ class Backward:
             g, x, o, total, y, z = self.inputs.of(here, slice(0, 1), mine, (block.k, block.v))
             dq, dk, dv = backward(self.kernel, g, x, y, z, o, total, here, self.scale, clean=True)
             self.dq[:, heads, index] += dq
-            if arrives:
-                self._gather(block, call.kv, self.kernel.keys(y, z), dk, dv)
+            self._gather(block, call.kv, self.kernel.keys(y, z), factor * dk, factor * dv)
 
     def _gather(self, block: Block, kv: range, places: np.ndarray, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Add what came home: places [1, heads, keys], dk, dv [1, heads, keys, ...]."""
-        counts = dk[0, ..., K_TAG].numpy().astype(np.int64)
+        found = dk[0, ..., K_TAG].numpy()
+        counts = found.astype(np.int64)
+        self.strays += int((counts != found).sum())
         layout = self.plan.layout
         for i, at in enumerate(kv):
             head, place = (at if block.cut is None else block.cut.heads[at]), places[0, i]
@@ -104,9 +107,9 @@ class Backward:
                 self.hashes[head, owner] += entry(coefficients(np.array(owner)), *sums)
             for number, key in enumerate(self.keys):
                 if self.homes[number] == owner:
-                    for found in np.flatnonzero(place == key).tolist():
-                        self.dk[0, head, number] += dk[0, i, found]
-                        self.dv[0, head, number] += dv[0, i, found]
+                    for row in np.flatnonzero(place == key).tolist():
+                        self.dk[0, head, number] += dk[0, i, row]
+                        self.dv[0, head, number] += dv[0, i, row]
 
 
 def expected_hashes(pattern: Pattern, layout: Layout, rows: Iterable[int], heads: int, kv_heads: int) -> np.ndarray:
@@ -140,8 +143,8 @@ def chosen_keys(plan: Plan, rows: Sequence[int], seed: int, among: Sequence[rang
 
 
 def lost_gradients(walk: Walk, mutation: Mutation) -> Lost:
-    """What the fault "lost" takes: the gradients of ranks that pass, or come home to, the harmed one. Raises
-    InvalidInput where there are none of sampled rows."""
+    """What a fault of gradients harms: those of ranks that pass, or come home to, the harmed one. Raises InvalidInput
+    where there are none of sampled rows."""
     plan, rank, owner = walk.plan, mutation.rank, mutation.owner
     ranks = {home for home, _ in walk.homes}
     if rank == owner:
@@ -160,4 +163,4 @@ def lost_gradients(walk: Walk, mutation: Mutation) -> Lost:
         if home in gone:
             slots |= {slot for mine in walk.slots[place : place + len(local)] for slot in mine}
         place += len(local)
-    return Lost(owner, frozenset(slots))
+    return Lost(owner, frozenset(slots), GRADIENTS[mutation.fault])

@@ -1,7 +1,7 @@
 """Faults on purpose: a plan, or what is delivered, is changed in one place, and the oracles and the ledger must notice.
 
 A fault hits the visit of one rank to the block of one other. It wraps the plan (drop, duplicate, owner, band) or what
-arrives (swap, stale, hop, lost); executor and kernels do not know of it.
+arrives (swap, stale, hop, lost, scaled); executor and kernels do not know of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ FAULTS = {
     "stale": "the block of the hop before is still in the buffer",
     "hop": "the block of one hop further on arrives",
     "lost": "the gradients that arrive at the rank for the block of the owner are zeros",
+    "scaled": "the gradients that arrive at the rank for the block of the owner are 1 % too large",
 }
+#: By how much the faults of gradients multiply what arrives.
+GRADIENTS = {"lost": 0.0, "scaled": 1.01}
 _PLANNED = ("drop", "duplicate", "owner", "band")
 
 
@@ -50,9 +53,9 @@ class Mutation:
         for number in (self.rank, self.owner):
             if not 0 <= number < plan.ranks:
                 raise InvalidInput(f"the fault names rank {number}, the plan has ranks 0 .. {plan.ranks - 1}")
-        if self.fault == "lost":
+        if self.fault in GRADIENTS:
             if not backward:
-                raise InvalidInput("fault 'lost' is one of gradients; try backward=True")
+                raise InvalidInput(f"fault {self.fault!r} is one of gradients; try backward=True")
             return
         if self.rank == self.owner or not plan.demand.visits(self.rank, self.owner):
             raise InvalidInput(
@@ -67,7 +70,7 @@ class Mutation:
 
     def delivered(self, rank: int, owner: int, ranks: int) -> tuple[int, int]:
         """The owners whose keys and whose values arrive at `rank` for the block of `owner`."""
-        if rank != self.rank or self.fault in (*_PLANNED, "lost"):
+        if rank != self.rank or self.fault in (*_PLANNED, *GRADIENTS):
             return owner, owner
         other = self._neighbour(+1 if self.fault == "stale" else -1, ranks)
         if self.fault == "swap":

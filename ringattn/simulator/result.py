@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from ..errors import plural
 from ..plan import Plan
 from ..report import Number
+from ..text import duration
+
+#: What each mode executes of a real run.
+WAYS = {
+    "sample": "sample: hops, kernel and merges of chosen rows; neither executor nor transport runs, as they do with way=all",
+    "all": "all: the executor, with copies between ranks of one process as its transport",
+}
 
 
 @dataclass(frozen=True)
@@ -32,16 +39,20 @@ class NumericsReport:
     wrong_gradients: int | None
     error: float
     lse_error: float
-    #: Of dq, dk, dv together, on rows where there is a dense oracle; None without a backward.
+    #: Of dq, dk, dv together, on the compared rows; None without a backward.
     gradient_error: float | None
-    #: The most that `error`, `lse_error` and `gradient_error` may be.
+    #: The most that each of the errors may be.
     tolerance: float
     seconds: float
     calls: int
     #: The most shards of K/V that existed at a time in `sample`; ranks that were executed at a time in `all`.
     live: int
-    #: Key rows whose dk and dv were compared, in `sample`.
+    #: Key rows whose dk and dv were compared with an oracle of their own. dq was compared on the compared query rows.
     keys: int = 0
+    #: Ranks all of whose rows and gradients were compared with a dense oracle, in `all`.
+    dense: int = 0
+    #: In `all`: sums of the gradients of all executed rows against what they must be, over the sums of their absolute values.
+    sum_error: float | None = None
     #: Messages from ranks that were not executed, which the source answered.
     answered: int = 0
 
@@ -53,7 +64,7 @@ class NumericsReport:
     @property
     def accurate(self) -> bool:
         """Whether no error is above the tolerance; NaN is."""
-        errors = (self.error, self.lse_error, self.gradient_error or 0.0)
+        errors = (self.error, self.lse_error, self.gradient_error or 0.0, self.sum_error or 0.0)
         return all(error <= self.tolerance for error in errors)
 
     @property
@@ -69,6 +80,7 @@ class NumericsReport:
             ledger += f": {self.visits:,} of {plural(self.visits_expected, 'visit')}, {self.pairs:,} of {plural(self.pairs_expected, 'pair')}"
             ledger += f", {plural(self.wrong, 'row')} wrong"
         found = [
+            Number("way", WAYS[self.mode]),
             Number("executed", f"{self.ranks:,} of {plural(plan.ranks, 'rank')}, {plural(self.calls, 'call')} of the kernel", "counted"),
             Number("compared", f"{self.rows:,} of {plural(plan.tokens, 'query row')}, {plural(plan.heads, 'head')}", "counted"),
             Number("ledger", ledger, "counted"),
@@ -76,13 +88,19 @@ class NumericsReport:
                    "measured"),
         ]  # fmt: skip
         if self.gradient_error is not None:
-            where = f", dk and dv of {self.keys:,} key rows" if self.keys else ""
-            found.append(Number("gradients", f"{self.gradient_error:.2e} (dq, dk, dv){where}", "measured"))
+            where = f"dq of {plural(self.rows, 'query row')}, dk and dv of {plural(self.keys, 'key row')}"
+            if self.dense:
+                where += f", all rows of {plural(self.dense, 'rank')}"
+            found.append(Number("gradients", f"{self.gradient_error:.2e} ({where})", "measured"))
+        if self.sum_error is not None:
+            found.append(
+                Number("gradient sums", f"{self.sum_error:.2e} (dq, dk, dv over all executed rows)", "measured")
+            )
         if self.wrong_gradients is not None:
             found.append(
                 Number(
                     "gradient ledger",
-                    f"{self.wrong_gradients:,} {'rows or blocks' if self.keys else 'rows'} differ",
+                    f"{self.wrong_gradients:,} {'rows or blocks' if self.mode == 'sample' else 'rows'} differ",
                     "counted",
                 )
             )
@@ -94,5 +112,5 @@ class NumericsReport:
         return [
             *found,
             Number("at a time", f"{live} at most", "counted"),
-            Number("time", f"{self.seconds:.1f} s", "measured"),
+            Number("time", duration(self.seconds), "measured"),
         ]

@@ -24,7 +24,7 @@ from ..timing.asked import check_seed
 from ..work import Work
 from .gradients import Backward, chosen_keys, expected_hashes, lost_gradients
 from .ledger import Book, Witness, expect
-from .mutate import Mutation, tampered
+from .mutate import GRADIENTS, Mutation, tampered
 from .oracle import exact_gradients, exact_row
 from .result import NumericsReport
 from .source import K_TAG, Q_TAG, RAMP, Source
@@ -183,7 +183,7 @@ def _backward(
     order = [int(slotted[mine[0]]) for mine in walk.slots]
     place = [order.index(row) for row in slotted.tolist()]
     again = Walk(plan, source, walk.homes, mutation)
-    lost = lost_gradients(again, mutation) if mutation is not None and mutation.fault == "lost" else None
+    lost = lost_gradients(again, mutation) if mutation is not None and mutation.fault in GRADIENTS else None
     keys = set(chosen_keys(true, order, seed))
     if lost is not None:
         keys |= set(chosen_keys(true, [int(slotted[slot]) for slot in lost.slots], seed, true.layout.shard(lost.owner)))

@@ -8,8 +8,10 @@ crosses the cut is a block of K/V, which the source makes again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from math import isnan
 
 import numpy as np
 import torch
@@ -22,18 +24,23 @@ from ..pattern import Pattern, Tile
 from ..plan import Plan
 from ..progress import told
 from ..steps import Part
+from .exact import Queries, exact_keys, exact_rows
 from .ledger import Book, Witness, expect, expected_counts
 from .lockstep import Cohort, Lockstep, cohorts, connected
-from .mutate import Mutation, tampered
-from .oracle import DENSE, exact_ranks, exact_row, one_call
+from .mutate import GRADIENTS, Mutation, tampered
+from .oracle import DENSE, exact_ranks, one_call
 from .result import NumericsReport
 from .sampled import TOLERANCE, check_plan, gap
-from .source import K_TAG, Q_TAG, RAMP, Source
+from .source import K_TAG, Q_TAG, RAMP, Source, placed
 
 #: Ranks at a time, unless the caller says otherwise: more of them make longer batches than caches hold.
 TOGETHER = 128
 #: Groups of ranks whose gradients are compared with a dense oracle, at most.
 DENSE_GROUPS = 4
+#: Query rows, and key rows, of every rank that are compared with an oracle of their own.
+COMPARED = 16
+#: Rows for which a kernel is called once, beside one of every rank.
+SINGLE = 64
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -101,9 +108,9 @@ def execute(
     def tamper(rank: int, parts: Sequence[Part], views: Sequence[Tensors]) -> None:
         assert mutation is not None
         for part, tensors in zip(parts, views, strict=True):
-            if part.kind in ("grad", "dq") and mutation.fault == "lost" and part.owner == mutation.owner:
+            if part.kind in ("grad", "dq") and mutation.fault in GRADIENTS and part.owner == mutation.owner:
                 for x in tensors:
-                    x.zero_()
+                    x.mul_(GRADIENTS[mutation.fault])
             if part.kind != "kv":
                 continue
             homes = mutation.delivered(rank, part.owner, plan.ranks)
@@ -151,6 +158,7 @@ class _Compared:
     scale: float
     plain: Kernel
     rows: int = 0
+    keys: int = 0
     visits: int = 0
     wrong: int = 0
     wrong_gradients: int = 0
@@ -161,26 +169,56 @@ class _Compared:
     error: float = 0.0
     lse_error: float = 0.0
     gradient_error: float | None = None
+    sum_error: float | None = None
     single: float = 0.0
+    singles: int = 0
+    #: Ranks whose rows of gradients were all compared with a dense oracle, and their groups.
     dense: int = 0
+    dense_groups: int = 0
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def rows_of(self, outcome: Outcome) -> None:
-        """One random row of every rank against `exact_row`."""
-        out, lse = outcome.out.double().numpy(), outcome.lse.double().numpy()
+        """`COMPARED` rows of every rank, of the output and of dq where there is one, against `exact_rows`."""
         for i, rank in enumerate(outcome.ranks):
-            n = out.shape[2]
-            if not n:
+            local = self._chosen(outcome.out.shape[2])
+            if not local:
                 continue
-            local = int(self.random.integers(n))
-            position = int(self.plan.layout.positions(rank)[local])
-            truth = exact_row(self.plan.pattern, self.source, position, self.scale)
-            self.error = max(self.error, gap(out[i, :, local], truth.out))
-            self.lse_error = max(self.lse_error, gap(lse[i, :, local], truth.lse))
-            self.rows += 1
+            places = placed(self.plan.layout, rank, [local])
+            truth = exact_rows(self.plan.pattern, self.source, places, self.scale)
+            mine = slice(local.start, local.stop, local.step)
+            self.error = max(self.error, gap(_numbers(outcome.out[i, :, mine]), truth.out.numpy()))
+            self.lse_error = max(self.lse_error, gap(_numbers(outcome.lse[i, :, mine]), truth.lse.numpy()))
+            if outcome.grads:
+                self._gradient(outcome.grads[0][i, :, mine], truth.dq, Q_TAG)
+            self.rows += len(local)
             if self.source.dtype != torch.float64:
-                one = one_call(self.plain, self.plan.pattern, self.source, position, self.scale)
-                self.single = self.single if one is None else max(self.single, gap(one.double().numpy(), truth.out))
+                self._single(chain.from_iterable(places), truth.out)
+
+    def _single(self, positions: Iterable[int], truth: torch.Tensor) -> None:
+        """The error of one call of the kernel for a row: of a row of every rank, and of more of the first ranks."""
+        for i, position in enumerate(positions):
+            if i and self.singles >= SINGLE:
+                return
+            self.singles += 1
+            one = one_call(self.plain, self.plan.pattern, self.source, position, self.scale)
+            if one is not None:
+                self.single = max(self.single, gap(_numbers(one), truth[:, i].numpy()))
+
+    def _chosen(self, rows: int) -> range:
+        """`COMPARED` local rows of a shard, or all where it has no more: evenly spaced by an odd step, so that no dilation
+        by a power of two hides some of its rows, from a random one on."""
+        step = max(1, rows // COMPARED)
+        step -= 1 - step % 2
+        count = min(rows, COMPARED)
+        start = int(self.random.integers(rows - (count - 1) * step)) if count else 0
+        return range(start, start + count * step, step) if count else range(0)
+
+    def _gradient(self, found: torch.Tensor, exact: torch.Tensor, tag: int) -> None:
+        """Gradients of some rows; the column `tag` holds a count."""
+        some = [_numbers(x).copy() for x in (found, exact)]
+        for x in some:
+            x[..., tag] = 0
+        self.gradient_error = max(self.gradient_error or 0.0, gap(*some))
 
     def ledger_of(self, book: Book, ranks: Sequence[int]) -> None:
         """The ledger of all rows of some ranks."""
@@ -205,23 +243,71 @@ class _Compared:
                 self.wrong_gradients += int((x.double().numpy() != wanted).sum())
 
     def gradients_of(self, outcomes: Sequence[Outcome]) -> None:
-        """Gradients of ranks that see each other only, where a dense mask of their rows is small enough."""
+        """Gradients of all rows of ranks that see each other only: dk and dv of some key rows of every rank, sums over all
+        rows, and all rows where a dense mask of them is small enough."""
         home = {rank: (o, i) for o in outcomes for i, rank in enumerate(o.ranks)}
         for ranks in connected(self.plan, sorted(home), backward=True):
-            if self.dense >= DENSE_GROUPS or sum(map(self.plan.layout.rows, ranks)) > DENSE:
-                return
-            self.dense += 1
-            _, out, grads = exact_ranks(self.plan.pattern, self.source, self.plan.layout, ranks, self.scale)
-            o, i = zip(*(home[rank] for rank in ranks), strict=True)
-            whole = torch.cat([a.out[b] for a, b in zip(o, i, strict=True)], 1)
-            self.error = max(self.error, gap(whole.double().numpy(), out[0].numpy()))
-            for place, (tag, exact) in enumerate(zip((Q_TAG, K_TAG, RAMP), grads, strict=True)):
-                found = torch.cat([a.grads[place][b] for a, b in zip(o, i, strict=True)], 1)
-                some = [x.double().clone() for x in (found, exact[0])]
-                for x in some:
-                    x[..., tag] = 0  # holds a count
-                worst = gap(some[0].numpy(), some[1].numpy())
-                self.gradient_error = max(self.gradient_error or 0.0, worst)
+            rows = sum(map(self.plan.layout.rows, ranks))
+            if not rows:
+                continue
+            mine = [home[rank] for rank in ranks]
+            self._keys_of(ranks, mine)
+            if self.dense_groups < DENSE_GROUPS and rows <= DENSE:
+                self._dense(ranks, mine)
+
+    def _keys_of(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
+        layout, source = self.plan.layout, self.source
+        positions = np.concatenate([layout.positions(rank) for rank in ranks])
+        order = torch.from_numpy(np.argsort(positions))
+        runs = [r for rank in ranks for r in layout.shard(rank)]
+        q, grad = (torch.cat([source.rows(name, r)[0] for r in runs], 1).double() for name in ("q", "grad"))
+        out, lse = (
+            torch.cat(parts, 1).double() for parts in ([o.out[i] for o, i in mine], [o.lse[i] for o, i in mine])
+        )
+        delta = (grad * out).sum(-1)  # `out` has the scale of the pattern
+        grad *= self.plan.pattern.output_scale
+        self._sums(runs, mine, q, grad.where(lse[..., None] > -torch.inf, 0.0))
+        sorted_ = [x.index_select(1, order) for x in (q, grad, lse, delta)]
+        known = Queries(positions[order.numpy()], *sorted_)
+        for rank, (o, i) in zip(ranks, mine, strict=True):
+            local = self._chosen(layout.rows(rank))
+            if not local:
+                continue
+            places = placed(layout, rank, [local])
+            exact = exact_keys(self.plan.pattern, source, places, self.scale, known)
+            for x, truth, tag in zip(o.grads[1:], exact, (K_TAG, RAMP), strict=True):
+                self._gradient(x[i, :, slice(local.start, local.stop, local.step)], truth, tag)
+            self.keys += len(local)
+
+    def _sums(
+        self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]], q: torch.Tensor, grad: torch.Tensor
+    ) -> None:
+        """What holds of gradients over all rows, since the weights of a row sum to 1 and the gradients of its logits to 0:
+        dv sums to the cotangents of the rows that see a key, dk to 0, and q . dq to as much as k . dk."""
+        dq, dk, dv = (torch.cat([o.grads[place][i] for o, i in mine], 1).double() for place in range(3))
+        k = torch.cat([self.source.rows("k", r)[0] for r in runs], 1).double()
+        grad = grad.unflatten(0, (self.plan.kv_heads, -1))
+        dq[..., Q_TAG], dk[..., K_TAG], dv[..., RAMP] = 0, 0, 0  # these columns hold counts
+        met = (q * dq).unflatten(0, (self.plan.kv_heads, -1)), k * dk
+        pairs = [(dv.sum(1), grad.sum((1, 2)), grad.abs().sum((1, 2)))]
+        pairs.append((dk.sum(1), torch.zeros_like(dk[:, 0]), dk.abs().sum(1)))
+        pairs.append((met[0].sum((1, 2, 3)), met[1].sum((1, 2)), met[0].abs().sum((1, 2, 3))))
+        for found, wanted, size in pairs:
+            worst = ((found - wanted).abs() / size.clamp_min(1.0)).max().item()
+            self.sum_error = max(self.sum_error or 0.0, float("inf") if isnan(worst) else worst)
+
+    def _dense(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
+        self.dense += len(ranks)
+        self.dense_groups += 1
+        _, out, grads = exact_ranks(self.plan.pattern, self.source, self.plan.layout, ranks, self.scale)
+        whole = torch.cat([o.out[i] for o, i in mine], 1)
+        self.error = max(self.error, gap(_numbers(whole), out[0].numpy()))
+        for place, (tag, exact) in enumerate(zip((Q_TAG, K_TAG, RAMP), grads, strict=True)):
+            self._gradient(torch.cat([o.grads[place][i] for o, i in mine], 1), exact[0], tag)
+
+
+def _numbers(x: torch.Tensor) -> np.ndarray:
+    return x.double().numpy()
 
 
 def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -253,8 +339,9 @@ def whole(
     mutation: Mutation | None = None,
     watch: Callable[[Outcome], None] | None = None,
 ) -> NumericsReport:
-    """Execute `ranks` (default: all) from end to end, with a ledger of all their rows, and compare a row of each with
-    `exact_row` and, with `grads`, the gradients of some with a dense oracle.
+    """Execute `ranks` (default: all) from end to end, with a ledger of all their rows, and compare `COMPARED` query rows of
+    each with `exact_rows`. With `grads`, also dq of these rows, dk and dv of as many key rows with `exact_keys`, sums of
+    the gradients of all rows, and all rows of a few ranks with a dense oracle where its mask is small enough.
 
     `watch` is shown the results of every cohort. Raises InvalidInput or Unsupported.
     """
@@ -293,7 +380,7 @@ def whole(
         plan=true, mode="all", ranks=len(mine), rows=done.rows, visits=_planned(plan, mine),
         visits_expected=done.visits, pairs=done.pairs, pairs_expected=done.pairs_expected, wrong=done.wrong,
         wrong_gradients=done.wrong_gradients if grads else None, error=done.error, lse_error=done.lse_error,
-        gradient_error=done.gradient_error, tolerance=TOLERANCE if exact else 2 * done.single + 1e-6,
+        gradient_error=done.gradient_error, sum_error=done.sum_error, keys=done.keys, dense=done.dense, tolerance=TOLERANCE if exact else 2 * done.single + 1e-6,
         seconds=time.perf_counter() - begun, calls=done.calls, live=max((g.ranks for g in groups), default=0),
         answered=done.answered,
     )  # fmt: skip

@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import Any
 
 from ..asked import asked_machine, asked_plan
-from ..choice import duration
 from ..config import SimulateConfig
 from ..errors import InvalidInput, Unsupported, plural
 from ..groups import ExecuteGroup
 from ..plan import Plan
+from ..text import duration
 from .space import Point
 
 #: Assumed of one core, in fp64: elements of K and V per second that sampled rows visit, those of whole ranks that are made,

@@ -102,7 +102,7 @@ def _pairs(plan: Plan) -> int:
 def numbers(one: Timeline, plan: Plan) -> dict[str, Any]:
     """The numbers of a pass of a plan by name; None: not modelled. `column` has their units and words."""
     low, high = one.interval or (None, None)
-    links, failed = one.traffic, one.failures
+    links = one.traffic
     found: dict[str, Any] = {
         "time": one.seconds, "rate": plan.batch * plan.tokens / one.seconds if one.seconds else None, "kind": one.kind, "tier": one.tier, "compute": one.compute,
         **{name: value if _modelled(name, one.machine) else None for name, value in one.exposed.items()},
@@ -113,7 +113,7 @@ def numbers(one: Timeline, plan: Plan) -> dict[str, Any]:
         "messages": None if links is None else links.messages,
         "memory": sum(one.memory.values()), "fits": one.fits,
         **{f"memory: {name}": value for name, value in one.memory.items()},
-        "total": one.total, "failure every": None if failed is None else failed.mean,
+        "total": one.total, "failure every": None if one.machine.mtbf is None else one.machine.mtbf / one.ranks,
         "energy": one.joules, "cost": one.price,
     }  # fmt: skip
     return found

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..choice import duration
 from ..errors import plural
 from ..groups import ExecuteGroup
-from ..report import size
+from ..text import duration, rate, size
 from .extend import Extended
 from .paper import Code, Grid, Heading, Items, Part, Plot, Text
 from .tables import Row, Table, column_of
@@ -185,7 +184,7 @@ def shown(table: Table, name: str, row: Row) -> str:
     elif found.unit in ("bytes", "bytes per rank"):
         text = size(value)
     elif found.unit == "tokens/s":
-        text = f"{value:,.0f} {found.unit}"
+        text = rate(value, found.unit)
     elif isinstance(value, float):
         text = f"{value:.4g}"
     else:
@@ -202,8 +201,8 @@ def _extended(extended: Sequence[Extended]) -> list[Part]:
         (
             one.series, f"{one.tokens:,}", f"{one.ranks:,}", f"{duration(one.seconds)} [extrapolated]",
             "not modelled" if one.failure is None else f"{duration(one.failure)} [extrapolated]",
-            "not modelled" if one.watts is None else f"{one.watts / 1e6:,.1f} MW [extrapolated]",
-            f"{one.memory / 1e15:,.3f} PB [extrapolated]", f"{one.points[0]} and {one.points[1]}",
+            "not modelled" if one.watts is None else f"{rate(one.watts, 'W')} [extrapolated]",
+            f"{size(one.memory)} [extrapolated]", f"{one.points[0]} and {one.points[1]}",
         )
         for one in extended
     ]  # fmt: skip

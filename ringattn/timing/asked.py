@@ -28,9 +28,11 @@ def check(plan: Plan, *, backward: Any, stalls: Any, passes: Any, tier: Any, see
         raise InvalidInput(f"backward={backward!r}: expected True or False")
     if not plan.batch:
         raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
-    if not _whole(passes) or passes < 1:
-        raise InvalidInput(f"passes={passes!r}: expected how often the pass is made, an integer >= 1")
-    if passes > PASSES:
+    if passes is not None and (not _whole(passes) or passes < 1):
+        raise InvalidInput(
+            f"passes={passes!r}: expected how often the pass is made, an integer >= 1, or None: no job is stated"
+        )
+    if passes is not None and passes > PASSES:
         raise InvalidInput(f"passes: expected how often the pass is made, at most {PASSES:.0e}, and this is more")
     check_seed(seed)
     if isinstance(stalls, str) or not isinstance(stalls, Sequence):

@@ -1,14 +1,15 @@
-"""What a run needs beside time: memory of a rank by category, checkpoints and failures, energy and cost. Modelled."""
+"""What a run needs beside time: memory of a rank by category, failures and checkpoints of a job, energy and cost. Modelled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, expm1, sqrt
+from math import ceil, exp, expm1, sqrt
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput
 from ..sizes import ITEM_BYTES
 from ..steps import SUMS, Kind, Part
+from ..text import duration
 from .machine import Machine
 from .predict import sampled
 
@@ -122,26 +123,31 @@ def young_daly(write: float, mean: float) -> float:
 
 
 def expected(work: float, interval: float, write: float, restart: float, mean: float) -> float:
-    """Expected seconds until `work` seconds are done, with a checkpoint of `write` seconds after each `interval` of them.
+    """Expected seconds until `work` seconds are done, with a checkpoint of `write` seconds after each `interval` of them
+    but the last: work that is no longer than an interval has no checkpoint.
 
     Failures come at random, `mean` seconds apart, also while checkpoints are written and while the `restart` seconds
-    after a failure pass: M exp(R / M) (exp((tau + C) / M) - 1) work / tau (Daly 2006, equation 13).
+    after a failure pass: M exp(R / M) (exp((tau + C) / M) - 1) for each interval (Daly 2006, equation 13).
     """
-    return mean * exp(restart / mean) * expm1((interval + write) / mean) * work / interval
+    whole = max(0, ceil(work / interval) - 1)
+    spans = whole * expm1((interval + write) / mean) + expm1((work - whole * interval) / mean)
+    return mean * exp(restart / mean) * spans
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures of a run: seconds between them over all ranks, the checkpoints, and the expected time to the result."""
+    """Failures of a job: seconds between them over all ranks, seconds that a checkpoint takes and seconds of work between
+    two (the whole job where it is so short that none is written), and the expected seconds to the result."""
 
     mean: float
     write: float
     interval: float
     expected: float
+    checkpoints: int
 
 
 def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = False) -> Failures | None:
-    """Of `work` seconds on all ranks; None where the machine has no mtbf. Raises InvalidInput where it has no rate of
+    """Those of a job of `work` seconds on all ranks; None where the machine has no mtbf. Raises InvalidInput where it has no rate of
     checkpoints, or where it fails before it can write one."""
     if machine.mtbf is None:
         return None
@@ -152,14 +158,16 @@ def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = Fals
         )
     mean = machine.mtbf / plan.ranks
     write = checkpoint_bytes(plan, backward=backward) / machine.checkpoint
-    interval = min(young_daly(write, mean), work) if work else 0.0
-    if max(interval + write, machine.restart) > 50 * mean:
+    if not work:
+        return Failures(mean, write, 0.0, 0.0, 0)
+    interval = min(young_daly(write, mean), work)
+    checkpoints = ceil(work / interval) - 1
+    if max(interval + (write if checkpoints else 0.0), machine.restart) > 50 * mean:
         raise InvalidInput(
-            f"machine: {plan.ranks:,} ranks fail every {mean:.3g} s, long before a checkpoint of {write:.3g} s or a restart "
-            f"of {machine.restart:.3g} s is through: the result is never reached; try a larger mtbf or fewer ranks"
+            f"machine: {plan.ranks:,} ranks fail every {duration(mean)}, long before a checkpoint of {duration(write)} or a "
+            f"restart of {duration(machine.restart)} is through: the result is never reached; try a larger mtbf or fewer ranks"
         )
-    total = expected(work, interval, write, machine.restart, mean) if work else 0.0
-    return Failures(mean, write, interval, total)
+    return Failures(mean, write, interval, expected(work, interval, write, machine.restart, mean), checkpoints)
 
 
 def energy(machine: Machine, ranks: int, seconds: float) -> float | None:

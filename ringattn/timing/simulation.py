@@ -48,15 +48,15 @@ def simulate(
     slow: Factors | None = None,
     slow_links: Factors | None = None,
     stalls: Sequence[Stall] = (),
-    passes: int = 1,
+    passes: int | None = None,
     tier: str = "auto",
     seed: int = 0,
 ) -> Timeline:
     """The modelled time of a forward, or of a backward, of `plan` on `machine` (a Machine, "cpu" or "cuda").
 
     `slow` are factors on the visits of each rank (a dict by rank, or one per rank), `slow_links` on the messages that
-    each rank sends, `stalls` single visits that take longer. `passes` is how often the pass is made, for failures,
-    energy and cost. `tier` asks for one algorithm of the ladder, A to D or F, instead of the cheapest that is exact;
+    each rank sends, `stalls` single visits that take longer. `passes` states a job: how often the pass is made. Energy and
+    cost are those of the job, with its failures and checkpoints; without a job they are those of one pass. `tier` asks for one algorithm of the ladder, A to D or F, instead of the cheapest that is exact;
     jitter is sampled (E) on top of it with `seed`. F of many ranks may be that of a smaller plan with the same times. Raises
     InvalidInput, and Unsupported where no tier models what was asked for.
     """
@@ -164,7 +164,7 @@ def _bounded(rates: Rates, found: Problem, solved: Solved) -> tuple[float, dict[
 
 def _timeline(
     rates: Rates, solved: Solved, compared: str, compute: float, exposed: dict[str, float], traffic: Traffic | None,
-    noise: Sampled | None, passes: int,
+    noise: Sampled | None, passes: int | None,
 ) -> Timeline:  # fmt: skip
     plan, machine, seconds = rates.plan, rates.machine, solved.seconds
     name, why, interval = solved.tier, solved.why, None
@@ -181,8 +181,8 @@ def _timeline(
             (noise.low + exposed["call"], noise.high + exposed["call"]),
         )
     seconds += exposed["call"]
-    failed = failures(plan, machine, passes * seconds, backward=rates.backward)
-    total = passes * seconds if failed is None else failed.expected
+    failed = None if passes is None else failures(plan, machine, passes * seconds, backward=rates.backward)
+    total = (passes or 1) * seconds if failed is None else failed.expected
     return Timeline(
         direction="backward" if rates.backward else "forward",
         ranks=plan.ranks,

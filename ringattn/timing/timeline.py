@@ -55,9 +55,11 @@ class Timeline:
     traffic: Traffic | None
     #: Bytes of one rank by category.
     memory: dict[str, int]
-    #: How often the pass is made, and the seconds, joules and price of all of that; None: not modelled.
-    passes: int
+    #: How often the job makes the pass; None: no job is stated, and what follows is of one pass, without failures.
+    passes: int | None
+    #: Failures and checkpoints of the job; None: not modelled, or no job is stated.
     failures: Failures | None
+    #: Of the job, or of one pass; None: not modelled.
     joules: float | None
     price: float | None
     machine: Machine
@@ -66,8 +68,8 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """Seconds of all passes, with the failures on the way where they are modelled."""
-        return self.passes * self.seconds if self.failures is None else self.failures.expected
+        """Seconds of the job, with its failures and checkpoints where they are modelled; of one pass where there is none."""
+        return (self.passes or 1) * self.seconds if self.failures is None else self.failures.expected
 
     @property
     def kind(self) -> str:
@@ -83,4 +85,6 @@ class Timeline:
     def unmodelled(self) -> tuple[str, ...]:
         """Effects that are left out."""
         left = [f"{words} (machine.{name})" for name, words in EFFECTS.items() if getattr(self.machine, name) is None]
+        if self.machine.mtbf is not None and self.passes is None:
+            left.append("failures and checkpoints: a job has them; state one with passes")
         return (*left, *ALWAYS)
