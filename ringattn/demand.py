@@ -13,6 +13,7 @@ import numpy as np
 from .cut import WHOLE, Cut, Cuts, cover, covered, decode, grouped, relocated, total
 from .layout import Layout
 from .pattern import Pattern, Tile
+from .pattern.base import Run
 from .pattern.ranges import ceil_div, locate
 from .pattern.tile import make
 from .wanted import remembered
@@ -40,7 +41,7 @@ class Demand:
             return False
         q_rows, q_exact = self.layout.span(queriers)
         k_rows, k_exact = self.layout.span(owners)
-        if not any(self._touch(q, k) for q in q_rows for k in k_rows):
+        if not self._touch(q_rows, k_rows):
             return False
         if q_exact and k_exact:
             return True
@@ -54,9 +55,12 @@ class Demand:
     def all_needed(self, rank: int, owners: range) -> bool:
         """Whether `rank` is seen at once to see a key of every one of `owners`; False says nothing."""
         layout = self.layout
-        return layout.regular and any(
-            self.dense((q,), (k,)) for q in layout.shard(rank) for k in layout.span(owners)[0]
-        )
+        return layout.regular and any(self._all_seen(q, k) for q in layout.shard(rank) for k in layout.span(owners)[0])
+
+    def _all_seen(self, q: range, k: range) -> bool:
+        """Whether every key of `k` is seen at once to be seen by some query of `q`; False says nothing."""
+        run = self.run(q[0], q[-1]) if q.step == k.step == 1 else None
+        return self.dense((q,), (k,)) if run is None else run[0] <= k.start and k.stop - 1 <= run[1]
 
     def dense(self, q_rows: tuple[range, ...], k_rows: tuple[range, ...]) -> bool:
         """Whether all heads see all of these pairs exactly once, by one tile for each two ranges."""
@@ -91,8 +95,40 @@ class Demand:
             return total(self.cuts(queriers, owner), self.kv_heads, rows)
         return covered((piece for run in queriers for piece in _seen(self, run, owner)), self.kv_heads, rows)
 
-    def _touch(self, q: range, k: range) -> bool:
-        return next(self.pattern.tiles(q, k, range(self.heads)), None) is not None
+    def run(self, first: int, last: int) -> Run | None:
+        """The first and the last key that queries first .. last see together, where they see one run (`key_run`)."""
+        return self.pattern.key_run(first, last)
+
+    def keys(self, q: range, k: range) -> Iterator[tuple[range, range]]:
+        """(heads, rows): the rows of `k` that some query of `q` sees, all of them; they may overlap. Neither is empty."""
+        run = self.run(q[0], q[-1]) if q.step == k.step == 1 else None
+        if run is None:
+            return self.pattern.keys(q, k, range(self.heads))
+        return self._within(k, run)
+
+    def queries(self, q: range, k: range) -> Iterator[tuple[range, range]]:
+        """(heads, rows): the rows of `q` that see some key of `k`, all of them; they may overlap. Neither is empty."""
+        run = self.pattern.query_run(k[0], k[-1]) if q.step == k.step == 1 else None
+        if run is None:
+            return self.pattern.queries(q, k, range(self.heads))
+        return self._within(q, run)
+
+    def _within(self, rows: range, run: Run) -> Iterator[tuple[range, range]]:
+        found = range(max(rows.start, run[0]), min(rows.stop, run[1] + 1))
+        if found:
+            yield range(self.heads), found
+
+    def _touch(self, q_rows: tuple[range, ...], k_rows: tuple[range, ...]) -> bool:
+        """Whether some query of these ranges, none of which is empty, sees some key of those."""
+        for q in q_rows:
+            run = self.pattern.key_run(q.start, q.stop - 1) if q.step == 1 else None
+            for k in k_rows:
+                if run is None or k.step != 1:
+                    if next(self.pattern.tiles(q, k, range(self.heads)), None) is not None:
+                        return True
+                elif run[0] < k.stop and k.start <= run[1]:
+                    return True
+        return False
 
     @property
     def block_heads(self) -> int:
@@ -159,7 +195,7 @@ def _bits(demand: Demand, rank: int, owner: int) -> np.ndarray:
     around = range(int(held[0]), int(held[-1]) + 1)
     mask = np.zeros((demand.kv_heads, len(held)), dtype=bool)
     for q in decode(np.sort(demand.layout.positions(rank))):
-        for seeing, k in demand.pattern.keys(q, around, range(demand.heads)):
+        for seeing, k in demand.keys(q, around):
             first, last = np.searchsorted(held, (k[0], k[-1] + 1))
             hit = True if k.step == 1 else (held[first:last] - k[0]) % k.step == 0
             for heads in _kv_heads(seeing, demand.group):
@@ -180,7 +216,7 @@ def _seen(demand: Demand, queriers: range, owner: int) -> Iterator[tuple[range, 
     first = 0
     for k_rows in demand.layout.shard(owner):
         for q in q_rows:
-            for seeing, k in demand.pattern.keys(q, k_rows, range(demand.heads)):
+            for seeing, k in demand.keys(q, k_rows):
                 local = locate(k, k_rows)
                 for heads in _kv_heads(seeing, demand.group):
                     yield heads, range(local.start + first, local.stop + first, local.step)

@@ -12,6 +12,7 @@ from typing import Any
 from .cut import Cut, Cuts, Rows, cover, covered, located
 from .demand import Demand
 from .layout import Layout
+from .pattern.base import Run
 from .pattern.ranges import locate
 from .wanted import remembered
 from .work import Work, gathered, repeated
@@ -47,10 +48,19 @@ class Transposed:
 
     def all_needed(self, rank: int, owners: range) -> bool:
         """Whether every one of `owners` is seen at once to have a query that sees a key of `rank`; False says nothing."""
-        demand, layout = self.demand, self.layout
+        layout = self.layout
         return layout.regular and any(
-            demand.dense((q,), (k,)) for q in layout.span(owners)[0] for k in layout.shard(rank)
+            self._all_seeing(q, k) for q in layout.span(owners)[0] for k in layout.shard(rank)
         )
+
+    def _all_seeing(self, q: range, k: range) -> bool:
+        """Whether every query of `q` is seen at once to see some key of `k`; False says nothing."""
+        run = self.run(k[0], k[-1]) if q.step == k.step == 1 else None
+        return self.demand.dense((q,), (k,)) if run is None else run[0] <= q.start and q.stop - 1 <= run[1]
+
+    def run(self, first: int, last: int) -> Run | None:
+        """The first and the last query that see keys first .. last, where they are one run (`query_run`)."""
+        return self.demand.pattern.query_run(first, last)
 
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` holds a key that a query of `owner` sees."""
@@ -90,7 +100,7 @@ def _seen(wanted: Transposed, ranks: range, owner: int) -> Iterator[tuple[range,
     first = 0
     for q_rows in wanted.layout.shard(owner):
         for k in k_rows:
-            for heads, q in wanted.demand.pattern.queries(q_rows, k, range(wanted.demand.heads)):
+            for heads, q in wanted.demand.queries(q_rows, k):
                 local = locate(q, q_rows)
                 yield heads, range(local.start + first, local.stop + first, local.step)
         first += len(q_rows)

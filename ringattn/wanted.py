@@ -36,6 +36,10 @@ class Wanted(Protocol):
     def all_needed(self, rank: int, owners: range) -> bool:
         """Whether `rank` is seen at once to need a row of every one of `owners`; False says nothing."""
 
+    def run(self, first: int, last: int) -> tuple[int, int] | None:
+        """The first and the last position of the rows that rows first .. last need: a run with first and last in it, no
+        end of which ever moves left where first and last move right. None where that is not known of them."""
+
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` needs a row of `owner`."""
 
