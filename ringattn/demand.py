@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from .cache import Cache, Value
 from .cut import WHOLE, Cut, Cuts, cover, covered, decode, grouped, relocated, total
 from .layout import Layout
 from .pattern import Pattern, Tile
 from .pattern.base import Run
 from .pattern.ranges import ceil_div, locate
 from .pattern.tile import make
-from .wanted import remembered
+from .wanted import ANSWERS, remembered
 from .work import Work, gathered, repeated
 
 #: Works of one visit are joined pairwise only up to this many: the search is quadratic.
@@ -27,7 +26,7 @@ MAX_SYMBOLIC = 4
 
 
 @dataclass(frozen=True)
-class Demand:
+class Demand(Value):
     """The pattern seen by the ranks of a layout, for `heads` query heads that share `kv_heads` key/value heads."""
 
     pattern: Pattern
@@ -136,9 +135,9 @@ class Demand:
         return self.kv_heads
 
     @cached_property
-    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
+    def memory(self) -> Cache:
         """Answers of the functions that are `remembered`, which live as long as this object."""
-        return {}
+        return Cache(ANSWERS)
 
     def pairs(self, rank: int, owner: int) -> int:
         """Exact (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
@@ -156,18 +155,18 @@ class Demand:
         return _batched(self, rank, owner, cut)
 
 
-@remembered(65536)
+@remembered
 def _visits(demand: Demand, rank: int, owner: int) -> bool:
     return demand.needs(range(rank, rank + 1), range(owner, owner + 1))
 
 
-@remembered(65536)
+@remembered
 def _pairs(demand: Demand, rank: int, owner: int) -> int:
     rows, keys = demand.layout.shard(rank), demand.layout.shard(owner)
     return sum(demand.pattern.count(q, k, range(demand.heads)) for q in rows for k in keys)
 
 
-@remembered(65536)
+@remembered
 def _cuts(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
     if len(demand.layout.shard(owner)) > MAX_SYMBOLIC:
         return _marked(demand, queriers, owner)
@@ -188,7 +187,7 @@ def _marked(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
     return grouped([decode(np.flatnonzero(row)) for row in mask], len(held))
 
 
-@remembered(65536)
+@remembered
 def _bits(demand: Demand, rank: int, owner: int) -> np.ndarray:
     """The rows of the block of `owner` that `rank` needs, in the order of their positions: bits, [K, rows / 8]."""
     held = np.sort(demand.layout.positions(owner))
@@ -234,7 +233,7 @@ def _kv_heads(heads: range, group: int) -> Iterator[range]:
             yield range(head, head + 1)
 
 
-@remembered(4096)
+@remembered
 def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
     if cut is not None:
         return tuple(relocated(demand.works(rank, owner), cut, demand.group))
@@ -253,13 +252,13 @@ def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work
     return tuple(works)
 
 
-@remembered(64)
+@remembered
 def _all_pairs(demand: Demand, rows: int, keys: int) -> tuple[Work, ...]:
     """The works of a visit in which every row sees every key."""
     return tuple(Work(*heads, range(rows), (range(keys),)) for heads in split_heads(range(demand.heads), demand.group))
 
 
-@remembered(1024)
+@remembered
 def _batched(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
     return tuple(repeated(gathered(demand.works(rank, owner, cut))))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from .balanced import Balanced, balanced
+from .cache import Cache
 from .errors import InvalidInput, did_you_mean
 from .partition import MAX_RANGES, Layout, filled
 from .pattern import Pattern
@@ -25,6 +26,10 @@ __all__ = [
 ]
 
 
+#: Bytes of the ranges that a striped layout remembers, and of the balanced layouts that are.
+SPANS, BALANCED = 1 << 21, 1 << 24
+
+
 @dataclass(frozen=True)
 class Contiguous(Layout):
     """Rank r owns one run of about tokens / ranks positions."""
@@ -36,7 +41,6 @@ class Contiguous(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
-    @lru_cache(maxsize=65536)  # noqa: B019 (layouts are a few numbers)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         edge = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
         return filled(range(*edge)), True
@@ -63,7 +67,6 @@ class Zigzag(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
-    @lru_cache(maxsize=65536)  # noqa: B019 (layouts are a few numbers)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         chunks = 2 * self.ranks
         ends = (ranks.start, ranks.stop), (chunks - ranks.stop, chunks - ranks.start)
@@ -102,8 +105,14 @@ class Striped(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
-    @lru_cache(maxsize=1024)  # noqa: B019 (layouts are a few numbers, but shards may be many ranges)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+        return self._spans.answer(ranks, lambda: self._span(ranks))
+
+    @cached_property
+    def _spans(self) -> Cache:
+        return Cache(SPANS)
+
+    def _span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         width = len(ranks) * self.block
         if len(ranks) == self.ranks:
             return filled(range(self.tokens)), True
@@ -131,7 +140,7 @@ class Striped(Layout):
 
 
 _FORMULAS = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}
-_remembered = lru_cache(maxsize=64)(balanced)
+_balanced = Cache(BALANCED)
 
 
 def _read(name: str) -> tuple[str, int | None]:
@@ -203,5 +212,7 @@ def make_layout(
             f"layout {name!r} weighs chunks by the pairs of a pattern, got pattern={pattern!r}; try "
             f"make_layout({name!r}, tokens={tokens}, ranks={ranks}, pattern=..., heads=...), as the attention gets them"
         )
-    make = balanced if pattern.transient else _remembered
-    return make(tokens, ranks, chunk, pattern, heads)
+    if pattern.transient:
+        return balanced(tokens, ranks, chunk, pattern, heads)
+    key = tokens, ranks, chunk, pattern, heads
+    return _balanced.answer(key, lambda: balanced(*key))

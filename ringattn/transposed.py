@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
+from .cache import Cache, Value
 from .cut import Cut, Cuts, Rows, cover, covered, located
 from .demand import Demand
 from .layout import Layout
 from .pattern.base import Run
 from .pattern.ranges import locate
-from .wanted import remembered
+from .wanted import ANSWERS, remembered
 from .work import Work, gathered, repeated
 
 #: (query head in the cut, key/value head)
@@ -22,7 +21,7 @@ Pairs = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Value):
     """A demand whose blocks are the query rows of the owners, needed by the ranks that hold keys. Cuts are of query
     heads."""
 
@@ -38,9 +37,9 @@ class Transposed:
         return self.demand.heads
 
     @cached_property
-    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
+    def memory(self) -> Cache:
         """Answers of the functions that are `remembered`, which live as long as this object."""
-        return {}
+        return Cache(ANSWERS)
 
     def needs(self, ranks: range, owners: range) -> bool:
         """Whether some rank of `ranks` holds a key that a query of some rank of `owners` sees."""
@@ -81,7 +80,7 @@ class Transposed:
         return _batched(self, rank, owner, cut)
 
 
-@remembered(65536)
+@remembered
 def _cuts(wanted: Transposed, ranks: tuple[range, ...], owner: int) -> Cuts:
     seen = (piece for run in ranks for piece in _seen(wanted, run, owner))
     return cover(seen, wanted.block_heads, wanted.layout.rows(owner))
@@ -106,7 +105,7 @@ def _seen(wanted: Transposed, ranks: range, owner: int) -> Iterator[tuple[range,
         first += len(q_rows)
 
 
-@remembered(1024)
+@remembered
 def _batched(wanted: Transposed, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
     works = wanted.demand.works(owner, rank)
     if cut is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..cache import Value
 from ..errors import InvalidInput
 from .picture import draw
 from .tile import Tile, difference, meet
@@ -19,7 +20,7 @@ Run = tuple[int, int]
 FAR = 1 << 62
 
 
-class Pattern(ABC):
+class Pattern(Value, ABC):
     """Which query position attends which key position, for each head.
 
     A pattern says it twice, independently: `tiles` for the planner, and `visible`, from which the dense
@@ -57,7 +58,7 @@ class Pattern(ABC):
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         """How often query q attends key k: integers (or bools) of the broadcast shape of int64 `q` and `k`."""
 
-    def check(self, tokens: int, heads: int) -> None:  # noqa: B027 (most patterns fit every sequence)
+    def check(self, tokens: int, heads: int) -> None:
         """Raise InvalidInput where the pattern does not fit a sequence of `tokens` and `heads` heads."""
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:

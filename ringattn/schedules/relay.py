@@ -63,7 +63,7 @@ def _needed(demand: Wanted, way: Way, first: int, queriers: int, owner: int, own
     return any(demand.needs(q, k) for q in runs(first, queriers, ranks) for k in runs(owner, owners, ranks))
 
 
-@remembered(65536)
+@remembered
 def reach(demand: Wanted, owner: int, way: Way) -> int:
     """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
 
@@ -117,7 +117,7 @@ def sampled(ranks: int) -> list[int]:
     return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
 
 
-@remembered(4096)
+@remembered
 def sizes(demand: Wanted, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     """(distance, rows) along a way of the block of `owner`: so many rows, of all heads, go up to this distance.
 
@@ -175,7 +175,7 @@ class Ends:
         return dict(zip(self.blocks, found.tolist(), strict=True))
 
 
-@remembered(1)
+@remembered
 def _ends(demand: Wanted) -> Ends | None:
     """What ranks need of the blocks of the `sampled` ranks; None where it is not runs, or ranks are too many to list."""
     layout = demand.layout
@@ -194,16 +194,14 @@ def _ends(demand: Wanted) -> Ends | None:
                 return None
             start[rank, i], stop[rank, i], low[rank, i], high[rank, i] = run.start, run.stop, needed[0], needed[1] + 1
     filled = stop > start
-    begins, ends = (
-        np.array(side, dtype=np.int64)[:, None, None] for side in zip(*((r.start, r.stop) for _, r in mine))
-    )
+    begins, ends = (np.array(side)[:, None, None] for side in ([r.start for _, r in mine], [r.stop for _, r in mine]))
     length = ends - begins
     first = np.where(filled & (stop <= begins), np.clip(high - begins, 0, length), 0).max(2)
     last = np.where(filled & (start >= ends), np.clip(ends - low, 0, length), 0).max(2)
     return Ends(blocks, np.array([place for place, _ in mine]), length.ravel(), first, last)
 
 
-@remembered(8)
+@remembered
 def _along(demand: Wanted, way: Way) -> dict[int, int]:
     """`rows_along` of the `sampled` blocks, where it is found for all of them at once."""
     ends = _ends(demand)
@@ -223,7 +221,7 @@ def rows_along(demand: Wanted, owner: int, way: Way) -> int:
     return found
 
 
-@remembered(1024)
+@remembered
 def ways(demand: Wanted) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 
