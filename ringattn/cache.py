@@ -15,6 +15,7 @@ ENTRY = 256
 SAMPLED, MOST = 32, 4096
 #: Entries next to go that are weighed again with every new one, beside those that were used since the last.
 AGAIN = 8
+SMALL = (bool, int, float, type(None))
 _ABSENT: Any = object()
 
 
@@ -79,6 +80,8 @@ class Cache:
 
 def weigh(value: Any) -> int:
     """About how many bytes a value takes, with all that it refers to; of long sequences some items stand for all."""
+    if type(value) in SMALL:
+        return 32
     total, seen = 0.0, 0
     todo: list[tuple[Any, float]] = [(value, 1.0)]
     while todo and seen < MOST:

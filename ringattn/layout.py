@@ -41,6 +41,7 @@ class Contiguous(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (layouts are a few numbers, and so are their spans: 2 MiB at most)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         edge = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
         return filled(range(*edge)), True
@@ -67,6 +68,7 @@ class Zigzag(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (layouts are a few numbers, and so are their spans: 2 MiB at most)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         chunks = 2 * self.ranks
         ends = (ranks.start, ranks.stop), (chunks - ranks.stop, chunks - ranks.start)

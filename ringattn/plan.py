@@ -79,6 +79,12 @@ class Plan(Value, Sizes):
             return RankPlan(rank, (), ())  # nothing to compute, nothing to send
         return self.memory.answer(("steps", rank), lambda: self._made(rank))
 
+    def forward_steps(self, rank: int) -> tuple[Step, ...]:
+        """The forward of `for_rank`, without planning a backward where that is possible."""
+        if self.team > 1 or not self.batch:
+            return self.for_rank(rank).forward
+        return self.memory.answer(("forward", rank), lambda: self._rotation.keys.forward(rank))
+
     def _made(self, rank: int) -> RankPlan:
         if self.team == 1:
             return self._rotation.steps(rank)

@@ -42,6 +42,9 @@ class Streamed(Plan):
     def memory(self) -> Cache:
         return Cache(STEPS)
 
+    def forward_steps(self, rank: int) -> tuple[Step, ...]:
+        return self.for_rank(rank).forward
+
     def _made(self, rank: int) -> RankPlan:
         return Pull(self.demand).steps(rank)
 
