@@ -12,7 +12,7 @@ T = TypeVar("T")
 #: Bytes of an entry beside those of its value: its key, and the places that it takes.
 ENTRY = 256
 #: Of a longer tuple or list so many items are weighed; a weighing looks at no more than MOST objects.
-SAMPLED, MOST = 32, 4096
+SAMPLED, MOST = 16, 4096
 #: Entries next to go that are weighed again with every new one, beside those that were used since the last.
 AGAIN = 8
 SMALL = (bool, int, float, type(None))

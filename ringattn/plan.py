@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: Changes whenever the same inputs give other steps, so that ranks of different versions do not talk past each other.
 FORMAT = 3
 #: Bytes of the plans that `make_plan` remembers.
-PLANS = 1 << 26
+PLANS = 1 << 25
 
 
 @dataclass(frozen=True)

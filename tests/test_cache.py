@@ -211,3 +211,11 @@ def brute(demand: Demand, wanted: Wanted, owner: int, way: Way) -> int:
     needed = [seen[np.ix_(demand.layout.positions(rank), own)].any(0) for rank in ranks]
     passed = accumulate(needed, np.logical_or)
     return wanted.block_heads * sum(int(rows.sum()) for rows in passed)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_rings_with_fewer_tokens_than_ranks_are_planned(tokens: int) -> None:
+    pattern = ra.Causal() & ra.Documents([tokens])
+    plan = ra.make_plan(pattern, tokens=tokens, ranks=40, layout="zigzag", schedule="ring")
+    assert sum(plan.pairs(rank) for rank in range(40)) == tokens * (tokens + 1) // 2
+    assert plan.bytes_sent() <= plan.full_ring_bytes()

@@ -13,6 +13,8 @@ from ..wanted import Wanted, remembered
 EXACT, LEAST = 32, 2
 #: Up to so many ranks what each of them needs of the sampled blocks is listed, in tables of at most so many cells.
 LISTED, CELLS = 512, 1 << 18
+#: Sums of at most so many rows are exact in fp64.
+SUMMED = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -179,12 +181,12 @@ class Ends:
 def _ends(demand: Wanted) -> Ends | None:
     """What ranks need of the blocks of the `sampled` ranks; None where it is not runs, or ranks are too many to list."""
     layout = demand.layout
-    if layout.ranks > LISTED:
+    if layout.ranks > LISTED or layout.tokens * layout.ranks > SUMMED:
         return None
     shards = [layout.shard(rank) for rank in range(layout.ranks)]
     blocks, most = sampled(layout.ranks), max(map(len, shards))
     mine = [(place, run) for place, rank in enumerate(blocks) for run in shards[rank]]
-    if len(mine) * layout.ranks * most > CELLS or any(run.step != 1 for shard in shards for run in shard):
+    if not mine or len(mine) * layout.ranks * most > CELLS or any(run.step != 1 for shard in shards for run in shard):
         return None
     start, stop, low, high = np.zeros((4, layout.ranks, most), dtype=np.int64)
     for rank, shard in enumerate(shards):
