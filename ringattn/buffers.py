@@ -58,7 +58,9 @@ class Buffers:
     met again and again, by the forward and by the backward."""
 
     def __init__(self, plan: Plan, largest: int, device: torch.device) -> None:
-        self.plan, self.unit = plan, max(1, -(-largest // 8))
+        unit = max(1, -(-largest // 8))
+        # Rounded up by a sixteenth at most, so that messages of nearly the same size find each other's buffers.
+        self.plan, self.unit = plan, unit + -unit % (1 << max(unit.bit_length() - 5, 0))
         self.pool = memory_pool(device)
         self.free: list[torch.Tensor] = []
 

@@ -86,6 +86,14 @@ class Metered:
             self._spend(cost)
             yield tile
 
+    def key_run(self, first: int, last: int) -> tuple[int, int] | None:
+        self._spend(1)
+        return self.pattern.key_run(first, last)
+
+    def query_run(self, first: int, last: int) -> tuple[int, int] | None:
+        self._spend(1)
+        return self.pattern.query_run(first, last)
+
     def count(self, q: range, k: range, heads: range = range(1)) -> int:
         if type(self.pattern).count is Pattern.count:
             return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))

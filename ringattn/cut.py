@@ -8,12 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
+from .cache import Value
 from .pattern.ranges import merged
 from .work import Work
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(Value):
     """Local rows of some key/value heads of a block: all heads have equally many.
 
     `rows` has one entry, the rows of every head, or one entry per head; an entry is ranges in ascending order, none

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from .cache import Cache, Value
 from .cut import WHOLE, Cut, Cuts, cover, covered, decode, grouped, relocated, total
 from .layout import Layout
 from .pattern import Pattern, Tile
+from .pattern.base import Run
 from .pattern.ranges import ceil_div, locate
 from .pattern.tile import make
-from .wanted import remembered
+from .wanted import ANSWERS, remembered
 from .work import Work, gathered, repeated
 
 #: Works of one visit are joined pairwise only up to this many: the search is quadratic.
@@ -26,7 +26,7 @@ MAX_SYMBOLIC = 4
 
 
 @dataclass(frozen=True)
-class Demand:
+class Demand(Value):
     """The pattern seen by the ranks of a layout, for `heads` query heads that share `kv_heads` key/value heads."""
 
     pattern: Pattern
@@ -40,7 +40,7 @@ class Demand:
             return False
         q_rows, q_exact = self.layout.span(queriers)
         k_rows, k_exact = self.layout.span(owners)
-        if not any(self._touch(q, k) for q in q_rows for k in k_rows):
+        if not self._touch(q_rows, k_rows):
             return False
         if q_exact and k_exact:
             return True
@@ -54,9 +54,12 @@ class Demand:
     def all_needed(self, rank: int, owners: range) -> bool:
         """Whether `rank` is seen at once to see a key of every one of `owners`; False says nothing."""
         layout = self.layout
-        return layout.regular and any(
-            self.dense((q,), (k,)) for q in layout.shard(rank) for k in layout.span(owners)[0]
-        )
+        return layout.regular and any(self._all_seen(q, k) for q in layout.shard(rank) for k in layout.span(owners)[0])
+
+    def _all_seen(self, q: range, k: range) -> bool:
+        """Whether every key of `k` is seen at once to be seen by some query of `q`; False says nothing."""
+        run = self.run(q[0], q[-1]) if q.step == k.step == 1 else None
+        return self.dense((q,), (k,)) if run is None else run[0] <= k.start and k.stop - 1 <= run[1]
 
     def dense(self, q_rows: tuple[range, ...], k_rows: tuple[range, ...]) -> bool:
         """Whether all heads see all of these pairs exactly once, by one tile for each two ranges."""
@@ -91,8 +94,40 @@ class Demand:
             return total(self.cuts(queriers, owner), self.kv_heads, rows)
         return covered((piece for run in queriers for piece in _seen(self, run, owner)), self.kv_heads, rows)
 
-    def _touch(self, q: range, k: range) -> bool:
-        return next(self.pattern.tiles(q, k, range(self.heads)), None) is not None
+    def run(self, first: int, last: int) -> Run | None:
+        """The first and the last key that queries first .. last see together, where they see one run (`key_run`)."""
+        return self.pattern.key_run(first, last)
+
+    def keys(self, q: range, k: range) -> Iterator[tuple[range, range]]:
+        """(heads, rows): the rows of `k` that some query of `q` sees, all of them; they may overlap. Neither is empty."""
+        run = self.run(q[0], q[-1]) if q.step == k.step == 1 else None
+        if run is None:
+            return self.pattern.keys(q, k, range(self.heads))
+        return self._within(k, run)
+
+    def queries(self, q: range, k: range) -> Iterator[tuple[range, range]]:
+        """(heads, rows): the rows of `q` that see some key of `k`, all of them; they may overlap. Neither is empty."""
+        run = self.pattern.query_run(k[0], k[-1]) if q.step == k.step == 1 else None
+        if run is None:
+            return self.pattern.queries(q, k, range(self.heads))
+        return self._within(q, run)
+
+    def _within(self, rows: range, run: Run) -> Iterator[tuple[range, range]]:
+        found = range(max(rows.start, run[0]), min(rows.stop, run[1] + 1))
+        if found:
+            yield range(self.heads), found
+
+    def _touch(self, q_rows: tuple[range, ...], k_rows: tuple[range, ...]) -> bool:
+        """Whether some query of these ranges, none of which is empty, sees some key of those."""
+        for q in q_rows:
+            run = self.pattern.key_run(q.start, q.stop - 1) if q.step == 1 else None
+            for k in k_rows:
+                if run is None or k.step != 1:
+                    if next(self.pattern.tiles(q, k, range(self.heads)), None) is not None:
+                        return True
+                elif run[0] < k.stop and k.start <= run[1]:
+                    return True
+        return False
 
     @property
     def block_heads(self) -> int:
@@ -100,9 +135,9 @@ class Demand:
         return self.kv_heads
 
     @cached_property
-    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
+    def memory(self) -> Cache:
         """Answers of the functions that are `remembered`, which live as long as this object."""
-        return {}
+        return Cache(ANSWERS)
 
     def pairs(self, rank: int, owner: int) -> int:
         """Exact (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
@@ -120,18 +155,18 @@ class Demand:
         return _batched(self, rank, owner, cut)
 
 
-@remembered(65536)
+@remembered
 def _visits(demand: Demand, rank: int, owner: int) -> bool:
     return demand.needs(range(rank, rank + 1), range(owner, owner + 1))
 
 
-@remembered(65536)
+@remembered
 def _pairs(demand: Demand, rank: int, owner: int) -> int:
     rows, keys = demand.layout.shard(rank), demand.layout.shard(owner)
     return sum(demand.pattern.count(q, k, range(demand.heads)) for q in rows for k in keys)
 
 
-@remembered(65536)
+@remembered
 def _cuts(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
     if len(demand.layout.shard(owner)) > MAX_SYMBOLIC:
         return _marked(demand, queriers, owner)
@@ -152,14 +187,14 @@ def _marked(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
     return grouped([decode(np.flatnonzero(row)) for row in mask], len(held))
 
 
-@remembered(65536)
+@remembered
 def _bits(demand: Demand, rank: int, owner: int) -> np.ndarray:
     """The rows of the block of `owner` that `rank` needs, in the order of their positions: bits, [K, rows / 8]."""
     held = np.sort(demand.layout.positions(owner))
     around = range(int(held[0]), int(held[-1]) + 1)
     mask = np.zeros((demand.kv_heads, len(held)), dtype=bool)
     for q in decode(np.sort(demand.layout.positions(rank))):
-        for seeing, k in demand.pattern.keys(q, around, range(demand.heads)):
+        for seeing, k in demand.keys(q, around):
             first, last = np.searchsorted(held, (k[0], k[-1] + 1))
             hit = True if k.step == 1 else (held[first:last] - k[0]) % k.step == 0
             for heads in _kv_heads(seeing, demand.group):
@@ -180,7 +215,7 @@ def _seen(demand: Demand, queriers: range, owner: int) -> Iterator[tuple[range, 
     first = 0
     for k_rows in demand.layout.shard(owner):
         for q in q_rows:
-            for seeing, k in demand.pattern.keys(q, k_rows, range(demand.heads)):
+            for seeing, k in demand.keys(q, k_rows):
                 local = locate(k, k_rows)
                 for heads in _kv_heads(seeing, demand.group):
                     yield heads, range(local.start + first, local.stop + first, local.step)
@@ -198,7 +233,7 @@ def _kv_heads(heads: range, group: int) -> Iterator[range]:
             yield range(head, head + 1)
 
 
-@remembered(4096)
+@remembered
 def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
     if cut is not None:
         return tuple(relocated(demand.works(rank, owner), cut, demand.group))
@@ -217,13 +252,13 @@ def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work
     return tuple(works)
 
 
-@remembered(64)
+@remembered
 def _all_pairs(demand: Demand, rows: int, keys: int) -> tuple[Work, ...]:
     """The works of a visit in which every row sees every key."""
     return tuple(Work(*heads, range(rows), (range(keys),)) for heads in split_heads(range(demand.heads), demand.group))
 
 
-@remembered(1024)
+@remembered
 def _batched(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
     return tuple(repeated(gathered(demand.works(rank, owner, cut))))
 

@@ -11,7 +11,6 @@ from .buffers import Buffer, Buffers, Tensors, put
 from .kernels.base import wide
 from .moves import Move, moves
 from .plan import Plan
-from .script import REMEMBERED
 from .steps import BLOCKS, SUMS, Batch, Hop, Kind, Part, Step
 from .transport.base import Message, Post, Program, Wait
 
@@ -150,15 +149,12 @@ class Held:
 
     def _moves(self, target: Part, sources: tuple[Part, ...]) -> list[tuple[Move, ...]]:
         """The rows that a part shares with others of its block."""
-        key = (target, sources)
-        known = self.plan.memory
-        if key not in known:
+
+        def find() -> list[tuple[Move, ...]]:
             heads, rows = self.plan.part_heads(target.kind), self.plan.layout.rows(target.owner)
-            known[key] = [moves(target.cut, source.cut, heads, rows) for source in sources]
-            if len(known) > REMEMBERED:
-                known.popitem(last=False)
-        result: list[tuple[Move, ...]] = known[key]
-        return result
+            return [moves(target.cut, source.cut, heads, rows) for source in sources]
+
+        return self.plan.memory.answer(("moves", target, sources), find)
 
     def _arrived(self, part: Part, buffer: Buffer) -> None:
         if self.plan.wire is not None:
@@ -218,15 +214,15 @@ def _last_uses(steps: Sequence[Step]) -> dict[tuple[bool, int], int]:
 
 def _largest(plan: Plan, rank: int) -> int:
     """Bytes of the largest message of a rank, or of a part of one in the dtype that it is computed with."""
-    known, key = plan.memory, ("largest", rank)
-    if key not in known:
+
+    def find() -> int:
         mine = plan.for_rank(rank)
         hops = [hop for step in (*mine.forward, *mine.backward) for hop in (*step.sends, *step.recvs)]
         sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]
         sizes += [plan.part_bytes(part, wire=False) for hop in hops for part in hop.parts]
-        known[key] = max(sizes, default=0)
-    largest: int = known[key]
-    return largest
+        return max(sizes, default=0)
+
+    return plan.memory.answer(("largest", rank), find)
 
 
 def _use(part: Part) -> tuple[bool, int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from .balanced import Balanced, balanced
+from .cache import Cache
 from .errors import InvalidInput, did_you_mean
 from .partition import MAX_RANGES, Layout, filled
 from .pattern import Pattern, as_pattern
@@ -31,6 +32,10 @@ __all__ = [
 DEFAULT_LAYOUT = "contiguous"
 
 
+#: Bytes of the ranges that a striped layout remembers, and of the balanced layouts that are.
+SPANS, BALANCED = 1 << 21, 1 << 24
+
+
 @dataclass(frozen=True)
 class Contiguous(Layout):
     """Rank r owns one run of about tokens / ranks positions."""
@@ -42,7 +47,7 @@ class Contiguous(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
-    @lru_cache(maxsize=65536)  # noqa: B019 (layouts are a few numbers)
+    @lru_cache(maxsize=4096)  # noqa: B019 (layouts are a few numbers, and so are their spans: 2 MiB at most)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         edge = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
         return filled(range(*edge)), True
@@ -69,7 +74,7 @@ class Zigzag(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
-    @lru_cache(maxsize=65536)  # noqa: B019 (layouts are a few numbers)
+    @lru_cache(maxsize=4096)  # noqa: B019 (layouts are a few numbers, and so are their spans: 2 MiB at most)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         chunks = 2 * self.ranks
         ends = (ranks.start, ranks.stop), (chunks - ranks.stop, chunks - ranks.start)
@@ -108,8 +113,14 @@ class Striped(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
-    @lru_cache(maxsize=1024)  # noqa: B019 (layouts are a few numbers, but shards may be many ranges)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+        return self._spans.answer(ranks, lambda: self._span(ranks))
+
+    @cached_property
+    def _spans(self) -> Cache:
+        return Cache(SPANS)
+
+    def _span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         width = len(ranks) * self.block
         if len(ranks) == self.ranks:
             return filled(range(self.tokens)), True
@@ -137,7 +148,7 @@ class Striped(Layout):
 
 
 _FORMULAS = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}
-_remembered = lru_cache(maxsize=64)(balanced)
+_balanced = Cache(BALANCED)
 
 
 def _read(name: str) -> tuple[str, int | None]:
@@ -218,5 +229,7 @@ def make_layout(
             f"make_layout({name!r}, tokens={tokens}, ranks={ranks}, pattern=..., heads=...), as the attention gets them"
         )
     pattern = as_pattern(pattern)
-    make = balanced if pattern.transient else _remembered
-    return make(tokens, ranks, chunk, pattern, heads)
+    if pattern.transient:
+        return balanced(tokens, ranks, chunk, pattern, heads)
+    key = tokens, ranks, chunk, pattern, heads
+    return _balanced.answer(key, lambda: balanced(*key))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .cache import Value
 from .errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ MOST = 1 << 61
 
 
 @dataclass(frozen=True)
-class Layout(ABC):
+class Layout(Value, ABC):
     """A partition of positions 0 .. tokens-1 over `ranks`; any tokens >= 0, any ranks >= 1, shards may be uneven.
 
     The local order of a shard is the order of its ranges, each walked from start to stop.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from .cache import Cache, Value, weigh
 from .choice import Choice, choose, layouts
 from .demand import Demand
 from .errors import InvalidInput
@@ -24,6 +24,7 @@ from .sizes import ITEM_BYTES, Sizes, dtype_name
 from .steps import Kind, Part, RankPlan, Step
 from .timing import Machine, get_machine
 from .transposed import Transposed
+from .wanted import ANSWERS
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 FORMAT = 3
 #: What `ringattn plan` writes beside the inputs and the hash of a plan.
 ADDED = ("counted", "choice")
+#: Bytes of the plans that `make_plan` remembers.
+PLANS = 1 << 25
 
 
 @dataclass(frozen=True)
-class Plan(Sizes):
+class Plan(Value, Sizes):
     """Inputs of a plan; everything else is derived, lazily and per rank. Make one with `make_plan`."""
 
     pattern: Pattern
@@ -76,18 +79,19 @@ class Plan(Sizes):
             raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
         if not self.batch:
             return RankPlan(rank, (), ())  # nothing to compute, nothing to send
-        return self._rank_plans(rank)
+        return self.memory.answer(("steps", rank), lambda: self._made(rank))
 
-    @cached_property
-    def _rank_plans(self) -> Callable[[int], RankPlan]:
+    def forward_steps(self, rank: int) -> tuple[Step, ...]:
+        """The forward of `for_rank`, without planning a backward where that is possible."""
+        if self.team > 1 or not self.batch:
+            return self.for_rank(rank).forward
+        return self.memory.answer(("forward", rank), lambda: self._rotation.keys.forward(rank))
+
+    def _made(self, rank: int) -> RankPlan:
         if self.team == 1:
-            return lru_cache(maxsize=4096)(self._rotation.steps)
-
-        def exchanged(rank: int) -> RankPlan:
-            inner, place = self.member(rank)
-            return around(inner.for_rank(place), rank, self.team, self.layout)
-
-        return lru_cache(maxsize=4096)(exchanged)
+            return self._rotation.steps(rank)
+        inner, place = self.member(rank)
+        return around(inner.for_rank(place), rank, self.team, self.layout)
 
     @cached_property
     def _rotation(self) -> Rotation:
@@ -128,9 +132,25 @@ class Plan(Sizes):
         ]  # fmt: skip
 
     @cached_property
-    def memory(self) -> OrderedDict[Any, Any]:
-        """What others work out from the plan and keep as long as it lives."""
-        return OrderedDict()
+    def memory(self) -> Cache:
+        """What is worked out from the plan and kept as long as it lives."""
+        return Cache(ANSWERS)
+
+    @property
+    def kept_bytes(self) -> int:
+        """About how many bytes the plan takes, with all that was worked out from it so far and is kept."""
+        known = vars(self)
+        caches = [known.get("memory")]
+        if "_rotation" in known:
+            caches += [vars(one).get("memory") for one in (self._rotation.demand, self._rotation.transposed)]
+        elif "demand" in known:
+            caches.append(vars(self.demand).get("memory"))
+        members = sum(member.kept_bytes for member in known.get("_members", ()))
+        return self._input_bytes + members + sum(cache.bytes for cache in caches if cache is not None)
+
+    @cached_property
+    def _input_bytes(self) -> int:
+        return weigh([getattr(self, entry.name) for entry in fields(self)])
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
@@ -237,9 +257,8 @@ class Plan(Sizes):
         }
 
 
-@lru_cache(maxsize=256)
-def _cached(*inputs: Any) -> Plan:
-    return Plan(*inputs)
+#: Plans made lately, with what was worked out from them.
+_plans = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
 
 
 def make_plan(
@@ -306,11 +325,13 @@ def make_plan(
     name = resolve(schedule, ranks, heads, kv_heads)
     inputs = pattern.bind(heads, tokens), heads, kv_heads, head_dim, value_dim, item, batch, wire, rotate
     chosen_machine = get_machine(machine)
+    key: tuple[Any, ...]
+    make: Callable[..., Plan]
     if chosen or name == "auto":
-        choice = _choice if pattern.transient else _remembered
-        return choice(made, None if name == "auto" else (name,), chosen_machine, *inputs)
-    make: Callable[..., Plan] = Plan if pattern.transient else _cached
-    return make(inputs[0], made[0], name, *inputs[1:])
+        make, key = _choice, (made, None if name == "auto" else (name,), chosen_machine, *inputs)
+    else:
+        make, key = Plan, (inputs[0], made[0], name, *inputs[1:])
+    return make(*key) if pattern.transient else _plans.answer((make, *key), lambda: make(*key))
 
 
 def _choice(
@@ -318,6 +339,3 @@ def _choice(
 ) -> Plan:
     plan, choice = choose(lambda layout, name: Plan(pattern, layout, name, *inputs), tried, names, machine)
     return plan.asking(plan.demand, choice)
-
-
-_remembered = lru_cache(maxsize=256)(_choice)

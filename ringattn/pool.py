@@ -13,10 +13,13 @@ from typing import TypeVar
 
 import torch
 
-from .errors import InvalidInput, OutOfMemory
+from .errors import InvalidInput, OutOfMemory, raised_below
 
 #: Bytes that a pool holds at most while nobody uses them.
 LIMIT = 1 << 28
+#: Of these, more than FEW only up to as many as were in use at once during the last WINDOW calls of `take` or so: calls
+#: of the same shapes need no more, and what calls of other shapes have left does not add up.
+FEW, WINDOW = 1 << 24, 1 << 10
 
 T = TypeVar("T")
 
@@ -24,12 +27,14 @@ T = TypeVar("T")
 class Pool:
     """Idle uint8 tensors of one device, by size. `hits` and `misses` count the calls of `take`.
 
-    Setting `limit` (bytes) to 0 turns it off. `idle_bytes` never exceeds `limit`. Threads may share a pool.
+    Setting `limit` (bytes) to 0 turns it off. `idle_bytes` never exceeds `limit`, nor what was in use at once lately.
+    Threads may share a pool.
     """
 
     def __init__(self, device: torch.device, limit: int = LIMIT) -> None:
         self.device, self.limit = device, limit
         self.hits = self.misses = self.idle_bytes = 0
+        self._out = self._peak = self._earlier = 0  # bytes in use, and the most of them in this window and the last
         self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()  # least recently used size first
         # The same thread may enter twice: the garbage collector can end a generator that gives a tensor back.
         self._lock = RLock()
@@ -37,6 +42,10 @@ class Pool:
     def take(self, size: int) -> torch.Tensor:
         """A tensor of `size` bytes with arbitrary contents. Raises OutOfMemory."""
         with self._lock:
+            self._out += size
+            self._peak = max(self._peak, self._out)
+            if not (self.hits + self.misses) % WINDOW:
+                self._earlier, self._peak = self._peak, self._out
             stores = self._idle.get(size)
             if stores:
                 self.hits += 1
@@ -54,7 +63,9 @@ class Pool:
             self._idle.setdefault(size, []).append(store)
             self._idle.move_to_end(size)
             self.idle_bytes += size
-            while self.idle_bytes > self.limit:
+            self._out = max(self._out - size, 0)
+            most = min(self.limit, max(self._peak, self._earlier, FEW))
+            while self.idle_bytes > most:
                 oldest, stores = next(iter(self._idle.items()))
                 if stores:
                     stores.pop()
@@ -94,8 +105,10 @@ def retried(call: Callable[[], T], device: torch.device) -> T:
 def _twice(call: Callable[[], T], device: torch.device, failure: type[RuntimeError]) -> T:
     try:
         return call()
-    except (failure, MemoryError):
-        pass  # the second try has the same cause, if it fails
+    except (failure, MemoryError) as error:
+        # `empty` takes any RuntimeError for a lack of memory, so that one of a signal handler must be told apart.
+        if failure is RuntimeError and not raised_below(error, (__name__,)):
+            raise
     memory_pool(device).clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()

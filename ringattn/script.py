@@ -13,8 +13,6 @@ from .work import Work, gathered, repeated
 
 #: Query rows times heads that a section holds at least, where it can be chosen: enough for calls to be batched.
 SECTION_ROWS = 1 << 17
-#: Scripts that a plan remembers.
-REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,7 @@ def hides(visit: tuple[Portion, ...]) -> bool:
 
 def make_script(plan: Plan, rank: int, kernel: Kernel) -> Script:
     """The (cached) script of one rank."""
-    known, key = plan.memory, (rank, kernel.name)
-    if key not in known:
-        known[key] = _write(plan, rank, kernel)
-        if len(known) > REMEMBERED:
-            known.popitem(last=False)
-    script: Script = known[key]
-    return script
+    return plan.memory.answer(("script", rank, kernel.name), lambda: _write(plan, rank, kernel))
 
 
 def _write(plan: Plan, rank: int, kernel: Kernel) -> Script:

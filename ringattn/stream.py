@@ -7,22 +7,23 @@ storage, and the gradients that they send home are added there. `transport.host`
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from .agreement import Call, describe
+from .cache import Cache
 from .errors import InvalidInput, OutOfMemory
 from .executor import Forward, Job, backward, forward
 from .kernels.base import Kernel, positive, wide
 from .memory import available
 from .pattern import Pattern
-from .plan import Plan, make_plan
+from .plan import PLANS, Plan, make_plan
 from .pool import empty
 from .schedules.pull import Pull
 from .sizes import ITEM_BYTES
-from .steps import Hop, Step
+from .steps import Hop, RankPlan, Step
 from .transport.base import Counters
 from .transport.host import Host, Storage
 
@@ -30,15 +31,22 @@ from .transport.host import Host, Storage
 SHARE = 0.5
 #: Chosen chunks are multiples of this many rows, where they are that long.
 MULTIPLE = 128
+#: Bytes of what a plan keeps of the chunks: each of them runs once in a pass.
+STEPS = 1 << 22
 
 
 class Streamed(Plan):
     """A plan whose ranks run alone. Their hops are copies: rows come from storage, gradients go there."""
 
     @cached_property
-    def _rank_plans(self) -> Any:
-        # Not kept in one planner, which remembers what it found for every rank.
-        return lru_cache(maxsize=16)(lambda rank: Pull(self.demand).steps(rank))
+    def memory(self) -> Cache:
+        return Cache(STEPS)
+
+    def forward_steps(self, rank: int) -> tuple[Step, ...]:
+        return self.for_rank(rank).forward
+
+    def _made(self, rank: int) -> RankPlan:
+        return Pull(self.demand).steps(rank)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes of the hops of a rank (None: of all), in both directions. Counted."""
@@ -157,19 +165,24 @@ def make_stream(
     kernel = call.check(*(stand_in(x, device) for x in (q, k, v)))
     facts, tokens = describe(q, k, v), q.shape[2]
     size = chunk_rows(tokens, device=device, backward=backward, **facts) if chunk is None else chunk
-    make = _streamed if call.pattern.transient else _remembered
-    return Stream(make(call.pattern, tokens, size, *facts.items()), kernel, call.scale, device)
+
+    def make() -> Streamed:
+        return _streamed(call.pattern, tokens, size, facts)
+
+    key = call.pattern, tokens, size, *facts.items()
+    return Stream(make() if call.pattern.transient else _streams.answer(key, make), kernel, call.scale, device)
 
 
-def _streamed(pattern: Pattern, tokens: int, chunk: int, *facts: tuple[str, Any]) -> Streamed:
+def _streamed(pattern: Pattern, tokens: int, chunk: int, facts: dict[str, Any]) -> Streamed:
     plan = make_plan(
         pattern, tokens=tokens, ranks=max(1, -(-tokens // chunk)), layout="contiguous", schedule="direct", rotate="keys",
-        **dict(facts),
+        **facts,
     )  # fmt: skip
     return Streamed(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
 
 
-_remembered = lru_cache(maxsize=16)(_streamed)
+#: Plans streamed lately.
+_streams = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
 
 
 def stand_in(x: Any, device: torch.device) -> Any:

@@ -163,13 +163,13 @@ def _views(data: torch.Tensor, shapes: Sequence[Sequence[int]], dtypes: list[tor
 
 def _places(plan: Plan, place: int) -> list[torch.Tensor]:
     """Where the local rows of each member stand among the rows of the team, int64 [rows] each."""
-    key = ("team", place)
-    if key not in plan.memory:
+
+    def find() -> list[torch.Tensor]:
         held = plan.layout.grouped(plan.team).positions(place)
         order = np.argsort(held)
         ranks = range(place * plan.team, (place + 1) * plan.team)
-        plan.memory[key] = [
+        return [
             torch.from_numpy(order[np.searchsorted(held, plan.layout.positions(rank), sorter=order)]) for rank in ranks
         ]
-    found: list[torch.Tensor] = plan.memory[key]
-    return found
+
+    return plan.memory.answer(("team", place), find)

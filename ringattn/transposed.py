@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
+from .cache import Cache, Value
 from .cut import Cut, Cuts, Rows, cover, covered, located
 from .demand import Demand
 from .layout import Layout
+from .pattern.base import Run
 from .pattern.ranges import locate
-from .wanted import remembered
+from .wanted import ANSWERS, remembered
 from .work import Work, gathered, repeated
 
 #: (query head in the cut, key/value head)
@@ -21,7 +21,7 @@ Pairs = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Value):
     """A demand whose blocks are the query rows of the owners, needed by the ranks that hold keys. Cuts are of query
     heads."""
 
@@ -37,9 +37,9 @@ class Transposed:
         return self.demand.heads
 
     @cached_property
-    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
+    def memory(self) -> Cache:
         """Answers of the functions that are `remembered`, which live as long as this object."""
-        return {}
+        return Cache(ANSWERS)
 
     def needs(self, ranks: range, owners: range) -> bool:
         """Whether some rank of `ranks` holds a key that a query of some rank of `owners` sees."""
@@ -47,10 +47,19 @@ class Transposed:
 
     def all_needed(self, rank: int, owners: range) -> bool:
         """Whether every one of `owners` is seen at once to have a query that sees a key of `rank`; False says nothing."""
-        demand, layout = self.demand, self.layout
+        layout = self.layout
         return layout.regular and any(
-            demand.dense((q,), (k,)) for q in layout.span(owners)[0] for k in layout.shard(rank)
+            self._all_seeing(q, k) for q in layout.span(owners)[0] for k in layout.shard(rank)
         )
+
+    def _all_seeing(self, q: range, k: range) -> bool:
+        """Whether every query of `q` is seen at once to see some key of `k`; False says nothing."""
+        run = self.run(k[0], k[-1]) if q.step == k.step == 1 else None
+        return self.demand.dense((q,), (k,)) if run is None else run[0] <= q.start and q.stop - 1 <= run[1]
+
+    def run(self, first: int, last: int) -> Run | None:
+        """The first and the last query that see keys first .. last, where they are one run (`query_run`)."""
+        return self.demand.pattern.query_run(first, last)
 
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` holds a key that a query of `owner` sees."""
@@ -71,7 +80,7 @@ class Transposed:
         return _batched(self, rank, owner, cut)
 
 
-@remembered(65536)
+@remembered
 def _cuts(wanted: Transposed, ranks: tuple[range, ...], owner: int) -> Cuts:
     seen = (piece for run in ranks for piece in _seen(wanted, run, owner))
     return cover(seen, wanted.block_heads, wanted.layout.rows(owner))
@@ -90,13 +99,13 @@ def _seen(wanted: Transposed, ranks: range, owner: int) -> Iterator[tuple[range,
     first = 0
     for q_rows in wanted.layout.shard(owner):
         for k in k_rows:
-            for heads, q in wanted.demand.pattern.queries(q_rows, k, range(wanted.demand.heads)):
+            for heads, q in wanted.demand.queries(q_rows, k):
                 local = locate(q, q_rows)
                 yield heads, range(local.start + first, local.stop + first, local.step)
         first += len(q_rows)
 
 
-@remembered(1024)
+@remembered
 def _batched(wanted: Transposed, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
     works = wanted.demand.works(owner, rank)
     if cut is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
 
+from .cache import Cache
 from .cut import Cuts
 from .layout import Layout
+
+#: Bytes of the answers that a demand keeps.
+ANSWERS = 1 << 27
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +30,7 @@ class Wanted(Protocol):
         """Heads of a block."""
 
     @property
-    def memory(self) -> dict[str, OrderedDict[Any, Any]]:
+    def memory(self) -> Cache:
         """Answers of the functions that are `remembered`, which live as long as this object."""
 
     def needs(self, ranks: range, owners: range) -> bool:
@@ -35,6 +38,10 @@ class Wanted(Protocol):
 
     def all_needed(self, rank: int, owners: range) -> bool:
         """Whether `rank` is seen at once to need a row of every one of `owners`; False says nothing."""
+
+    def run(self, first: int, last: int) -> tuple[int, int] | None:
+        """The first and the last position of the rows that rows first .. last need: a run with first and last in it, no
+        end of which ever moves left where first and last move right. None where that is not known of them."""
 
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` needs a row of `owner`."""
@@ -46,19 +53,11 @@ class Wanted(Protocol):
         """How many rows of all heads those are."""
 
 
-def remembered(size: int) -> Callable[[F], F]:
-    """A function of a demand and more, whose latest `size` answers are kept with the demand."""
+def remembered(find: F) -> F:
+    """A function of a demand and more, whose answers are kept with the demand."""
 
-    def decorate(find: F) -> F:
-        @wraps(find)
-        def answer(demand: Wanted, *key: Any) -> Any:
-            known = demand.memory.setdefault(find.__qualname__, OrderedDict())
-            if key not in known:
-                known[key] = find(demand, *key)
-                if len(known) > size:
-                    known.popitem(last=False)
-            return known[key]
+    @wraps(find)
+    def answer(demand: Wanted, *key: Any) -> Any:
+        return demand.memory.answer((find, *key), lambda: find(demand, *key))
 
-        return cast(F, answer)
-
-    return decorate
+    return cast(F, answer)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .cache import Value
+
 #: Dense works of at most this many query rows are joined into one whose keys are gathered.
 GATHER_ROWS = 1024
 #: Runs of keys longer than this multiple of the query rows are not gathered: merging costs less than the copy.
@@ -13,7 +15,7 @@ GATHER_KEYS = 4
 
 
 @dataclass(frozen=True)
-class Work:
+class Work(Value):
     """A tile, or several, lowered to the local rows of a shard and of a held block.
 
     Query row q[i] attends key j iff lo <= i - j <= hi (None is unbounded), where j counts through the runs of `k`

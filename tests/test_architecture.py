@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringattn"
 #: A file imports only from entries above its own. What stands before "softmax" needs no torch.
 ORDER = (
-    "errors", "text", "progress", "pattern", "partition", "balanced", "layout", "work", "cut", "moves", "wanted", "demand", "transposed", "steps", "sizes",
+    "errors", "text", "progress", "cache", "pattern", "partition", "balanced", "layout", "work", "cut", "moves", "wanted", "demand", "transposed", "steps", "sizes",
     "schedules", "rotation", "picture", "timing", "choice", "plan", "memory", "softmax", "pool", "kernels", "buffers", "transport",
     "launcher", "script", "rows", "held", "executor", "remat", "teams", "autocast", "agreement", "autograd", "stream", "functional", "nn",
     "factories",

@@ -234,3 +234,21 @@ def test_a_multihead_keeps_what_the_functional_form_keeps_and_its_projections() 
     module = ra.nn.MultiheadBlockSparseAttention(size, 4, pattern, batch_first=True)
     weights = sum(p.nbytes for p in module.parameters())
     assert saved_bytes(lambda: module(x)) <= functional + x.nbytes + weights
+
+
+def test_what_calls_of_changing_shapes_leave_behind_is_bounded_by_what_one_of_them_uses() -> None:
+    from ringattn.pool import FEW, WINDOW
+
+    pool = Pool(torch.device("cpu"))
+    for size in range(FEW // 4, FEW // 4 + 200):  # three buffers in use at once, of other sizes in every call
+        for store in [pool.take(size + i) for i in range(3)]:
+            pool.give(store)
+        assert pool.idle_bytes <= FEW
+    large = [pool.take(FEW) for _ in range(3)]
+    while large:
+        pool.give(large.pop())
+    assert pool.idle_bytes == 3 * FEW  # a call of the same shapes finds them all
+    for _ in range(2 * WINDOW):
+        pool.give(pool.take(100))
+    pool.give(pool.take(101))
+    assert pool.idle_bytes <= FEW

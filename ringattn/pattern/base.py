@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..cache import Value
 from ..errors import InvalidInput
 from .picture import draw
 from .tile import Tile, difference, meet
 
 ONE_HEAD = range(1)
+#: A first and a last position.
+Run = tuple[int, int]
+#: An end of a run that nothing bounds.
+FAR = 1 << 62
 
 
-class Pattern(ABC):
+class Pattern(Value, ABC):
     """Which query position attends which key position, for each head.
 
     A pattern says it twice, independently: `tiles` for the planner, and `visible`, from which the dense
@@ -53,7 +58,7 @@ class Pattern(ABC):
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         """How often query q attends key k: integers (or bools) of the broadcast shape of int64 `q` and `k`."""
 
-    def check(self, tokens: int, heads: int) -> None:  # noqa: B027 (most patterns fit every sequence)
+    def check(self, tokens: int, heads: int) -> None:
         """Raise InvalidInput where the pattern does not fit a sequence of `tokens` and `heads` heads."""
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
@@ -71,6 +76,19 @@ class Pattern(ABC):
         for tile in self.tiles(q, k, heads):
             for rows in tile.query_rows():
                 yield tile.heads, rows
+
+    def key_run(self, first: int, last: int) -> Run | None:
+        """The first and the last key that queries first .. last see together; they may lie beyond the sequence.
+
+        None, unless in all heads every query sees one run of keys with its own position in it, and neither end of that
+        run ever moves left from a query to the next. Then what a run of queries sees is one run as well, and is known
+        without tiles.
+        """
+        return None
+
+    def query_run(self, first: int, last: int) -> Run | None:
+        """The first and the last query that see a key of first .. last; None where `key_run` is None."""
+        return None
 
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
         """How often each pair counts: int64 [heads, tokens, tokens]. The oracle, for small `tokens`."""
@@ -152,6 +170,12 @@ class And(Pattern):
         whole = self._whole(q, k, heads)
         yield from super().queries(q, k, heads) if whole is None else whole.queries(q, k, heads)
 
+    def key_run(self, first: int, last: int) -> Run | None:
+        return _meet(self.a.key_run(first, last), self.b.key_run(first, last))
+
+    def query_run(self, first: int, last: int) -> Run | None:
+        return _meet(self.a.query_run(first, last), self.b.query_run(first, last))
+
     def _whole(self, q: range, k: range, heads: range) -> Pattern | None:
         """The one of the two that alone decides, as the other holds all pairs of the rectangle."""
         for pattern, other in ((self.a, self.b), (self.b, self.a)):
@@ -213,6 +237,12 @@ class Or(Pattern):
         for part in (self.a, self.b):
             yield from part.queries(q, k, heads)
 
+    def key_run(self, first: int, last: int) -> Run | None:
+        return _hull(part.key_run(first, last) for part in (self.a, self.b))
+
+    def query_run(self, first: int, last: int) -> Run | None:
+        return _hull(part.query_run(first, last) for part in (self.a, self.b))
+
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         either = np.asarray(self.a.visible(q, k, head, tokens)) != 0
         return either | (np.asarray(self.b.visible(q, k, head, tokens)) != 0)
@@ -260,6 +290,12 @@ class Mix(Pattern):
         for part in self.parts:
             yield from part.queries(q, k, heads)
 
+    def key_run(self, first: int, last: int) -> Run | None:
+        return _hull(part.key_run(first, last) for part in self.parts)
+
+    def query_run(self, first: int, last: int) -> Run | None:
+        return _hull(part.query_run(first, last) for part in self.parts)
+
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
         for part in self.parts:
@@ -268,6 +304,21 @@ class Mix(Pattern):
 
     def __repr__(self) -> str:
         return f"mix({', '.join(map(repr, self.parts))})"
+
+
+def _meet(a: Run | None, b: Run | None) -> Run | None:
+    """What two runs share, each of which holds the positions it is asked for."""
+    return None if a is None or b is None else (max(a[0], b[0]), min(a[1], b[1]))
+
+
+def _hull(runs: Iterable[Run | None]) -> Run | None:
+    """The union of runs, each of which holds the positions it is asked for."""
+    known = []
+    for run in runs:
+        if run is None:
+            return None
+        known.append(run)
+    return min(run[0] for run in known), max(run[1] for run in known)
 
 
 def _same_scale(*patterns: Pattern) -> None:

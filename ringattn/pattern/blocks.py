@@ -167,6 +167,10 @@ class BlockSparse(Blocks):
         rows = self.table[head] if len(self.table) > 1 else self.table[0]
         return rows[q // self.block, k // self.block]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.table.setflags(write=False)  # pickle does not keep this
+
     @cached_property
     def _packed(self) -> bytes:
         return np.packbits(self.table).tobytes()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .base import ONE_HEAD, Pattern
+from .base import FAR, ONE_HEAD, Pattern, Run
 from .tile import Tile, make
 
 
@@ -19,6 +19,12 @@ class Causal(Pattern):
         tile = make(heads, q, k, lo=0)
         if tile is not None:
             yield tile
+
+    def key_run(self, first: int, last: int) -> Run:
+        return -FAR, last
+
+    def query_run(self, first: int, last: int) -> Run:
+        return first, FAR
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return k <= q

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern
+from .base import ONE_HEAD, Pattern, Run
 from .tile import Tile, make
 
 if TYPE_CHECKING:
@@ -85,6 +85,13 @@ class Documents(Pattern):
             tile = make(heads, _within(q, low, high), _within(k, low, high))
             if tile is not None:
                 yield tile
+
+    def key_run(self, first: int, last: int) -> Run:
+        starts = self.starts
+        return starts[bisect_right(starts, first) - 1], starts[bisect_right(starts, last)] - 1
+
+    def query_run(self, first: int, last: int) -> Run:
+        return self.key_run(first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         name = np.repeat(np.arange(len(self.lengths)), self.lengths)

@@ -95,7 +95,7 @@ class DilatedBlocks(Family):
         return chosen
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1024)
 def _kept(row: int, kept: int, total: int) -> list[range]:
     """Ascending runs (they may overlap) of the key blocks of a row that keeps `kept` of `total`, in O(log total) of them."""
     left, right = row, total - 1 - row

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .base import ONE_HEAD, Pattern
+from .base import ONE_HEAD, Pattern, Run
 from .tile import Tile
 
 
@@ -40,6 +40,12 @@ class SomeHeads(Pattern):
     def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
         for found, rows in self.pattern.queries(q, k, _moved(heads, self.first)):
             yield _moved(found, -self.first), rows
+
+    def key_run(self, first: int, last: int) -> Run | None:
+        return self.pattern.key_run(first, last)
+
+    def query_run(self, first: int, last: int) -> Run | None:
+        return self.pattern.query_run(first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head + self.first, tokens)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern
+from .base import ONE_HEAD, Pattern, Run
 from .tile import Tile, make
 
 
@@ -31,6 +31,12 @@ class Window(Pattern):
         tile = make(heads, q, k, lo=-self.right, hi=self.left)
         if tile is not None:
             yield tile
+
+    def key_run(self, first: int, last: int) -> Run:
+        return first - self.left, last + self.right
+
+    def query_run(self, first: int, last: int) -> Run:
+        return first - self.right, last + self.left
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return (q - self.left <= k) & (k <= q + self.right)

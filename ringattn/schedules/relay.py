@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..wanted import Wanted, remembered
 
 #: The direction is chosen from all blocks of up to EXACT ranks, from fewer the more there are above, LEAST at least.
 EXACT, LEAST = 32, 2
+#: Up to so many ranks what each of them needs of the sampled blocks is listed, in tables of at most so many cells.
+LISTED, CELLS = 512, 1 << 18
+#: Sums of at most so many rows are exact in fp64.
+SUMMED = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def _needed(demand: Wanted, way: Way, first: int, queriers: int, owner: int, own
     return any(demand.needs(q, k) for q in runs(first, queriers, ranks) for k in runs(owner, owners, ranks))
 
 
-@remembered(65536)
+@remembered
 def reach(demand: Wanted, owner: int, way: Way) -> int:
     """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
 
@@ -113,7 +119,7 @@ def sampled(ranks: int) -> list[int]:
     return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
 
 
-@remembered(4096)
+@remembered
 def sizes(demand: Wanted, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     """(distance, rows) along a way of the block of `owner`: so many rows, of all heads, go up to this distance.
 
@@ -143,8 +149,73 @@ def sizes(demand: Wanted, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     return (*changes(1, last, size(1), end), (last, end))
 
 
+@dataclass(frozen=True)
+class Ends:
+    """What every rank needs of runs of rows that `blocks` own: the first rows of a run, the last ones, or both.
+
+    A rank whose rows are left of a run needs rows from its start, one to the right rows up to its end.
+    """
+
+    blocks: list[int]
+    #: Where in `blocks` the owner of each run stands, and how many rows the run has: int64 [runs].
+    owner: np.ndarray
+    length: np.ndarray
+    #: How many of the first and of the last rows of a run a rank needs: int64 [runs, ranks].
+    first: np.ndarray
+    last: np.ndarray
+
+    def along(self, way: Way) -> dict[int, int]:
+        """Rows of one head that each block sends along a way, summed over its hops."""
+        ranks = self.first.shape[1]
+        away = np.arange(way.limit, 0, -1)  # the farthest first: a hop carries what this rank or one beyond it needs
+        passed = (np.array(self.blocks)[self.owner][:, None] + way.sign * away) % ranks
+        first, last = (
+            np.maximum.accumulate(np.take_along_axis(needed, passed, 1), 1) for needed in (self.first, self.last)
+        )
+        rows = np.minimum(first + last, self.length[:, None]).sum(1)
+        found = np.bincount(self.owner, rows, len(self.blocks)).astype(np.int64)
+        return dict(zip(self.blocks, found.tolist(), strict=True))
+
+
+@remembered
+def _ends(demand: Wanted) -> Ends | None:
+    """What ranks need of the blocks of the `sampled` ranks; None where it is not runs, or ranks are too many to list."""
+    layout = demand.layout
+    if layout.ranks > LISTED or layout.tokens * layout.ranks > SUMMED:
+        return None
+    shards = [layout.shard(rank) for rank in range(layout.ranks)]
+    blocks, most = sampled(layout.ranks), max(map(len, shards))
+    mine = [(place, run) for place, rank in enumerate(blocks) for run in shards[rank]]
+    if not mine or len(mine) * layout.ranks * most > CELLS or any(run.step != 1 for shard in shards for run in shard):
+        return None
+    start, stop, low, high = np.zeros((4, layout.ranks, most), dtype=np.int64)
+    for rank, shard in enumerate(shards):
+        for i, run in enumerate(shard):
+            needed = demand.run(run.start, run.stop - 1)
+            if needed is None:
+                return None
+            start[rank, i], stop[rank, i], low[rank, i], high[rank, i] = run.start, run.stop, needed[0], needed[1] + 1
+    filled = stop > start
+    begins, ends = (np.array(side)[:, None, None] for side in ([r.start for _, r in mine], [r.stop for _, r in mine]))
+    length = ends - begins
+    first = np.where(filled & (stop <= begins), np.clip(high - begins, 0, length), 0).max(2)
+    last = np.where(filled & (start >= ends), np.clip(ends - low, 0, length), 0).max(2)
+    return Ends(blocks, np.array([place for place, _ in mine]), length.ravel(), first, last)
+
+
+@remembered
+def _along(demand: Wanted, way: Way) -> dict[int, int]:
+    """`rows_along` of the `sampled` blocks, where it is found for all of them at once."""
+    ends = _ends(demand)
+    found = {} if ends is None else ends.along(way)
+    return {owner: rows * demand.block_heads for owner, rows in found.items()}
+
+
 def rows_along(demand: Wanted, owner: int, way: Way) -> int:
     """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
+    known = _along(demand, way)
+    if owner in known:
+        return known[owner]
     done = found = 0
     for distance, rows in sizes(demand, owner, way):
         found += (distance - done) * rows
@@ -152,7 +223,7 @@ def rows_along(demand: Wanted, owner: int, way: Way) -> int:
     return found
 
 
-@remembered(1024)
+@remembered
 def ways(demand: Wanted) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 

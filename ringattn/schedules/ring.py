@@ -31,7 +31,7 @@ class Ring(Route):
         found = super().cuts(edge)
         if found == WHOLE:
             if len(self._whole) >= REMEMBERED:
-                self._whole.clear()
+                self._whole.pop(next(iter(self._whole)))
             self._whole[key] = edge.time
         return found
 

@@ -8,12 +8,15 @@ what that rank kept, and goes home; the gradients gathered for it lag one step b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..cut import Cuts, minus, total
 from ..steps import ORDER, Hop, Part, Step, parts
 from ..wanted import Wanted
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,6 @@ class Route(ABC):
 
     def __init__(self, demand: Wanted) -> None:
         self.demand = demand
-        self._kept: dict[int, dict[Edge, Cuts]] = {}
-        self._edges: dict[int, dict[int, Edge]] = {}
 
     @abstractmethod
     def arrivals(self, rank: int) -> Iterator[Edge]:
@@ -101,21 +102,22 @@ class Route(ABC):
 
         What it does not keep it gets again from the owner.
         """
-        if rank not in self._kept:
-            found: dict[Edge, Cuts] = {}
-            left: dict[int, int] = {}
-            block = self.demand.block_heads * self.demand.layout.rows(rank)
-            for edge in self.arrivals(rank):
-                room = left.setdefault(edge.lane, block)
-                if len(left) == self.lanes and max(left.values()) <= 0:
-                    break  # a rank to which all blocks go is not looked at as a whole
-                ends = self.ends(edge) if room > 0 else ()
-                size = total(ends, self.demand.block_heads, self.demand.layout.rows(edge.owner))
-                if size and (size <= room or room == block):  # one at least, even where its block is a row longer
-                    found[edge] = ends
-                left[edge.lane] = room - size
-            self._kept[rank] = found
-        return self._kept[rank]
+        return self._answer("kept", rank, self._latest)
+
+    def _latest(self, rank: int) -> dict[Edge, Cuts]:
+        found: dict[Edge, Cuts] = {}
+        left: dict[int, int] = {}
+        block = self.demand.block_heads * self.demand.layout.rows(rank)
+        for edge in self.arrivals(rank):
+            room = left.setdefault(edge.lane, block)
+            if len(left) == self.lanes and max(left.values()) <= 0:
+                break  # a rank to which all blocks go is not looked at as a whole
+            ends = self.ends(edge) if room > 0 else ()
+            size = total(ends, self.demand.block_heads, self.demand.layout.rows(edge.owner))
+            if size and (size <= room or room == block):  # one at least, even where its block is a row longer
+                found[edge] = ends
+            left[edge.lane] = room - size
+        return found
 
     def held(self, rank: int) -> tuple[Part, ...]:
         """What `rank` keeps after the forward for a backward in which keys rotate."""
@@ -197,9 +199,11 @@ class Route(ABC):
 
     def arriving(self, rank: int) -> dict[int, Edge]:
         """The edges to `rank` by owner."""
-        if rank not in self._edges:
-            self._edges[rank] = {edge.owner: edge for edge in [*self.arrivals(rank)][::-1]}
-        return self._edges[rank]
+        return self._answer("edges", rank, lambda rank: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
+
+    def _answer(self, name: str, rank: int, make: Callable[[int], T]) -> T:
+        """What is known of a rank, kept with the demand, which other schedules may ask as well."""
+        return self.demand.memory.answer((type(self), self.inner, name, rank), lambda: make(rank))
 
     def _minus(self, owner: int, cuts: Cuts, others: list[Cuts]) -> Cuts:
         return minus(cuts, others, self.demand.block_heads, self.demand.layout.rows(owner))

@@ -94,9 +94,7 @@ def _simulated(plan: Plan, machine: Machine, backward: bool, options: dict[str, 
 
 
 def _pairs(plan: Plan) -> int:
-    if "pairs" not in plan.memory:
-        plan.memory["pairs"] = plan.pairs()
-    return int(plan.memory["pairs"])
+    return plan.memory.answer("pairs", plan.pairs)
 
 
 def numbers(one: Timeline, plan: Plan) -> dict[str, Any]:

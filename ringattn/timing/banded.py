@@ -172,8 +172,5 @@ def unequal(plan: Plan) -> str:
 
 def _even(plan: Plan) -> bool:
     """Whether all ranks own as many tokens."""
-    if "even" not in plan.memory:
-        layout = plan.layout
-        even = plan.tokens % plan.ranks == 0
-        plan.memory["even"] = even and all(layout.rows(r) == plan.tokens // plan.ranks for r in range(plan.ranks))
-    return bool(plan.memory["even"])
+    each, rest = divmod(plan.tokens, plan.ranks)
+    return plan.memory.answer("even", lambda: not rest and all(plan.layout.rows(r) == each for r in range(plan.ranks)))

@@ -47,10 +47,9 @@ class Counted:
     @cached_property
     def reach(self) -> int:
         """Hops that the block makes that goes farthest."""
-        memory, key = self.rates.plan.memory, ("reach", self.band, self.ways)
-        if key not in memory:
-            memory[key] = max((self._reach(way) for way in self.ways), default=0)
-        return int(memory[key])
+        return self.rates.plan.memory.answer(
+            ("reach", self.band, self.ways), lambda: max((self._reach(way) for way in self.ways), default=0)
+        )
 
     @property
     def clocks(self) -> int:
@@ -61,11 +60,10 @@ class Counted:
     @cached_property
     def straight(self) -> Straight:
         """What goes straight between owners and the ranks where rows stop."""
-        memory, key = self.rates.plan.memory, ("straight", self.band, self.ways, self.course)
-        if key not in memory:
-            memory[key] = Straight.of(self.band, self.ways, self.course, self.reach)
-        found: Straight = memory[key]
-        return found
+        return self.rates.plan.memory.answer(
+            ("straight", self.band, self.ways, self.course),
+            lambda: Straight.of(self.band, self.ways, self.course, self.reach),
+        )
 
     @cached_property
     def across(self) -> Straight:
@@ -105,10 +103,10 @@ class Counted:
     def ring(self) -> Ring:
         """The ring problem, counted clock by clock: once where that is little, else whenever it is asked for."""
         if self.band.ranks * self.clocks <= REMEMBERED:
-            memory, key = self.rates.plan.memory, ("clocks", self.band, self.ways, self.course)
-            if key not in memory:
-                memory[key] = list(self._each())
-            counted: Callable[[], Iterable[np.ndarray]] = lambda: memory[key]  # noqa: E731
+            clocks = self.rates.plan.memory.answer(
+                ("clocks", self.band, self.ways, self.course), lambda: list(self._each())
+            )
+            counted: Callable[[], Iterable[np.ndarray]] = lambda: clocks  # noqa: E731
         else:
             counted = self._each
 
@@ -237,11 +235,10 @@ class Counted:
         if len(self.ways) > 1:
             return None
         sign = self.ways[0].sign if self.ways else 1
-        memory = self.rates.plan.memory
-        key = "busiest", self.rates.machine.merge is None
-        if key not in memory:
-            memory[key] = self._busiest(self.ways[0].limit if self.ways else 0, sign)
-        rank, compared, runs = memory[key]
+        rank, compared, runs = self.rates.plan.memory.answer(
+            ("busiest", self.rates.machine.merge is None),
+            lambda: self._busiest(self.ways[0].limit if self.ways else 0, sign),
+        )
         if rank is None:
             return None
         merge = self.rates.merge(self.band.rows * self.band.heads)

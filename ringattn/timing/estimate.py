@@ -104,20 +104,20 @@ def _seconds(machine: Machine, sizes: list[int], near: bool, crowd: int) -> floa
     return alone * crowd if machine.shared and not near else alone
 
 
-@remembered(4096)
+@remembered
 def _pairs(demand: Demand, rank: int) -> int:
     """(query, key, head, branch) pairs of a rank."""
     whole, heads = range(demand.layout.tokens), range(demand.heads)
     return sum(demand.pattern.count(q, whole, heads) for q in demand.layout.shard(rank))
 
 
-@remembered(4)
+@remembered
 def busiest(demand: Demand) -> int:
     """The rank with the most pairs of COUNTED evenly spaced ones."""
     return max(_spaced(demand), key=lambda rank: _pairs(demand, rank))
 
 
-@remembered(4)
+@remembered
 def mean_pairs(demand: Demand) -> float:
     """The mean pairs of COUNTED evenly spaced ranks."""
     spaced = _spaced(demand)
@@ -130,7 +130,7 @@ def _spaced(demand: Demand) -> list[int]:
     return [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
 
 
-@remembered(65536)
+@remembered
 def _merged(demand: Demand, rank: int, owner: int) -> int:
     """(query row, head)s of a rank that see a key of the block of `owner`."""
     rows = demand.layout.rows(rank) * demand.heads

@@ -96,8 +96,7 @@ def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, lis
 
 
 def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
-    rank_plan = plan.for_rank(rank)
-    return rank_plan.backward if backward else rank_plan.forward
+    return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
 
 
 def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterator[tuple[int, str, bool, float]]:

@@ -131,11 +131,12 @@ class Rates:
             return np.asarray(inner >= count)
         if ranks is not None:
             return np.asarray(ranks // inner == (ranks + sign) % count // inner)
-        known, key = self.plan.memory, ("near", inner, sign)
-        if key not in known:
+
+        def find() -> np.ndarray:
             every = np.arange(count)
-            known[key] = np.asarray(every // inner == (every + sign) % count // inner)
-        return np.asarray(known[key])
+            return np.asarray(every // inner == (every + sign) % count // inner)
+
+        return self.plan.memory.answer(("near", inner, sign), find)
 
     def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(seconds, seconds of them that occupy the link) of messages of some bytes."""

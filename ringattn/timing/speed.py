@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from ..cache import Value
 from ..errors import InvalidInput, Unsupported, did_you_mean
 from ..pattern.tile import Tile
 from ..work import Work
@@ -86,7 +87,7 @@ def _place(sizes: tuple[int, ...], size: int) -> tuple[int, float]:
 
 
 @dataclass(frozen=True)
-class KernelTimes:
+class KernelTimes(Value):
     """Kernel times measured for one head dim and dtype. `overhead`: seconds of a nearly empty call, (forward, backward).
 
     Other numbers of heads and batches scale with their pairs. `extrapolate` allows sizes far beyond the measured ones.
@@ -144,12 +145,12 @@ def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: boo
     `flops` are those of one pair; of a plan with teams, `ranks` are places between them. Raises Unsupported where more
     than a tenth of the pairs lie in tiles of more than twice the measured sizes.
     """
-    known, key = plan.memory, ("seconds per pair", times, flops, backward)
-    if key not in known:
+
+    def find() -> float:
         times.check(plan)
-        known[key] = _seconds_per_pair(plan, times, flops, backward, ranks)
-    found: float = known[key]
-    return found
+        return _seconds_per_pair(plan, times, flops, backward, ranks)
+
+    return plan.memory.answer(("seconds per pair", times, flops, backward), find)
 
 
 def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:

@@ -1,0 +1,221 @@
+"""What is worked out once and kept: bounded by bytes, and left behind by pickle and copy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+
+import ringattn as ra
+from ringattn import plan as plans
+from ringattn.cache import ENTRY, Cache, weigh
+from ringattn.demand import Demand
+from ringattn.layout import Layout, make_layout
+from ringattn.pattern import Pattern
+from ringattn.schedules.relay import Way, rows_along, sampled, sizes, ways
+from ringattn.timing import get_machine
+from ringattn.transposed import Transposed
+from ringattn.wanted import Wanted
+
+RANKS = 12
+
+
+def packing(seed: int, tokens: int, count: int) -> ra.Documents:
+    rng = random.Random(seed)
+    cuts = [0, *sorted(rng.randrange(tokens + 1) for _ in range(count - 1)), tokens]
+    return ra.Documents([b - a for a, b in pairwise(cuts)])
+
+
+def test_the_least_recently_used_goes_first_and_bytes_stay_below_the_limit() -> None:
+    cache = Cache(4 * (ENTRY + 1000), lambda value: 1000)
+    for key in "abcd":
+        cache.answer(key, lambda key=key: key.upper())  # type: ignore[misc]
+    assert cache.answer("a", lambda: "made again") == "A"
+    cache.answer("e", lambda: "E")
+    assert len(cache) == 4 and cache.bytes == cache.limit
+    assert cache.answer("a", lambda: "made again") == "A"
+    assert cache.answer("b", lambda: "made again") == "made again"
+    cache.clear()
+    assert len(cache) == cache.bytes == 0
+
+
+def test_none_is_an_answer_and_an_error_is_not() -> None:
+    cache = Cache(1000)
+    assert cache.answer("none", lambda: None) is None
+    assert cache.answer("none", lambda: 1) is None
+    with pytest.raises(ZeroDivisionError):
+        cache.answer("error", lambda: 1 // 0)
+    assert cache.answer("error", lambda: 2) == 2
+
+
+def test_a_value_that_grows_is_weighed_again_and_a_large_one_alone_is_kept() -> None:
+    cache = Cache(10_000, lambda value: 1000 * len(value), grows=True)
+    grown: list[int] = cache.answer("grown", list)
+    grown += [0] * 50
+    assert cache.answer("large", lambda: [0] * 20) == [0] * 20
+    assert len(cache) == 1 and cache.answer("grown", lambda: "gone") == "gone"
+
+
+def test_threads_may_share_a_cache() -> None:
+    cache = Cache(50 * (ENTRY + 32))
+
+    def ask(seed: int) -> bool:
+        rng = random.Random(seed)
+        return all(cache.answer(key, lambda key=key: key + 1) == key + 1 for key in rng.choices(range(200), k=3000))  # type: ignore[misc]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(8)))
+    assert cache.bytes == len(cache) * (ENTRY + 32) <= cache.limit
+
+
+def test_weights_are_near_the_truth_and_long_lists_are_sampled() -> None:
+    assert weigh(np.zeros(1000)) == 8128
+    value = [(range(i, i + 1000), i + 10**6) for i in range(10_000)]
+    truth = sys.getsizeof(value) + sum(
+        sum(map(sys.getsizeof, (item, *item, item[0].start, item[0].stop))) for item in value
+    )
+    assert 0.5 * truth < weigh(value) < 2 * truth
+
+
+@pytest.mark.parametrize("schedule", ["ring", "auto"])
+def test_fresh_packings_do_not_add_up(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = plans._plans
+    cache.clear()
+    monkeypatch.setattr(cache, "limit", 1 << 19)
+    seen = []
+    for seed in range(60 if schedule == "ring" else 20):
+        plan = ra.make_plan(
+            ra.Causal() & packing(seed, 4096, 12), tokens=4096, ranks=8, layout="zigzag", schedule=schedule, heads=4
+        )
+        plan.for_rank(seed % 8)
+        seen.append(cache.bytes)
+        assert plan.kept_bytes > 1000
+    assert max(seen) <= cache.limit and len(cache) < len(seen)
+    assert seen[-1] > cache.limit // 2  # it keeps what the limit allows
+    cache.clear()
+
+
+USED: dict[str, Pattern] = {
+    "causal": ra.Causal(),
+    "documents": ra.Causal() & packing(1, 256, 5),
+    "blocks": ra.BlockSparse(32, np.tri(8, dtype=bool)),
+    "levels": ra.hierarchical(16, density=0.5),
+    "mix": ra.mix(ra.Window(20), ra.Strided(7)),
+}
+
+
+@pytest.mark.parametrize("schedule", ["ring", "double_ring(2)", "ulysses(2)", "auto"])
+@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_used_plan_is_pickled_and_copied_without_its_caches(name: str, schedule: str, duplicate: object) -> None:
+    assert callable(duplicate)
+    plan = ra.make_plan(USED[name], tokens=256, ranks=4, layout="zigzag", schedule=schedule, heads=2)
+    used = (
+        [plan.for_rank(rank) for rank in range(4)],
+        plan.hash,
+        plan.bytes_sent(),
+        plan.member(0)[0].demand.works(0, 0),
+    )
+    again = duplicate(plan)
+    assert set(vars(again)) == set(plan.__dataclass_fields__)
+    assert again == plan and hash(again) == hash(plan) and again.choice == plan.choice
+    assert used == (
+        [again.for_rank(rank) for rank in range(4)], again.hash, again.bytes_sent(), again.member(0)[0].demand.works(0, 0)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_patterns_layouts_machines_and_steps_are_pickled_too(duplicate: object) -> None:
+    assert callable(duplicate)
+    layouts = [
+        make_layout(name, tokens=256, ranks=4, pattern=ra.Causal(), heads=1)
+        for name in ("contiguous", "zigzag", "striped(8)", "balanced(16)")
+    ]
+    for layout in layouts:
+        layout.shard(1), layout.span(range(2)), hash(layout), layout.digest
+    bound = [pattern.bind(2, 256) for pattern in USED.values()]
+    for pattern in bound:
+        hash(pattern), repr(pattern), pattern.count(range(256), range(256))
+    machines = [get_machine(name) for name in ("cpu", "cuda", "h100_nvlink_ib")]
+    steps = ra.make_plan(USED["documents"], tokens=256, ranks=4, layout="zigzag", schedule="ring").for_rank(2)
+    for value in (*layouts, *bound, *machines, steps):
+        again = duplicate(value)
+        assert again == value and hash(again) == hash(value) and repr(again) == repr(value)
+    table = duplicate(bound[2])
+    with pytest.raises(ValueError, match="read-only"):
+        table.table[0, 0, 0] = False
+
+
+# -- runs of keys that are known without tiles ---------------------------------------------------------------------
+
+RUNS: dict[str, Pattern] = {
+    "full": ra.Full(),
+    "causal": ra.Causal(),
+    "window": ra.Window(9, 4),
+    "documents": packing(2, 96, 9),
+    "causal documents": ra.Causal() & packing(3, 96, 6),
+    "window documents": ra.Window(11, 2) & packing(4, 96, 4),
+    "union": ra.Window(3) | packing(5, 96, 7),
+    "mix": ra.mix(ra.Window(3), ra.Causal() & packing(6, 96, 7)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_of_keys_and_of_queries_are_those_of_the_mask(name: str) -> None:
+    pattern, tokens = RUNS[name], 96
+    mask = pattern.mask(tokens)[0] > 0
+    for find, seen in ((pattern.key_run, mask), (pattern.query_run, mask.T)):
+        for first in range(0, tokens, 5):
+            for last in range(first, tokens, 7):
+                run = find(first, last)
+                assert run is not None
+                rows = np.flatnonzero(seen[first : last + 1].any(0))
+                assert rows.tolist() == list(range(max(run[0], 0), min(run[1], tokens - 1) + 1))
+
+
+@pytest.mark.parametrize(
+    "pattern", [ra.Strided(3), ra.Causal() & ra.Sinks(4), ra.Causal() & ra.Strided(2), ra.Dilated([8], [2])]
+)
+def test_patterns_with_holes_have_no_runs(pattern: Pattern) -> None:
+    bound = pattern.bind(1, 96)
+    assert bound.key_run(3, 7) is None and bound.query_run(3, 7) is None
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped(4)", "balanced(4)"])
+@pytest.mark.parametrize("name", RUNS)
+def test_rows_along_a_ring_counted_at_once_are_those_of_the_search(name: str, layout: str) -> None:
+    made: Layout = make_layout(layout, tokens=96, ranks=RANKS, pattern=RUNS[name], heads=2)
+    demand = Demand(RUNS[name], made, 2, 1)
+    sides: tuple[Wanted, ...] = (demand, Transposed(demand))
+    for wanted in sides:
+        for way in {Way(+1, 5), Way(-1, RANKS - 1), Way(+1, RANKS - 1), *ways(wanted)}:
+            for owner in sampled(RANKS):
+                searched = sizes(wanted, owner, way)
+                hops = [b - a for a, b in zip([0, *[d for d, _ in searched]], [d for d, _ in searched], strict=False)]
+                searched_rows = sum(hop * rows for hop, (_, rows) in zip(hops, searched, strict=True))
+                assert rows_along(wanted, owner, way) == searched_rows == brute(demand, wanted, owner, way)
+
+
+def brute(demand: Demand, wanted: Wanted, owner: int, way: Way) -> int:
+    """From the mask: a hop carries the rows that its target, or a rank beyond it, needs."""
+    mask = demand.pattern.mask(96)[0] > 0
+    seen = mask if wanted is demand else mask.T
+    own = demand.layout.positions(owner)
+    ranks = [(owner + way.sign * d) % RANKS for d in range(way.limit, 0, -1)]
+    needed = [seen[np.ix_(demand.layout.positions(rank), own)].any(0) for rank in ranks]
+    passed = accumulate(needed, np.logical_or)
+    return wanted.block_heads * sum(int(rows.sum()) for rows in passed)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_rings_with_fewer_tokens_than_ranks_are_planned(tokens: int) -> None:
+    pattern = ra.Causal() & ra.Documents([tokens])
+    plan = ra.make_plan(pattern, tokens=tokens, ranks=40, layout="zigzag", schedule="ring")
+    assert sum(plan.pairs(rank) for rank in range(40)) == tokens * (tokens + 1) // 2
+    assert plan.bytes_sent() <= plan.full_ring_bytes()
