@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .errors import InvalidInput, did_you_mean
 from .files import check_readable, writing
@@ -98,7 +98,7 @@ def _load(path: Path) -> Any:
     class Loader(parser):  # type: ignore[misc]
         """Also takes 1e9 as a number, leaves dates as texts, and refuses a key that a mapping has twice."""
 
-        yaml_implicit_resolvers = {
+        yaml_implicit_resolvers: ClassVar[Any] = {
             first: [(tag, known) for tag, known in resolvers if not tag.endswith(":timestamp")]
             for first, resolvers in parser.yaml_implicit_resolvers.items()
         }

@@ -76,9 +76,14 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 
 def of_experiment(name: str, key: str, folder: Path) -> str | None:
     """What an experiment in a conf folder sets a plain key to, if it does."""
-    path = folder / "experiment" / f"{name}.yaml"
-    found = re.search(rf"^{key}: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
+    path = option_file(name, "experiment", folder)
+    found = re.search(rf"^{key}: *(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE) if path else None
     return found[1] if found else None
+
+
+def option_file(option: str, group: str, folder: Path) -> Path | None:
+    """The file of an option of a group in a conf folder; None where there is none. `option` may be any text."""
+    return next((path for path in (folder / group).glob("*.yaml") if path.stem == option), None)
 
 
 def check_mode(given: Mapping[str, str], folder: Path) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 from .config import SCHEMAS, conf_dir, parse_size
 from .errors import InvalidInput, did_you_mean
 from .launcher import Launch
-from .modes import check_mode, of_experiment
+from .modes import check_mode, of_experiment, option_file
 
 #: Groups whose value may also be written out, such as pattern="Causal() & Window(4096)".
 WRITTEN = ("pattern", "layout", "schedule", "kernel")
 #: Groups whose options take parameters.
 PARAMETERS = ("pattern", "layout", "schedule", "input")
+#: Groups that a verb does without, unless they are given.
+OPTIONAL = ("experiment", "study")
 #: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
 RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 #: What a file says itself.
@@ -122,8 +124,8 @@ def _check_needed(verb: str, given: Mapping[str, str]) -> None:
         if group not in PARAMETERS or group not in _names(SCHEMAS[verb]):
             continue
         for option in value.split(","):
-            path = conf_dir() / group / f"{option}.yaml"
-            if option == "custom" or not path.is_file():
+            path = option_file(option, group, conf_dir())
+            if option == "custom" or path is None:
                 continue
             text = path.read_text(encoding="utf-8")
             for name in re.findall(r"^(\w+): *\?\?\?", text, re.MULTILINE):
@@ -149,9 +151,9 @@ def _takes(path: Path, name: str) -> bool:
 def _check_experiment(verb: str, names: str) -> None:
     """Refuse an experiment that sets what the verb does not have."""
     for name in names.split(","):
-        path = conf_dir() / "experiment" / f"{name}.yaml"
-        if not path.is_file():
-            continue  # null
+        path = option_file(name, "experiment", conf_dir())
+        if path is None:
+            continue
         text = path.read_text(encoding="utf-8")
         keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
         keys |= set(re.findall(r"^ *- override /(\w+)", text, re.MULTILINE)) - {"hydra"}
@@ -238,8 +240,10 @@ def _prepare(verb: str, override: str) -> list[str]:
     options = sorted(path.stem for path in folder.glob("*.yaml"))
     if key in WRITTEN and ("(" in value or ":" in value):
         return [f"{key}=custom", f"{key}.spec={value!r}"]
+    if value == "null" and key in OPTIONAL:
+        return []  # what they are without an override; Hydra takes no null
     for option in value.split(","):
-        if option not in options and option != "null":
+        if option not in options:
             shown = [name for name in options if name != "custom"]
             raise InvalidInput(
                 f"{key}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
@@ -264,7 +268,8 @@ def _field(schema: Any, key: str) -> Any:
 
 def _whole(key: str, text: str) -> str:
     """A whole number in digits: sizes are understood everywhere."""
-    return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
+    digits = text if text == "null" else re.fullmatch(r"[+-]?\d{1,18}", text)
+    return text if digits else str(parse_size(text, key))
 
 
 def _number(key: str, text: str) -> str:

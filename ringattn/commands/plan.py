@@ -8,7 +8,7 @@ from ..asked import asked_plan
 from ..choice import within_reach
 from ..config import PlanConfig
 from ..errors import plural
-from ..files import write_text
+from ..files import check_writable, write_text
 from ..plan import Plan
 from ..report import Number, console, grid, show, show_choice, size
 
@@ -18,6 +18,8 @@ ALL_RANKS, LOOKUPS = 64, 1_500_000
 
 def main(config: PlanConfig) -> None:
     """Print the picture, the pairs, the imbalance and the bytes of a plan; write it as JSON where asked."""
+    if config.output.path:
+        check_writable(Path(config.output.path))
     plan = asked_plan(config)
     if config.output.path:
         write_text(Path(config.output.path), plan.to_json() + "\n")
