@@ -10,7 +10,6 @@ from .pattern import parse_pattern
 from .plan import Plan, make_plan
 from .timing import Machine
 
-
 #: The most that plans are made for, and why. Models have some hundred heads.
 MOST = {
     "heads": (4096, "a plan looks at every head; batch= costs it nothing"),

@@ -24,6 +24,8 @@ from .effort import EACH, NIGHT, SAMPLED, check_effort
 from .progress import progress
 from .ranks import check_threads
 
+#: Ranks that a route is walked along, at most: more take hours, however few of them have rows.
+RANKS = 1 << 24
 #: What each way leaves without a meaning.
 OTHERS = {"sample": ("first", "count", "together"), "all": ("rows", "spread")}
 
@@ -113,6 +115,10 @@ def _ranks(plan: Plan, options: NumericsGroup) -> range | None:
 
 
 def _check_effort(plan: Plan, rows: Sequence[int], ranks: range | None) -> None:
+    if plan.ranks > RANKS:
+        raise InvalidInput(
+            f"ranks={plan.ranks:,}: mode=numerics walks along all ranks, at most {RANKS:,} of them; try fewer ranks"
+        )
     if rows:
         homes = {plan.layout.owner(row) for row in rows}
         check_effort(plan, homes, len(homes), SAMPLED, NIGHT, "try fewer ranks, or numerics.spread=1")
