@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from .config import Shape
+from .errors import InvalidInput
 from .pattern import parse_pattern
 from .plan import Plan, make_plan
 from .timing import Machine
+
+#: The most that plans are made for, and why. Models have some hundred heads.
+MOST = {
+    "heads": (4096, "a plan looks at every head; batch= costs it nothing"),
+    "head_dim": (1 << 16, "no kernel takes more"),
+    "batch": (1 << 31, "bytes are counted in 64 bits"),
+}
 
 
 def asked_machine(config: Shape) -> Machine:
@@ -23,7 +31,9 @@ def asked_plan(config: Shape, machine: Machine | None = None, **others: Any) -> 
         "kv_heads": config.kv_heads, "head_dim": config.head_dim, "dtype": config.dtype, "batch": config.batch,
         "wire_dtype": config.wire_dtype, "rotate": config.rotate,
     }  # fmt: skip
+    asked = {"tokens": config.size(), **asked, **others}
+    for name, (most, why) in MOST.items():
+        if asked[name] > most:
+            raise InvalidInput(f"{name}={asked[name]:,}: {most:,} is the most that is planned for: {why}")
     machine = asked_machine(config) if machine is None else machine
-    return make_plan(
-        parse_pattern(config.pattern.spec), machine=machine, **{"tokens": config.size(), **asked, **others}
-    )
+    return make_plan(parse_pattern(config.pattern.spec), machine=machine, **asked)

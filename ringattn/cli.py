@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -15,7 +17,7 @@ from typing import Any, NoReturn
 from .config import SCHEMAS, conf_dir
 from .config_folders import config_folders
 from .errors import InvalidInput, RingAttentionError, did_you_mean
-from .launcher import UNREAD, detect, drop_output, terminable
+from .launcher import TERMINATED, UNREAD, detect, drop_output, terminable
 from .overrides import prepare, refused, swept
 from .verb_help import verb_help
 
@@ -27,29 +29,86 @@ VERBS = {
     "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
     "doctor": "what this machine and installation can run, and what to install for the rest",
 }
+#: What Hydra raises besides its own errors over overrides of Hydra's own keys, or of groups, that it cannot use.
+UNTOLD = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RecursionError)
 #: Verbs that every rank of a launched job has a part in.
 EVERYWHERE = ("run", "calibrate")
 #: Options of Hydra that install or answer shell completion.
 COMPLETION = ("-sc", "--shell-completion")
 #: Exit status of a wrong call.
 USAGE_ERROR = 2
+#: Characters of a line of an error that are shown, at most.
+LINE = 1200
 #: Exit status after Ctrl-C, as of a shell.
 INTERRUPTED = 130
+
+
+#: What a signal is told as, and the exit status after it.
+SIGNALS = {signal.SIGINT: ("interrupted", INTERRUPTED), signal.SIGTERM: ("terminated", TERMINATED)}
 
 
 def main() -> None:
     """Entry point of `ringattn` and `python -m ringattn`."""
     try:
-        _main(sys.argv[1:])
-        sys.stdout.flush()
+        with _ending_at_once():
+            _main(sys.argv[1:])
+            sys.stdout.flush()
     except RingAttentionError as error:
         _fail(error)
     except BrokenPipeError:
         drop_output()
         raise SystemExit(UNREAD) from None
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process with a line and a status of a shell, where nothing has to be tidied up.
+
+    An exception in their place would be raised within imports, Hydra or OmegaConf, which take it for their own. What others handle, or
+    have switched off, is left as it is.
+    """
+    free: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    ours = [number for number, handler in free.items() if signal.getsignal(number) == handler] if _is_main() else []
+    for number in ours:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, free[number])
+
+
+@contextmanager
+def _ending_tidily(launched: bool) -> Iterator[None]:
+    """The same for a block that has to be left in order: a signal raises in it, and is told when the block has been left.
+
+    `launched`: SIGTERM ends a rank of a launched job at once, as it may wait in a collective, where Python hears no signal.
+    """
+    ours = [number for number in SIGNALS if signal.getsignal(number) == _end] if _is_main() else []
+    try:
+        for number in ours:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        with nullcontext() if launched else terminable():
+            yield
     except KeyboardInterrupt:
-        sys.stderr.write("ringattn: interrupted\n")
-        raise SystemExit(INTERRUPTED) from None
+        _end(signal.SIGINT)
+    except SystemExit as end:
+        if end.code == TERMINATED:
+            _end(signal.SIGTERM)
+        raise
+    finally:
+        for number in ours:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: Any = None) -> None:
+    told, status = SIGNALS[signal.Signals(number)]
+    os.write(2, f"ringattn: {told}\n".encode())  # not sys.stderr, which may be in the middle of a line
+    os._exit(status)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _main(arguments: list[str]) -> None:
@@ -146,6 +205,7 @@ def _hand_to_hydra(verb: str, prepared: list[str], program: str | None = None) -
     except (
         import_module("hydra.errors").HydraException,
         import_module("omegaconf.errors").OmegaConfBaseException,
+        *UNTOLD,
     ) as error:
         if begun:
             raise
@@ -175,10 +235,9 @@ def _task(verb: str, begun: list[str]) -> Callable[[Any], None]:
             except OmegaConfBaseException as error:
                 raise refused(verb, error) from error
             begun.append(verb)
-            # A rank of a launched job may wait in a collective, where Python hears no signal: it is to end at once.
-            launched = verb in EVERYWHERE and detect().kind != "none"
-            with nullcontext() if launched else terminable():
-                import_module(f".commands.{verb}", __package__).main(config)
+            command = import_module(f".commands.{verb}", __package__)
+            with _ending_tidily(launched=verb in EVERYWHERE and detect().kind != "none"):
+                command.main(config)
             sys.stdout.flush()
             begun.clear()
         except RingAttentionError as error:
@@ -198,7 +257,10 @@ def _task(verb: str, begun: list[str]) -> Callable[[Any], None]:
 def _fail(error: RingAttentionError) -> NoReturn:
     if os.environ.get("RINGATTN_TRACEBACK") == "1":
         raise error
-    sys.stderr.write(f"ringattn: {error}\n")
+    lines = [
+        line if len(line) <= LINE else f"{line[: LINE - 200]} ... {line[-200:]}" for line in str(error).splitlines()
+    ]
+    sys.stderr.write("ringattn: " + "\n".join(lines) + "\n")  # a value that is repeated may be of any length
     sys.stderr.flush()
     raise SystemExit(USAGE_ERROR)
 

@@ -25,6 +25,8 @@ from .groups import (
 
 #: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
 ROWS, WIDTHS, MESSAGES = (64, 256, 1024, 4096), (64, 256, 1024), (256, "4k", "64k", "1M", "4M", "16M")
+#: The largest number that is understood: what 64 bits hold.
+MOST = (1 << 63) - 1
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -39,15 +41,26 @@ def parse_size(value: str | int | float, name: str = "size") -> int:
     """A whole number written as 4096, 1_000_000, 64k, 1M, 2G (powers of 1024) or 1e9."""
     text = str(value).strip().replace("_", "").lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmgt]?)", text)
+    if match and re.fullmatch(
+        rf"0*[1-9]\d{{{len(str(MOST))},}}[kmgt]?", text
+    ):  # digits that are not worth a conversion
+        raise _too_large(value, name)
     if match:
         number = (
             float(match[1]) * _UNITS[match[2]] if re.search(r"[.e]", match[1]) else int(match[1]) * _UNITS[match[2]]
         )
         if number < math.inf and number == int(number):
+            if number > MOST:
+                raise _too_large(value, name)
             return int(number)
     if re.fullmatch(r"-\d.*", text):
         raise InvalidInput(f"{name}={value}: is negative; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
     raise InvalidInput(f"{name}={value}: not a whole number; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
+
+
+def _too_large(value: str | int | float, name: str) -> InvalidInput:
+    shown = str(value) if len(str(value)) <= 40 else f"{str(value)[:40]}..."
+    return InvalidInput(f"{name}={shown}: is larger than 2^63 - 1 = {MOST:,}, the largest number that is understood")
 
 
 @dataclass

@@ -23,9 +23,9 @@ class ConfigFolders:
     folders: tuple[Path, ...]
 
     def file(self, group: str, option: str) -> Path | None:
-        """The YAML file of an option of a group; None where no folder has one."""
-        paths = (folder / group / f"{option}.yaml" for folder in self.folders)
-        return next((path for path in paths if path.is_file()), None)
+        """The YAML file of an option of a group; None where no folder has one. `option` may be any text."""
+        paths = (path for folder in self.folders for path in sorted((folder / group).glob("*.yaml")))
+        return next((path for path in paths if path.stem == option), None)
 
     def text(self, group: str, option: str) -> str:
         """The YAML of an option of a group; "" where no folder has the option."""

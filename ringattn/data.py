@@ -15,6 +15,7 @@ import torch
 
 from .config import RunConfig
 from .errors import InvalidInput
+from .files import check_readable
 from .layout import Layout
 from .stored import DTYPES, Stored, read_npz, read_safetensors
 
@@ -94,17 +95,14 @@ def _read_text(path: str | None, tokens: int) -> np.ndarray:
         if spec is None or spec.origin is None:
             raise InvalidInput("this Python ships no pydoc_data/topics.py; name a text with input.path=")
         path = spec.origin
-    try:
-        data = np.fromfile(path, dtype=np.uint8, count=tokens)
-        held = Path(path).stat().st_size
-    except OSError as error:
-        raise InvalidInput(f"input.path={path}: {error.strerror or error}") from None
-    if len(data) < tokens:
+    check_readable(Path(path), "input.path")
+    held = Path(path).stat().st_size
+    if held < tokens:
         raise InvalidInput(
             f"tokens={tokens:,}: the text {path} has only {held:,} bytes; try tokens={held}, a longer text with "
             "input.path=, or input=random"
         )
-    return data
+    return np.fromfile(path, dtype=np.uint8, count=tokens)
 
 
 @dataclass(frozen=True)
@@ -227,8 +225,7 @@ class File:
 
 
 def _open_file(path: Path) -> File:
-    if not path.is_file():
-        raise InvalidInput(f"input.path={path}: no such file")
+    check_readable(path, "input.path")
     if path.suffix == ".safetensors":
         found = read_safetensors(path, STORED)
     elif path.suffix == ".npz":

@@ -20,11 +20,12 @@ from . import __version__, memory
 from .asked import asked_plan
 from .config import RunConfig
 from .data import Source, open_source
-from .errors import plural
+from .errors import InvalidInput, plural
 from .files import STDOUT, check_json, check_writable, write_json, writing
 from .plan import Plan
 from .report import Number, choice_data, shape, show, show_choice
 from .sampling import Reduce, oracle_rows, places, sampled_rows
+from .sizes import ITEM_BYTES
 from .text import duration, rate, size
 
 
@@ -36,6 +37,19 @@ def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
         config, config.machine.made("cuda" if cuda else "cpu", ranks), tokens=shape.tokens, ranks=ranks, heads=shape.heads,
         kv_heads=shape.kv_heads, head_dim=shape.head_dim, value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch,
     )  # fmt: skip
+
+
+def check_memory(plan: Plan, rows: int) -> None:
+    """Raise InvalidInput where q, k, v and the output of `rows` rows do not fit into the free memory of this machine."""
+    item = ITEM_BYTES[plan.dtype]
+    per_row = (plan.heads + plan.kv_heads) * (plan.head_dim + plan.value_dim) * item + plan.heads * max(item, 4)
+    needed, left = plan.batch * rows * per_row, memory.free()
+    if left is not None and needed > left:
+        raise InvalidInput(
+            f"q, k, v and the output of {plural(rows, 'token')} (batch {plan.batch:,}, {plan.heads:,} heads, head_dim {plan.head_dim:,}) "
+            f"take {size(needed)} here, and this machine has {size(left)} free; try fewer tokens=, ringattn simulate, or "
+            "stream=disk with input=file"
+        )
 
 
 @dataclass
@@ -85,6 +99,7 @@ class Run:
         """Open the input, plan, and load this process's rows into `inputs`."""
         self.source = open_source(self.config)
         self.plan = plan_of(self.config, self.source, self.ranks)
+        check_memory(self.plan, self.rows())
         if self.config.output.path and self.rank == 0:
             check_writable(Path(self.config.output.path))
         if self.rank == 0:
@@ -94,6 +109,10 @@ class Run:
             self.inputs = tuple(x.requires_grad_() for x in self.inputs)
 
     def load(self) -> tuple[torch.Tensor, ...]: ...  # type: ignore[empty-body]
+
+    def rows(self) -> int:
+        """Rows of the sequence that this process holds."""
+        return self.plan.layout.rows(self.rank)
 
     def options(self) -> dict[str, Any]:
         c = self.config

@@ -140,7 +140,8 @@ def run_local(
                     args=(os.getpid(), theirs, str(log), shown, group, rank, pickle.dumps((fn, args))),
                     daemon=True,
                 )
-                process.start()
+                with _uninterrupted():
+                    process.start()
                 theirs.close()
                 team.append(_Rank(process, ours, log, waits=[ours, process.sentinel]))
             _watch(team, timeout, grace)
@@ -151,6 +152,19 @@ def run_local(
                     member.process.kill()
                 member.process.join()
                 member.pipe.close()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """SIGINT waits for the end of the block, and does not reach processes that are started in it.
+
+    Ctrl-C goes to every process of a terminal: the one that started the ranks tells of it, and ends them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

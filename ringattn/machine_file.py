@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .errors import InvalidInput, did_you_mean
-from .files import writing
+from .files import check_readable, writing
 from .timing import Grid, KernelTimes, Machine
 
 #: The first key of a machine file; another number is another arrangement of the keys.
@@ -19,6 +20,8 @@ UNITS = {
     "gamma": "part of a message's time", "jitter": "standard deviation / mean", "call": "s", "memory": "bytes", "watts": "W",
     "price": "currency / h", "mtbf": "s", "checkpoint": "bytes/s", "restart": "s",
 }  # fmt: skip
+#: What a file is bounded to: a calibration writes some 100 kB, and 5 levels.
+MOST_BYTES, MOST_DEEP = 1 << 24, 32
 REQUIRED = ("flops", "alpha", "beta")
 #: Keys that a file must have, and those it may.
 NEEDED, ALLOWED = ("format", "values"), ("made", "flops_dtype", "kernel", "residuals", "samples", "fits")
@@ -75,23 +78,67 @@ def write_machine(path: Path, machine: Machine, **more: Any) -> None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """A machine file as it stands. Raises InvalidInput where it is none."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    broken = import_module("yaml").YAMLError  # omegaconf reads with PyYAML, which has no types
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
-    except OSError as error:
-        raise InvalidInput(
-            f"machine.path={path}: cannot be read ({error.strerror}); make one with ringattn calibrate output.path={path}"
-        ) from error
-    except (broken, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise InvalidInput(f"machine.path={path}: is no YAML ({str(error).splitlines()[0]}); make it again") from error
+        check_readable(path, "machine.path")
+        found = _load(path)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}; make one with ringattn calibrate output.path=machine.yaml") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise InvalidInput(
             f"machine.path={path}: is no machine file (format: {FORMAT}); make one with ringattn calibrate"
         )
     return {str(key): value for key, value in found.items()}
+
+
+def _load(path: Path) -> Any:
+    """What a YAML file holds: numbers, texts, lists and mappings, in a time that grows as the file does. Raises InvalidInput."""
+    yaml: Any = import_module("yaml")  # PyYAML, which has no types
+    parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
+
+    class Loader(parser):  # type: ignore[misc]
+        """Also takes 1e9 as a number, leaves dates as texts, and refuses a key that a mapping has twice."""
+
+        yaml_implicit_resolvers: ClassVar[Any] = {
+            first: [(tag, known) for tag, known in resolvers if not tag.endswith(":timestamp")]
+            for first, resolvers in parser.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if len({*keys}) < len(keys):
+                raise yaml.constructor.ConstructorError(None, None, "a key is there twice", node.start_mark)
+            made: dict[Any, Any] = super().construct_mapping(node, deep)
+            return made
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+    )
+    if path.stat().st_size > MOST_BYTES:
+        raise InvalidInput(f"machine.path={path}: has over {MOST_BYTES:,} bytes, which no machine file has")
+    try:
+        text, depth = path.read_text(encoding="utf-8"), 0
+        for event in yaml.parse(
+            text, Loader=parser
+        ):  # before anything is built: an alias can stand for far more than it is long
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > MOST_DEEP:
+                what = (
+                    f"is nested more than {MOST_DEEP} deep" if depth > MOST_DEEP else f"has an alias, *{event.anchor}"
+                )
+                raise InvalidInput(f"machine.path={path}: {what}, as no machine file is")
+        return yaml.load(text, Loader=Loader)
+    except OSError as error:
+        raise InvalidInput(f"machine.path={path}: cannot be read ({error.strerror})") from error
+    except InvalidInput:
+        raise
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as error:  # the latter ones of a text with an explicit tag
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise InvalidInput(f"machine.path={path}: is no YAML ({problem})") from error
 
 
 def read_machine(path: Path) -> Machine:
@@ -105,7 +152,7 @@ def read_machine(path: Path) -> Machine:
         return _machine(record)
     except InvalidInput as error:
         raise InvalidInput(f"{path}: {error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise InvalidInput(
             f"{path}: {type(error).__name__} {error}: a part is missing or of another type; make it again with ringattn "
             "calibrate"

@@ -46,11 +46,19 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def available() -> int:
-    """Bytes of memory that the system can give to programs now, without swapping."""
+def free() -> int | None:
+    """Bytes of memory that the system can give to programs now, without swapping; None where the system does not tell."""
     for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
+    return None
+
+
+def available() -> int:
+    """As `free`. Raises Unsupported where the system does not tell."""
+    found = free()
+    if found is not None:
+        return found
     raise Unsupported(
         "this system does not tell how much memory is free (/proc/meminfo); give chunk=, a number of rows"
     )

@@ -23,7 +23,9 @@ WRITTEN = {
     "kernel": "kernel=aten_cuda:flash",
 }
 #: Groups whose options take parameters.
-PARAMETERS = ("pattern", "layout", "schedule", "input", "transport")
+PARAMETERS = ("pattern", "layout", "schedule", "input")
+#: Groups that a verb does without, unless they are given.
+OPTIONAL = ("experiment", "study")
 #: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
 RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
 #: What a file says itself.
@@ -261,8 +263,10 @@ def _prepare(verb: str, override: str, folders: ConfigFolders) -> list[str]:
     options = folders.options(key)
     if key in WRITTEN and ("(" in value or ":" in value):
         return [f"{key}=custom", f"{key}.spec={value!r}"]
+    if value == "null" and key in OPTIONAL:
+        return []  # what they are without an override; Hydra takes no null
     for option in value.split(","):
-        if option not in options and option != "null":
+        if option not in options:
             shown = [name for name in options if name != "custom"]
             raise InvalidInput(
                 f"{key}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
@@ -287,7 +291,8 @@ def _field(schema: Any, key: str) -> Any:
 
 def _whole(key: str, text: str) -> str:
     """A whole number in digits: sizes are understood everywhere."""
-    return text if text == "null" or re.fullmatch(r"[+-]?\d+", text) else str(parse_size(text, key))
+    digits = text if text == "null" else re.fullmatch(r"[+-]?\d{1,18}", text)
+    return text if digits else str(parse_size(text, key))
 
 
 def _number(key: str, text: str) -> str:

@@ -80,7 +80,7 @@ def verb_help(verb: str, folders: ConfigFolders, extra: dict[str, list[str]]) ->
         for option in shown:
             said = folders.text(group, option)
             lines += _row(f"  {option}", heading(said), width)
-            if group in PARAMETERS or (group == "machine" and option == chosen):
+            if group in (*PARAMETERS, "transport") or (group == "machine" and option == chosen):
                 for key in keys(said):
                     if key.name not in ("spec", "name"):
                         lines += _row(f"    {group}.{key.name}={key.value}", key.comment, width)

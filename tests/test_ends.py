@@ -132,7 +132,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, told) == (143, "")
+    assert (process.returncode, told) == (143, "ringattn: terminated\n")
     assert not list(temporary.glob("ringattn-*"))
 
 

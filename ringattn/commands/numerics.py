@@ -20,8 +20,12 @@ from ..progress import listening
 from ..report import Number, console, head, show
 from ..simulator import GRADIENTS, MODES, Mutation, NumericsReport, chosen_rows, numerics
 from ..text import size
+from .effort import EACH, NIGHT, SAMPLED, check_effort
 from .progress import progress
+from .ranks import check_threads
 
+#: Ranks that a route is walked along, at most: more take hours, however few of them have rows.
+RANKS = 1 << 24
 #: What each way leaves without a meaning.
 OTHERS = {"sample": ("first", "count", "together"), "all": ("rows", "spread")}
 
@@ -38,6 +42,7 @@ def main(config: SimulateConfig) -> NumericsReport:
     torch.set_num_threads(options.threads)
     plan = asked_plan(config)
     rows, ranks = _rows(plan, config), _ranks(plan, options)
+    _check_effort(plan, rows, ranks)
     fault = _fault(plan, options, rows, ranks)
     with progress(console()) as tell, listening(tell):
         report = numerics(
@@ -72,8 +77,11 @@ def _check(options: NumericsGroup) -> None:
         if getattr(options, name) != getattr(plain, name):
             beside = f"with numerics.way={options.way}" if name in OTHERS[options.way] else "without numerics.fault"
             raise InvalidInput(f"numerics.{name}={getattr(options, name)} has no meaning {beside}; leave it out")
-    if options.threads < 1:
-        raise InvalidInput(f"numerics.threads={options.threads}: must be at least 1")
+    check_threads("numerics.threads", options.threads)
+    if options.spread is not None and options.spread < 1:
+        raise InvalidInput(
+            f"numerics.spread={options.spread}: sampled rows are on at least 1 rank; leave it out for any number"
+        )
 
 
 def _rows(plan: Plan, config: SimulateConfig) -> list[int]:
@@ -104,6 +112,20 @@ def _ranks(plan: Plan, options: NumericsGroup) -> range | None:
             f"numerics.first={options.first}, numerics.count={options.count}: no ranks among 0 .. {plan.ranks - 1}"
         )
     return None if (options.first, stop) == (0, plan.ranks) else range(options.first, stop)
+
+
+def _check_effort(plan: Plan, rows: Sequence[int], ranks: range | None) -> None:
+    if plan.ranks > RANKS:
+        raise InvalidInput(
+            f"ranks={plan.ranks:,}: mode=numerics walks along all ranks, at most {RANKS:,} of them; try fewer ranks"
+        )
+    if rows:
+        homes = {plan.layout.owner(row) for row in rows}
+        check_effort(plan, homes, len(homes), SAMPLED, NIGHT, "try fewer ranks, or numerics.spread=1")
+    elif plan.tokens:
+        some = range(plan.ranks) if ranks is None else ranks
+        advice = "try fewer ranks, numerics.count=, or numerics.way=sample"
+        check_effort(plan, {some[0], some[len(some) // 2]}, len(some), EACH, NIGHT, advice)
 
 
 def _fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Mutation | None:

@@ -18,8 +18,10 @@ from ..transport.base import Transport
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
 
-#: Local ranks per core, at most.
+#: Local ranks per core, and threads of one rank per core, at most.
 LOCAL = 32
+#: The longest timeout in seconds: a year.
+LONGEST = 31_536_000
 TRANSPORTS = ("gloo", "nccl", "mpi", "virtual")
 
 
@@ -48,13 +50,23 @@ def check(config: Started, transports: tuple[str, ...] = TRANSPORTS) -> None:
             f"ranks={config.ranks:,}: each would be a process of this machine, of which at most {most} are started here; "
             "start them with torchrun, or try ringattn run transport=virtual, or ringattn simulate"
         )
-    if config.threads is not None and config.threads < 1:
-        raise InvalidInput(f"threads={config.threads}: must be at least 1; leave it out to share the cores evenly")
-    if not config.timeout > 0:
-        raise InvalidInput(f"timeout={config.timeout}: must be a number of seconds above 0")
+    check_threads("threads", config.threads)
+    if not 0 < config.timeout <= LONGEST:
+        raise InvalidInput(
+            f"timeout={config.timeout:g}: must be a number of seconds above 0, and at most {LONGEST:,} (a year)"
+        )
     if config.transport.gpu_aware and config.transport.spec != "mpi":
         raise InvalidInput(
             f"transport.gpu_aware=true is an option of transport=mpi, not of {config.transport.spec}; leave it out"
+        )
+
+
+def check_threads(name: str, threads: int | None) -> None:
+    """Raise InvalidInput where a number of threads is not one that torch can start here; None is one."""
+    most = LOCAL * (os.cpu_count() or 1)
+    if threads is not None and not 1 <= threads <= most:
+        raise InvalidInput(
+            f"{name}={threads:,}: must be 1 .. {most}, {LOCAL} for each core; leave it out to share the cores evenly"
         )
 
 

@@ -18,11 +18,12 @@ from ..data import open_source, shards
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable
 from ..functional import ring_attention, virtual_attention
-from ..job import Measured, Run, plan_of, save
+from ..job import Measured, Run, check_memory, plan_of, save
 from ..launcher import detect
 from ..report import console
 from ..transport.base import Message, Post, Transport
 from ..transport.records import Exchange
+from .effort import EACH, WAITED, check_effort
 from .progress import progress
 from .ranks import check, device, start
 from .streamed import Streamed
@@ -70,7 +71,10 @@ def _is_virtual(config: RunConfig) -> bool:
 
 
 def _before(config: RunConfig) -> None:
-    plan_of(config, open_source(config), config.ranks)  # all that can be wrong is said here, once, before a rank starts
+    plan = plan_of(
+        config, open_source(config), config.ranks
+    )  # what can be wrong is said here, once, before a rank starts
+    check_memory(plan, plan.tokens)
     if config.output.path:
         check_writable(Path(config.output.path))
     check_json(config.output.report)
@@ -89,6 +93,14 @@ class _Virtual(Run):
 
     def open(self) -> None:
         self.make()
+        passes = (self.config.repeat + 1) * (3 if self.config.backward else 1)
+        if self.plan.tokens:
+            shown = {0, self.ranks // 2, self.plan.layout.owner(self.plan.tokens // 2)}
+            advice = "try fewer ranks, or ringattn simulate mode=numerics, which executes some rows"
+            check_effort(self.plan, shown, self.ranks, EACH, WAITED, advice, passes)
+
+    def rows(self) -> int:
+        return self.plan.tokens
 
     def load(self) -> tuple[torch.Tensor, ...]:
         whole = range(self.plan.tokens)

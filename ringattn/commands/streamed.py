@@ -17,7 +17,7 @@ from ..config import RunConfig, parse_size
 from ..data import NAMES, File, open_source, random_source
 from ..errors import InvalidInput, plural
 from ..files import check_json, check_writable, replacing
-from ..job import Measured, Run, save
+from ..job import Measured, Run, check_memory, save
 from ..kernels.base import wide
 from ..overrides import without_meaning
 from ..pattern import parse_pattern
@@ -92,6 +92,7 @@ class Streamed(Run):
         (self._on_disk if c.stream == "disk" else self._in_memory)(results)
 
     def _in_memory(self, results: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        check_memory(self.plan, self.plan.tokens)
         whole, shape = range(self.plan.tokens), self.source.shape
         tensors = {name: self.source.rows(name, whole) for name in NAMES}
         if self.config.backward:

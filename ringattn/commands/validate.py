@@ -30,6 +30,7 @@ from ..timing import Machine
 from ..timing.speed import BEYOND
 from ..transport.torchdist import TorchDist
 from . import calibrate
+from .ranks import check_threads
 
 
 def main(config: SimulateConfig) -> None:
@@ -73,8 +74,7 @@ def _check(config: SimulateConfig) -> None:
     options = config.validate
     if not options.ranks or min(options.ranks) < 2:
         raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")
-    if options.threads is not None and options.threads < 1:
-        raise InvalidInput(f"validate.threads={options.threads}: must be at least 1")
+    check_threads("validate.threads", options.threads)
     if options.repeat < 1:
         raise InvalidInput(f"validate.repeat={options.repeat}: must be at least 1")
 

@@ -39,11 +39,19 @@ def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
             raise InvalidInput(
                 f"pattern {shown!r}: unknown name {name!r}; {hint}known names: {', '.join(sorted(names))}"
             )
-        try:
-            return names[name](
-                *(argument(value) for value in node.args),
-                **{word.arg: argument(word.value) for word in node.keywords if word.arg is not None},
+        words = [word.arg for word in node.keywords]
+        if None in words:
+            raise InvalidInput(
+                f"pattern {shown!r}: ** is not understood in {ast.unparse(node)}; write the arguments out, such as Window(4096, right=0)"
             )
+        twice = {str(word) for word in words if words.count(word) > 1}
+        if twice:
+            raise InvalidInput(
+                f"pattern {shown!r}: {ast.unparse(node)} gives {', '.join(sorted(twice))} twice; give it once"
+            )
+        values = [argument(value) for value in node.args]
+        try:
+            return names[name](*values, **{str(word.arg): argument(word.value) for word in node.keywords})
         except TypeError as error:
             raise InvalidInput(f"pattern {shown!r}: {ast.unparse(node)}: {error}") from None
 
@@ -58,4 +66,13 @@ def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
                 "write numbers, strings, tuples or lists"
             ) from None
 
-    return build(tree)
+    try:
+        return build(tree)
+    except RecursionError:
+        raise InvalidInput(
+            f"pattern {shown!r}: is nested too deep; write it with fewer brackets and operators"
+        ) from None
+    except OverflowError as error:
+        raise InvalidInput(
+            f"pattern {shown!r}: a number in it is too large ({error}); write numbers below 2^63"
+        ) from None
