@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..choice import duration, within_reach
+from ..choice import within_reach
 from ..errors import InvalidInput, plural
 from ..plan import Plan
+from ..text import duration
 
 #: Seconds that a message or a visit of a virtual rank takes on a CPU core besides its arithmetic, roughly; and of a sampled row's rank,
 #: of which only some rows are computed.
