@@ -189,14 +189,14 @@ def errors_of_others(rank: int, transport: Transport | None = None) -> list[str]
 
 
 def errors_of_others_in_a_post(rank: int) -> list[str]:
-    """A handler runs before the first message of a batch is started, and before a collective is."""
+    """A handler runs before the first message of a batch, and of an exchange of records, is started."""
     transport, told = TorchDist(), []
 
     def interrupted(*given: Any, **named: Any) -> None:
         raise RuntimeError(KILLED)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("batch_isend_irecv", "all_gather"):
+        for name in ("batch_isend_irecv", "irecv"):
             patch.setattr(dist, name, interrupted)
         post = Post((Message(1 - rank, 0, torch.zeros(1, dtype=torch.uint8)),), (), "test")
         for call in (lambda: transport.post(post), lambda: transport.gather(b"record")):

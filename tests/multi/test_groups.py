@@ -33,25 +33,19 @@ def test_a_backward_after_its_group_has_ended_is_an_error(new_ranks: Run, tmp_pa
 
 
 #: What ranks 0 and 1 are told in `order_of_passes` where they run backwards of two calls, and where rank 0 begins a call.
-ORDER = (
-    (r"runs the backward of call (\d+) of its group, but .* \(rank 1: it runs the backward of call (\d+) of its group now",
-     r"rank 1 cannot take part: it runs the backward of call (\d+) of its group now"),
-    (r"runs the backward of call (\d+) of its group, but .* \(rank 0: it runs the backward of call (\d+) of its group now",
-     r"rank 1 runs the backward of call (\d+) of its group, but .* \(rank 0: it begins a new call"),
-)  # fmt: skip
+#: What both ranks are told where they run backwards of different calls, and what each is told of the other where rank 0
+#: begins a call while rank 1 begins a backward.
+BACKWARDS = r"rank 0 runs that of call (\d+); rank 1 runs that of call (\d+)"
+STAGES = (r"rank 1 is at stage 'backward' .* stage 'call'", r"rank 0 is at stage 'call' .* stage 'backward'")
 
 
 def check_order(told: list[list[str]]) -> None:
     """What two ranks are told in the two rounds of `order_of_passes`."""
-    numbers = []
-    for rank, texts in enumerate(told):
+    for texts, stage in zip(told, STAGES, strict=True):
         assert len(texts) == 4 and all(text.startswith("Mismatch: ") for text in texts), texts
-        found = [re.search(words, text) for words, text in zip(ORDER[rank] * 2, texts, strict=True)]
-        assert all(found), texts
-        numbers.append([[int(number) for number in match.groups()] for match in found if match])
-    (first, *_), (third, *_) = numbers[0][::2]
-    assert numbers[0] == [[first, first + 1], [first], [third, third + 1], [third]] and third == first + 3
-    assert numbers[1] == [[first + 1, first], [first], [third + 1, third], [third]]
+        numbers = [[int(number) for number in re.findall(BACKWARDS, text)[0]] for text in texts[::2]]
+        assert numbers[0][1] == numbers[0][0] + 1 and numbers[1] == [number + 3 for number in numbers[0]], texts
+        assert all(re.search(stage, text) for text in texts[1::2]), texts
 
 
 def test_passes_in_different_order_are_an_error_on_every_rank(run_ranks: Run) -> None:
