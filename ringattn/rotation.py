@@ -14,7 +14,7 @@ from .layout import Contiguous
 from .pattern.periods import period
 from .schedules import planner
 from .schedules.allgather import AllGather
-from .schedules.relay import Way, rows_along
+from .schedules.relay import Way, all_along, kept_along, rows_along
 from .schedules.ring import Ring
 from .schedules.route import Edge, Route
 from .steps import BLOCKS, SUMS, Kind, Part, RankPlan
@@ -77,7 +77,8 @@ class Rotation:
         owners = _owners(self.demand)
         keys, queries = (_Moved.of(route, owners) for route in (self.keys, self.queries))
         # Along every edge a block moves, and what was gathered for it; keys that a rank has kept since the forward do not.
-        kept = [_kept(self.keys, rank) for rank in owners]
+        whole = kept_along(self.demand, self.keys.ways) if isinstance(self.keys, Ring) else None
+        kept = [_kept(self.keys, rank) for rank in owners] if whole is None else [(whole, 0)]
         by_keys = keys.every * (size["kv"] + size["grad"]) - sum(rows for rows, _ in kept) * size["kv"]
         by_queries = queries.every * (out + size["dq"])
         if self.keys.inner == 1:
@@ -137,7 +138,7 @@ class _Moved:
         """The rows of the blocks of `owners`."""
         wanted = route.demand
         if isinstance(route, Ring):
-            return cls(sum(rows_along(wanted, owner, way) for owner in owners for way in route.ways))
+            return cls(sum(all_along(wanted, owners, way) for way in route.ways))
         if route.inner == 1:
             return cls(
                 sum(wanted.size(route.behind(edge), edge.owner) for owner in owners for edge in route.first(owner))

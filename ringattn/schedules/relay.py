@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +11,9 @@ from ..wanted import Wanted, remembered
 
 #: The direction is chosen from all blocks of up to EXACT ranks, from fewer the more there are above, LEAST at least.
 EXACT, LEAST = 32, 2
-#: Up to so many ranks what each of them needs of the sampled blocks is listed, in tables of at most so many cells.
-LISTED, CELLS = 512, 1 << 18
+#: Up to so many ranks what each of them needs of the sampled blocks is listed, in tables of at most so many cells. Up to
+#: WHOLE ranks it is listed of all blocks.
+LISTED, CELLS, WHOLE = 512, 1 << 18, 64
 #: Sums of at most so many rows are exact in fp64.
 SUMMED = 1 << 53
 
@@ -164,27 +165,43 @@ class Ends:
     first: np.ndarray
     last: np.ndarray
 
-    def along(self, way: Way) -> dict[int, int]:
-        """Rows of one head that each block sends along a way, summed over its hops."""
+    def carried(self, way: Way) -> np.ndarray:
+        """Rows of one head that each block sends on its hop of each distance, the farthest first: int64 [blocks, hops]."""
         ranks = self.first.shape[1]
         away = np.arange(way.limit, 0, -1)  # the farthest first: a hop carries what this rank or one beyond it needs
         passed = (np.array(self.blocks)[self.owner][:, None] + way.sign * away) % ranks
         first, last = (
             np.maximum.accumulate(np.take_along_axis(needed, passed, 1), 1) for needed in (self.first, self.last)
         )
-        rows = np.minimum(first + last, self.length[:, None]).sum(1)
-        found = np.bincount(self.owner, rows, len(self.blocks)).astype(np.int64)
-        return dict(zip(self.blocks, found.tolist(), strict=True))
+        found = np.zeros((len(self.blocks), way.limit), dtype=np.int64)
+        np.add.at(found, self.owner, np.minimum(first + last, self.length[:, None]))
+        return found
+
+    def kept(self, way: Way, rows: np.ndarray) -> int:
+        """Rows of one head that all ranks together keep of what ends with them on a way, see `Route.kept`.
+
+        `rows` are those of the block of each rank, int64 [ranks]. All ranks must be among `blocks`.
+        """
+        ranks = len(rows)
+        carried = self.carried(way)
+        ends = np.diff(carried, axis=1, prepend=0)  # of what arrives at a distance, what goes no further
+        room, found = rows.copy(), 0
+        for place, distance in enumerate(range(way.limit, 0, -1)):
+            size = np.where(room > 0, ends[(np.arange(ranks) - way.sign * distance) % ranks, place], 0)
+            found += int(size[(size <= room) | (room == rows)].sum())
+            room -= size
+        return found
 
 
 @remembered
 def _ends(demand: Wanted) -> Ends | None:
-    """What ranks need of the blocks of the `sampled` ranks; None where it is not runs, or ranks are too many to list."""
+    """What ranks need of all blocks, or of those of the `sampled` ranks; None where it is not runs, or ranks are too many to list."""
     layout = demand.layout
     if layout.ranks > LISTED or layout.tokens * layout.ranks > SUMMED:
         return None
     shards = [layout.shard(rank) for rank in range(layout.ranks)]
-    blocks, most = sampled(layout.ranks), max(map(len, shards))
+    blocks = list(range(layout.ranks)) if layout.ranks <= WHOLE else sampled(layout.ranks)
+    most = max(map(len, shards))
     mine = [(place, run) for place, rank in enumerate(blocks) for run in shards[rank]]
     if not mine or len(mine) * layout.ranks * most > CELLS or any(run.step != 1 for shard in shards for run in shard):
         return None
@@ -207,8 +224,10 @@ def _ends(demand: Wanted) -> Ends | None:
 def _along(demand: Wanted, way: Way) -> dict[int, int]:
     """`rows_along` of the `sampled` blocks, where it is found for all of them at once."""
     ends = _ends(demand)
-    found = {} if ends is None else ends.along(way)
-    return {owner: rows * demand.block_heads for owner, rows in found.items()}
+    if ends is None:
+        return {}
+    rows = ends.carried(way).sum(1) * demand.block_heads
+    return dict(zip(ends.blocks, rows.tolist(), strict=True))
 
 
 def rows_along(demand: Wanted, owner: int, way: Way) -> int:
@@ -223,6 +242,22 @@ def rows_along(demand: Wanted, owner: int, way: Way) -> int:
     return found
 
 
+def all_along(demand: Wanted, owners: Sequence[int], way: Way) -> int:
+    """`rows_along` of some blocks, summed."""
+    known = _along(demand, way)
+    return sum(known[owner] if owner in known else rows_along(demand, owner, way) for owner in owners)
+
+
+def kept_along(demand: Wanted, chosen: Sequence[Way]) -> int | None:
+    """Rows of all heads that all ranks together keep of what ends with them on these ways, see `Route.kept`; None where
+    that is not found for all ranks at once."""
+    ends, ranks = _ends(demand), demand.layout.ranks
+    if ends is None or len(ends.blocks) < ranks:
+        return None
+    rows = np.array([demand.layout.rows(rank) for rank in range(ranks)])
+    return sum(ends.kept(way, rows) for way in chosen) * demand.block_heads
+
+
 @remembered
 def ways(demand: Wanted) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
@@ -233,7 +268,7 @@ def ways(demand: Wanted) -> tuple[Way, ...]:
     blocks = sampled(ranks)
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
-    totals = [sum(rows_along(demand, block, way) for block in blocks for way in choice) for choice in choices]
+    totals = [sum(all_along(demand, blocks, way) for way in choice) for choice in choices]
     full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
     # On a tie a dense pattern takes one direction (two receive buffers do), a local one the shorter arcs,
