@@ -79,6 +79,12 @@ class RingAttention(nn.Module):
         if order not in ORDERS:
             hint = did_you_mean(order, ORDERS)
             raise InvalidInput(f"unknown order {order!r}; {hint}expected {' or '.join(ORDERS)}")
+        sharded = any(where is not None for where in (group, mesh, transport))
+        if sharded and ranks is None and layout is None:
+            raise InvalidInput(
+                "this attention runs on the ranks of a group and gets their shards: say how the sequence was cut, with "
+                "layout='zigzag' or another name, or with the Layout that cut it; no rank can see it from its rows"
+            )
         self._where = _Place(group, mesh, transport)
         if self._where and ranks is not None:
             raise InvalidInput(
@@ -86,11 +92,6 @@ class RingAttention(nn.Module):
                 "them"
             )
         self.sharded, self.ranks = bool(self._where), ranks
-        if self.sharded and layout is None:
-            raise InvalidInput(
-                "this attention runs on the ranks of a group and gets their shards: say how the sequence was cut, with "
-                "layout='zigzag' or another name, or with the Layout that cut it; no rank can see it from its rows"
-            )
         if not self.sharded and ranks is None:
             for name, value, default in (("layout", layout, None), ("schedule", schedule, "auto")):
                 if value != default:

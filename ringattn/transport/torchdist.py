@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CommFailure, InvalidInput, raised_below
 from .base import HEAD, RECORDS, Counters, Message, Post, by_tag, check_timeout, gather_in_rounds
@@ -41,8 +42,10 @@ class WeakGroup:
         if mesh is not None:
             if group is not None:
                 raise InvalidInput("both group= and mesh= are given; give one")
+            if not isinstance(mesh, DeviceMesh):
+                raise InvalidInput(f"mesh={mesh!r}: expected one axis of a DeviceMesh, such as mesh['cp']")
             if mesh.ndim != 1:
-                names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+                names: tuple[Any, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
                 raise InvalidInput(f"mesh has axes {names}; give one of them, such as mesh[{names[-1]!r}]")
             group = mesh.get_group()
         # On a process that is not a member torch gives a number in place of the group.
