@@ -37,6 +37,12 @@ KINDS = {
 }  # fmt: skip
 #: By verb: the key whose value `-` prints JSON, and nothing else, on standard output.
 JSON = {"run": "output.report", "plan": "output.path", "simulate": "output.path"}
+#: Options: those of ringattn, and of Hydra.
+OPTIONS = (
+    "--json", "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
+    "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
+    "--experimental-rerun", "-i", "--info",
+)  # fmt: skip
 #: Transports whose ranks a launcher may have started.
 LAUNCHED = ("gloo", "nccl", "mpi")
 
@@ -68,7 +74,15 @@ def prepare(verb: str, overrides: Sequence[str], launch: Launch | None = None) -
 
 
 def _as_overrides(verb: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments with --json as the override that it stands for."""
+    """The arguments with --json as the override that it stands for. Options that there are not are refused."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("-") and name not in OPTIONS:
+            shown = [option for option in OPTIONS if option.startswith("--")]
+            raise InvalidInput(
+                f"{argument}: unknown option; {did_you_mean(name, shown)}ringattn {verb} --help shows options and keys; values "
+                "of keys are written key=value, without dashes"
+            )
     if "--json" in arguments and verb not in JSON:
         raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON)}")
     return [f"{JSON[verb]}=-" if argument == "--json" else argument for argument in arguments]

@@ -134,7 +134,7 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         ((), 2, "doctor"),
         (("paln",), 2, "did you mean 'plan'?"),
         (("run", "--cfg", "job", "--resolve"), 0, "spec: Causal()"),
-        (("plan", "--help"), 0, "pattern: causal"),
+        (("plan", "--help"), 0, "pattern=causal | dilated | "),
         (("plan", "ranks=four"), 2, "ranks=four: not a whole number"),
         (("plan", "tokens=1e30"), 2, "is larger than 2^63 - 1"),
         (("plan", "output.path=/proc/p.json"), 2, "no file can be made in /proc"),

@@ -99,6 +99,7 @@ def test_ranks_write_what_they_print(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("run", "--jsn"), "--jsn: unknown option; did you mean '--json'?"),
         (("bench", "--json"), "--json: ringattn bench prints no JSON; it is for run, plan, simulate"),
         (("run", "output.report=missing/x.json"), "the folder missing does not exist"),
         (("run", "output.path=-"), "safetensors is what is written"),
