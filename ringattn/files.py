@@ -175,32 +175,31 @@ def _kind(path: Path) -> int:
 def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
     """A new empty file beside `path`, removed at the end where it is still there, and the mode that `path` is to have.
 
-    A lock on the file says that its writer lives: the lock ends with the process, however the process ends. So no number of a process
-    has to be trusted, which another machine or container may use as well.
+    A lock on the file says that its writer lives: the lock ends with the process, however the process ends. So no number
+    of a process has to be trusted, which another machine or container may use as well.
     """
+    # The name is known before the file is made: a signal that raises in between leaves no file behind.
+    temporary, handle = path.with_name(_prefix(path) + secrets.token_hex(4)), -1
     try:
-        _remove_dead(path)
-        known = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-        temporary, handle = _locked(path, 0o600 if known is not None else 0o666)  # the system takes the umask away
-    except OSError as error:
-        raise InvalidInput(
-            f"output {path}: no file can be made in {path.parent} ({error.strerror}); choose another path"
-        ) from None
-    try:
+        try:
+            _remove_dead(path)
+            known = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+            mode = 0o600 if known is not None else 0o666  # the system takes the umask away
+            while handle < 0:
+                handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+                if (
+                    _lock(handle) is False or not temporary.exists()
+                ):  # another process took the file for one left behind
+                    os.close(handle)
+                    handle = -1
+        except OSError as error:
+            raise InvalidInput(
+                f"output {path}: no file can be made in {path.parent} ({error.strerror}); choose another path"
+            ) from None
         yield temporary, stat.S_IMODE(os.fstat(handle).st_mode) if known is None else known
     finally:
         temporary.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _locked(path: Path, mode: int) -> tuple[Path, int]:
-    """A new file beside `path` with a lock on it, and the descriptor that holds the lock."""
-    while True:
-        temporary = path.with_name(_prefix(path) + secrets.token_hex(4))
-        with suppress(FileExistsError):
-            handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-            if _lock(handle) is not False and temporary.exists():  # else another process took it for one left behind
-                return temporary, handle
+        if handle >= 0:
             os.close(handle)
 
 

@@ -359,7 +359,7 @@ def test_the_command(tmp_path: Path) -> None:
         "stalls=[[2, 1, 0.01]]", "passes=3", "machine.price=2", "output.path=t.json", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    plan = make_plan(Causal(), tokens=4096, ranks=4, layout="zigzag", schedule="ring")
+    plan = make_plan(Causal(), tokens=4096, ranks=4, schedule="ring")
     machine = ra.timing.MACHINES["cuda"].changed(memory=80e9, price=2.0)
     found = json.loads((tmp_path / "t.json").read_text())
     for backward, name in ((False, "forward"), (True, "backward")):

@@ -21,9 +21,9 @@ from ringattn.config import (
     InputGroup,
     LayoutGroup,
     MachineGroup,
-    OutputGroup,
     PatternGroup,
     RunConfig,
+    RunOutputGroup,
     ScheduleGroup,
     TransportGroup,
 )
@@ -161,7 +161,7 @@ def config(**options: object) -> RunConfig:
         "pattern": PatternGroup("Causal()"), "layout": LayoutGroup("zigzag"), "schedule": ScheduleGroup("auto"),
         "machine": MachineGroup("auto"), "transport": TransportGroup("gloo"), "kernel": Group("auto"),
         "input": InputGroup("file", "in.safetensors"), "threads": torch.get_num_threads(), "repeat": 1, "chunk": 64,
-        "output": OutputGroup(None if path is None else str(path)),
+        "output": RunOutputGroup(None if path is None else str(path)),
     }  # fmt: skip
     return RunConfig(**{**groups, **options})  # type: ignore[arg-type]
 
