@@ -38,7 +38,7 @@ def lined_up(x: torch.Tensor) -> torch.Tensor:
     """
     if x.shape[-1] * x.element_size() % LINE == 0 or (x.is_contiguous() and x.data_ptr() % LINE == 0):
         return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return empty(x.shape, x.dtype, x.device).copy_(x)
 
 
 class Inputs:

@@ -53,7 +53,7 @@ def exact_rows(pattern: Pattern, source: Source, rows: Sequence[range], scale: f
     first = 0
     for r in rows:
         for tile in bound.tiles(r, range(source.tokens), range(source.heads)):
-            heads = torch.tensor(list(tile.heads))[:, None]
+            heads = torch.tensor(list(tile.heads), device="cpu")[:, None]
             kv = heads[:, 0] // (source.heads // source.kv_heads)
             at = first + (_places(tile.q) - r.start) // r.step
             for part in _parts(tile.k):
@@ -85,7 +85,7 @@ def exact_keys(
     first = 0
     for r in rows:
         for tile in bound.tiles(range(source.tokens), r, range(source.heads)):
-            heads = torch.tensor(list(tile.heads))
+            heads = torch.tensor(list(tile.heads), device="cpu")
             kv, at = heads // group, first + (_places(tile.k) - r.start) // r.step
             y, z = (x[kv[:, None], at] for x in (k, v))
             for part in _parts(tile.q):
@@ -118,7 +118,7 @@ def _parts(r: range) -> Iterator[range]:
 
 
 def _places(r: range) -> torch.Tensor:
-    return torch.arange(r.start, r.stop, r.step)
+    return torch.arange(r.start, r.stop, r.step, device="cpu")
 
 
 def _hidden(tile: Tile, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
