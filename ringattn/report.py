@@ -121,8 +121,8 @@ def show_choice(choice: Choice, most: int = 8) -> None:
         lines.print(f"and {len(rows) - most} slower", highlight=False)
     for why in dict.fromkeys(c.left_out for c in choice.candidates if c.left_out):
         names = ", ".join(str(c) for c in choice.candidates if c.left_out == why)
-        lines.print(f"left out ({why}): {names}", highlight=False, markup=False, soft_wrap=True)
-    lines.print(f"auto: {choice.reason}", highlight=False, markup=False, soft_wrap=True)
+        say(f"left out ({why}): {names}")
+    say(f"auto: {choice.reason}")
 
 
 def choice_data(choice: Choice | None) -> dict[str, Any] | None:
