@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+#: The fixture `inside`: as `ringattn`, in the process of the test.
+Inside = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def ringattn(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cli import Inside
+from command_line import Inside
 from test_machine_file import measured_machine
 
 from ringattn.errors import InvalidInput

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from command_line import ringattn
+from command_line import Inside, ringattn
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
 from ringattn.config import SCHEMAS, parse_size
 from ringattn.errors import InvalidInput
 from ringattn.overrides import prepare
-
-Inside = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:

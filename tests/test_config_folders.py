@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ringattn
+from command_line import Inside, ringattn
 
 from ringattn.errors import InvalidInput
 from ringattn.overrides import prepare
@@ -33,8 +33,8 @@ def project(tmp_path: Path) -> Path:
     "folder",
     [("--config-dir", "myconf"), ("--config-dir=myconf",), ("-cd", "myconf"), ("hydra.searchpath=[file://myconf]",)],
 )
-def test_options_of_a_users_folder(project: Path, folder: tuple[str, ...]) -> None:
-    done = ringattn("plan", *folder, "experiment=mine", "pattern.left=5", "--json", cwd=project)
+def test_options_of_a_users_folder(project: Path, folder: tuple[str, ...], inside: Inside) -> None:
+    done = inside("plan", *folder, "experiment=mine", "pattern.left=5", "--json", cwd=project)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["pattern"], found["tokens"], found["ranks"]) == ("(Causal() & Window(left=5, right=0))", 96, 3)
@@ -54,8 +54,8 @@ def test_a_users_options_are_checked_as_ours_are(project: Path, monkeypatch: pyt
             prepare("plan", overrides)
 
 
-def test_a_study_over_a_users_options(project: Path) -> None:
-    done = ringattn(
+def test_a_study_over_a_users_options(project: Path, inside: Inside) -> None:
+    done = inside(
         "simulate", "-m", "--config-dir", "myconf", "machine=mycluster,cpu", "pattern=mine,causal", "tokens=1k",
         "study.plots=[]", cwd=project,
     )  # fmt: skip
@@ -65,13 +65,13 @@ def test_a_study_over_a_users_options(project: Path) -> None:
     assert folder.name == "simulate", "all outputs without a path are in outputs/<verb>"
 
 
-def test_json_and_nothing_else_on_standard_output(tmp_path: Path) -> None:
+def test_json_and_nothing_else_on_standard_output(tmp_path: Path, inside: Inside) -> None:
     common = ("ranks=2", "tokens=64", "heads=2", "head_dim=8")
     run = ("run", "transport=virtual", "repeat=2", "input=random", "backward=true")
-    ran = json.loads(ringattn(*run, *common, "--json", cwd=tmp_path).stdout)
+    ran = json.loads(inside(*run, *common, "--json", cwd=tmp_path).stdout)
     assert len(ran["passes"]["forward"]["seconds"]) == 2 and ran["error"] < 1e-5
     assert sum(ran["passes"]["backward"]["bytes_sent"]) == ran["passes"]["backward"]["planned_bytes"] > 0
-    planned = json.loads(ringattn("plan", *common, "--json", cwd=tmp_path).stdout)
+    planned = json.loads(inside("plan", *common, "--json", cwd=tmp_path).stdout)
     counted = planned["counted"]
     assert (
         sum(rank["pairs"] for rank in counted["ranks"])
@@ -82,7 +82,7 @@ def test_json_and_nothing_else_on_standard_output(tmp_path: Path) -> None:
     for name in ("forward", "backward"):
         for unit in ("bytes", "messages"):
             assert sum(rank[name][unit] for rank in counted["ranks"]) == counted["totals"][name][unit] > 0
-    simulated = json.loads(ringattn("simulate", *common, "output.path=-", cwd=tmp_path).stdout)
+    simulated = json.loads(inside("simulate", *common, "output.path=-", cwd=tmp_path).stdout)
     assert simulated["passes"]["forward"]["seconds"] > 0
     assert {path.name for path in tmp_path.iterdir()} == {"outputs"}, "of run, Hydra's record"
 
@@ -107,8 +107,8 @@ def test_ranks_write_what_they_print(tmp_path: Path) -> None:
         (("simulate", "study=scaling", "--json"), "a study is a folder of files"),
     ],
 )
-def test_json_that_cannot_be_written(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    done = ringattn(*arguments, cwd=tmp_path)
+def test_json_that_cannot_be_written(tmp_path: Path, arguments: tuple[str, ...], words: str, inside: Inside) -> None:
+    done = inside(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and words in done.stderr and not done.stdout
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_cli import Inside
+from command_line import Inside
 
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.files import write_text, writing

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Inside
 from studies import config, read, study
-from test_cli import Inside
 
 import ringattn as ra
 from ringattn import InvalidInput

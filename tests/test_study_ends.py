@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Inside
 from studies import files, read, study
-from test_cli import Inside
 
 from ringattn import InvalidInput
 from ringattn.config import SimulateConfig
