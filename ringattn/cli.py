@@ -91,10 +91,11 @@ def _ending_tidily(launched: bool) -> Iterator[None]:
         with nullcontext() if launched else terminable():
             yield
     except KeyboardInterrupt:
-        _end(signal.SIGINT)
+        _tell(signal.SIGINT)
+        raise SystemExit(INTERRUPTED) from None
     except SystemExit as end:
         if end.code == TERMINATED:
-            _end(signal.SIGTERM)
+            _tell(signal.SIGTERM)
         raise
     finally:
         for number in ours:
@@ -102,9 +103,14 @@ def _ending_tidily(launched: bool) -> Iterator[None]:
 
 
 def _end(number: int, frame: Any = None) -> None:
-    told, status = SIGNALS[signal.Signals(number)]
-    os.write(2, f"ringattn: {told}\n".encode())  # not sys.stderr, which may be in the middle of a line
-    os._exit(status)
+    _tell(number)
+    os._exit(SIGNALS[signal.Signals(number)][1])
+
+
+def _tell(number: int) -> None:
+    os.write(
+        2, f"ringattn: {SIGNALS[signal.Signals(number)][0]}\n".encode()
+    )  # sys.stderr may be in the middle of a line
 
 
 def _is_main() -> bool:
