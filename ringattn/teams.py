@@ -13,7 +13,7 @@ from . import executor
 from .executor import Forward, Job
 from .plan import Plan
 from .pool import memory_pool
-from .transport.base import Message, Post, Program, Wait
+from .transport.base import Message, Post, Program, Wait, readdressed
 
 T = TypeVar("T")
 #: q, k, v, out and lse of the heads of a member, kept beside what the ring keeps.
@@ -99,19 +99,7 @@ class _Team:
 
     def inside(self, program: Program[T]) -> Program[T]:
         """The program of a rank between the teams, with peers as ranks of all."""
-        reply = None
-        while True:
-            try:
-                request = program.send(reply)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            if isinstance(request, Post):
-                request = Post(self._moved(request.sends), self._moved(request.recvs), request.label)
-            reply = yield request
-
-    def _moved(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return tuple(Message(m.peer * self.size + self.me, m.tag, m.data) for m in messages)
+        return readdressed(program, lambda m: Message(m.peer * self.size + self.me, m.tag, m.data))
 
     def _exchange(
         self, outgoing: list[list[torch.Tensor]], shapes: Sequence[Sequence[Sequence[int]]],

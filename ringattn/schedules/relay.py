@@ -222,7 +222,7 @@ def _ends(demand: Wanted) -> Ends | None:
 
 @remembered
 def _along(demand: Wanted, way: Way) -> dict[int, int]:
-    """`rows_along` of the `sampled` blocks, where it is found for all of them at once."""
+    """`rows_along` by owner, of the blocks that `_ends` lists; empty where it lists none."""
     ends = _ends(demand)
     if ends is None:
         return {}

@@ -93,11 +93,8 @@ class Transport(Carrier, Protocol):
 TAGS, SPAN = 1 << 28, 1 << 16
 
 
-def numbered(program: Program[T], number: int, *, backward: bool) -> Program[T]:
-    """The program of a call, with tags that tell its messages from those of all other calls and of the other pass.
-
-    Tags repeat after TAGS / SPAN calls. A program alone has the tags of its plan, which are unique between two ranks.
-    """
+def readdressed(program: Program[T], change: Callable[[Message], Message]) -> Program[T]:
+    """The same program with every message that it posts replaced by `change(message)`."""
     reply: Any = None
     while True:
         try:
@@ -106,13 +103,18 @@ def numbered(program: Program[T], number: int, *, backward: bool) -> Program[T]:
             result: T = stop.value
             return result
         if isinstance(request, Post):
-            first = number * SPAN + backward
-            sends, recvs = (
-                tuple(replace(message, tag=(first + 2 * message.tag) % TAGS) for message in messages)
-                for messages in (request.sends, request.recvs)
-            )
+            sends, recvs = (tuple(map(change, messages)) for messages in (request.sends, request.recvs))
             request = Post(sends, recvs, request.label)
         reply = yield request
+
+
+def numbered(program: Program[T], number: int, *, backward: bool) -> Program[T]:
+    """The program of a call, with tags that tell its messages from those of all other calls and of the other pass.
+
+    Tags repeat after TAGS / SPAN calls. A program alone has the tags of its plan, which are unique between two ranks.
+    """
+    first = number * SPAN + backward
+    return readdressed(program, lambda message: replace(message, tag=(first + 2 * message.tag) % TAGS))
 
 
 #: Bytes that tell the length of a record, and the most bytes of a record.
