@@ -14,6 +14,7 @@ from .layout import Contiguous
 from .pattern.periods import period
 from .schedules import planner
 from .schedules.allgather import AllGather
+from .schedules.direct import Direct
 from .schedules.relay import Way, all_along, kept_along, rows_along
 from .schedules.ring import Ring
 from .schedules.route import Edge, Route
@@ -139,7 +140,7 @@ class _Moved:
         wanted = route.demand
         if isinstance(route, Ring):
             return cls(sum(all_along(wanted, owners, way) for way in route.ways))
-        if route.inner == 1:
+        if isinstance(route, Direct):
             return cls(
                 sum(wanted.size(route.behind(edge), edge.owner) for owner in owners for edge in route.first(owner))
             )
