@@ -12,6 +12,7 @@ from .errors import Unsupported
 from .layout import MAX_RANGES, Layout
 from .pattern import Pattern, Tile
 from .pattern.some_heads import SomeHeads
+from .schedules import teams
 from .text import duration
 from .timing import Machine, Prediction
 from .timing.budget import most_memory
@@ -26,7 +27,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
 #: Above this many ranks neither all-gather, which needs P - 1 messages, nor balanced, which counts 8 P chunks, is tried.
 MANY = 256
 #: An estimate that takes more lookups of tiles is made again from FEWER clocks; where that takes as many, there is none.
-LOOKUPS, FEWER = 6_000, 4
+LOOKUPS, FEWER = 20_000, 4
 #: Plans for up to this many ranks are compared even where the ring is seen to be as fast as a schedule can be.
 CHEAP = 8
 #: What `within_reach` spends: about a second.
@@ -62,6 +63,11 @@ class Choice:
     picked: Candidate
     reason: str
     machine: Machine
+
+    def without_teams(self) -> Candidate:
+        """The fastest compared candidate whose ranks form no Ulysses teams."""
+        alone = [one for one in self.candidates if one.prediction is not None and teams(one.schedule)[0] == 1]
+        return min(alone, key=_seconds)
 
 
 class TooMany(Exception):
@@ -124,20 +130,18 @@ def schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
 
 
 def team_sizes(plan: Plan, machine: Machine) -> list[int]:
-    """Sizes of Ulysses teams that divide ranks and heads, and whose ranks are of one node."""
-    node = min(machine.inner, plan.ranks)
+    """Sizes of Ulysses teams that divide ranks and heads, and whose ranks are of one node; any where all links are alike."""
+    node = min(machine.inner, plan.ranks) if machine.inner > 1 else plan.ranks
     most = gcd(plan.ranks, plan.heads, plan.kv_heads, node)
     return [size for size in range(2, most + 1) if most % size == 0]
 
 
 def _no_teams(plan: Plan, machine: Machine) -> str:
     """Why no Ulysses teams are compared."""
+    heads = f"{plan.ranks:,} ranks, {plan.heads} query heads"
     if machine.inner == 1:
-        return "the machine has no nodes whose ranks could form a team: machine.inner=1"
-    return (
-        f"no size of a team divides {plan.ranks:,} ranks, {plan.heads} query heads, {plan.kv_heads} key/value heads and "
-        f"nodes of {machine.inner}"
-    )
+        return f"no size of a team divides {heads} and {plan.kv_heads} key/value heads"
+    return f"no size of a team divides {heads}, {plan.kv_heads} key/value heads and nodes of {machine.inner}"
 
 
 def layouts(ranks: int) -> tuple[str, ...]:

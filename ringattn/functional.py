@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -29,8 +31,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """torch.compile breaks its graph here: plans and messages are not for tracing."""
-    return cast(F, torch.compiler.disable(function))
+    """torch.compile breaks its graph here: plans and messages are not for tracing.
+
+    torch.compiler.disable imports the compiler, which takes longer than many a program: it waits until somebody else has.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return cast(F, call)
 
 
 @uncompiled

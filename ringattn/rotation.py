@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import lcm
 
 from .cut import Cut, Cuts, total
@@ -25,6 +26,8 @@ from .wanted import Wanted
 ROTATE = ("auto", "keys", "queries")
 #: Up to this many ranks the bytes of both ways are counted over all blocks; above, over SOME.
 EXACT, SOME = 64, 16
+#: Where there are more than EXACT ranks, so many arrivals of a rank tell what it keeps, and so many ranks what all get.
+LATEST = 64
 
 
 def check_rotate(rotate: object) -> None:
@@ -141,9 +144,7 @@ class _Moved:
         if isinstance(route, Ring):
             return cls(sum(all_along(wanted, owners, way) for way in route.ways))
         if isinstance(route, Direct):
-            return cls(
-                sum(wanted.size(route.behind(edge), edge.owner) for owner in owners for edge in route.first(owner))
-            )
+            return cls(sum(_straight(route, owner) for owner in owners))
         counts = [0, 0, 0, 0]
         for owner in owners:
             todo: list[tuple[Edge, tuple[Edge, ...]]] = [(edge, ()) for edge in route.first(owner)]
@@ -160,11 +161,26 @@ class _Moved:
         return cls(*counts)
 
 
+def _straight(route: Direct, owner: int) -> int:
+    """Rows of all heads that an owner sends to all that need some. Where these may be more than LATEST of many ranks, so
+    many evenly spaced ones stand for all."""
+    wanted, ranks = route.demand, route.demand.layout.ranks
+    edges = list(islice(route.leaving(owner), LATEST + 1 if ranks > EXACT else None))
+    if ranks <= EXACT or len(edges) <= LATEST:
+        return sum(wanted.size(route.behind(edge), owner) for edge in edges)
+    others = [(owner + 1 + (ranks - 1) * i // LATEST) % ranks for i in range(LATEST)]
+    return sum(wanted.size((range(other, other + 1),), owner) for other in others) * (ranks - 1) // LATEST
+
+
 def _kept(route: Route, rank: int) -> tuple[int, int]:
-    """Rows of all heads that a rank keeps from the forward, and those of them that are of another node."""
+    """Rows of all heads that a rank keeps from the forward, and those of them that are of another node.
+
+    Of more than EXACT ranks, those of the latest LATEST arrivals: a rank at which nothing ends has as many as there are ranks.
+    """
+    kept = route.kept(rank) if route.demand.layout.ranks <= EXACT else route.latest(rank, LATEST)
     rows = [
         (_rows(route, edge.owner, cuts), edge.owner // route.inner != rank // route.inner)
-        for edge, cuts in route.kept(rank).items()
+        for edge, cuts in kept.items()
     ]
     return sum(count for count, _ in rows), sum(count for count, far in rows if far)
 

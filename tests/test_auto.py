@@ -89,9 +89,16 @@ def test_memory_without_steps_is_no_less(schedule: str) -> None:
         assert most_memory(plan) >= sum(memory(plan).values())
 
 
+def test_teams_are_compared_on_a_flat_network() -> None:
+    plan = chosen(Causal(), 8, FLAT, heads=8)
+    assert plan.choice is not None
+    compared = {c.schedule for c in plan.choice.candidates if c.prediction}
+    assert {"ulysses(2, ring)", "ulysses(4, ring)", "ulysses(8, ring)"} <= compared
+
+
 def test_why_no_teams_are_compared() -> None:
     for heads, machine, words in (
-        (8, FLAT, "machine.inner=1"),
+        (1, FLAT, "no size of a team divides 8 ranks, 1 query heads and 1 key/value heads"),
         (1, NODES, "no size of a team divides 8 ranks, 1 query heads"),
     ):
         plan = chosen(Causal(), 8, machine, heads=heads)

@@ -1,6 +1,7 @@
 """Every pattern x layout x ranks x dtype x head sharing against the fp64 oracle, forward and backward.
 
-In fp64 all of them; the narrower dtypes meet every number of ranks, each with some of the head sharings.
+Every pattern meets every layout in every dtype, every number of ranks, and every head sharing. In fp64 each head sharing
+has every other number of ranks, in the narrower dtypes one head sharing has.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PATTERNS: dict[str, Pattern] = {
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped(4)", "balanced(5)")
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 HEADS = ((4, 4), (4, 2), (3, 1))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Every schedule meets every pattern, dtype and kind of heads, on several layouts and numbers of ranks.
 SCHEDULES: tuple[dict[int, str], ...] = (
     {1: "ring", 2: "direct", 3: "allgather", 4: "double_ring(2)", 5: "ring", 7: "direct", 8: "ulysses(2, ring)"},
@@ -68,14 +70,16 @@ def truth(name: str, heads: tuple[int, int], dtype: torch.dtype) -> tuple[Case, 
     return case, oracle, [2 * max(pair) + FLOOR for pair in zip(single, best, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_cell(name: str, layout: str, dtype: torch.dtype) -> None:
+    turn = LAYOUTS.index(layout) + DTYPES.index(dtype)
     for place, heads in enumerate(HEADS):
+        if dtype != torch.float64 and (turn + place) % len(HEADS):
+            continue
         case, oracle, allowed = truth(name, heads, dtype)
-        some = RANKS[(place + LAYOUTS.index(layout)) % 2 :: 2]
-        for ranks in RANKS if dtype == torch.float64 else some:
+        for ranks in RANKS[(place + turn) % 2 :: 2]:
             schedule = fitting(SCHEDULES[LAYOUTS.index(layout) % 2][ranks], heads)
             rotate = ROTATE[(ranks + heads[0] + len(name)) % 3]
             q, k, v = case.leaves()

@@ -23,7 +23,7 @@ def inputs(tokens: int = 96, heads: int = 2, dtype: torch.dtype = torch.float32)
 
 
 def test_the_pool_serves_receive_buffers_accumulators_and_workspaces() -> None:
-    """After one step of warm-up, 100 steps find what they need in the pool."""
+    """After one step of warm-up, 25 steps find what they need in the pool."""
     pool = memory_pool()
     q, k, v = inputs(512, dtype=torch.bfloat16)
     longnet = Dilated((64, 256), (1, 2))
@@ -37,10 +37,10 @@ def test_the_pool_serves_receive_buffers_accumulators_and_workspaces() -> None:
     pool.clear()
     step()
     hits, misses = pool.hits, pool.misses
-    for _ in range(100):
+    for _ in range(25):
         step()
     hits, misses = pool.hits - hits, pool.misses - misses
-    assert hits > 400 and hits / (hits + misses) > 0.95
+    assert hits > 100 and hits / (hits + misses) > 0.95
 
 
 @pytest.mark.parametrize("rotate", ["keys", "queries"])
@@ -58,12 +58,12 @@ def test_message_buffers_are_those_of_the_model(ranks: int, rotate: str) -> None
     assert 0.95 * wanted < taken < 1.1 * wanted, (taken, wanted)
 
 
-def test_a_thousand_forwards_do_not_grow() -> None:
+def test_forwards_do_not_grow_the_pool() -> None:
     pool, held = memory_pool(), []
     q, k, v = (x.detach() for x in inputs(64))
-    for turn in range(1000):
+    for turn in range(200):
         ra.virtual_attention(q, k, v, Causal(), ranks=4)
-        if turn % 100 == 99:
+        if turn % 20 == 19:
             held.append((pool.idle_bytes, len(pool._idle)))
     assert len(set(held)) == 1 and pool.idle_bytes <= pool.limit
 
@@ -121,20 +121,20 @@ def test_out_of_memory_empties_the_pool_and_tries_once_more() -> None:
 
 
 def test_a_real_lack_of_memory() -> None:
-    """In a process that may have 2 GiB more: an output of 4 GiB is a typed error, and a smaller batch works after it."""
+    """In a process that may have 512 MiB more: an output of 1 GiB is a typed error, and a smaller batch works after it."""
     code = """
 import resource, torch, ringattn as ra
 from ringattn.memory import resident
-q = torch.zeros(1, 1, 1, 8).expand(1 << 16, 8, 256, 8)
+q = torch.zeros(1, 1, 1, 8).expand(1 << 14, 8, 256, 8)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 31), used + (1 << 31)))
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), used + (1 << 29)))
 try:
     ra.attention(q, q, q, ra.Full())
     raise SystemExit("it fitted")
 except ra.OutOfMemory as error:
     assert isinstance(error.__cause__, RuntimeError) and isinstance(error, MemoryError), error
-found, out = ra.auto_batch_size(lambda batch: ra.attention(q[:batch], q[:batch], q[:batch], ra.Dilated((64,), (2,))), 1 << 16)
-assert 1 <= found < 1 << 16 and len(out) == found
+found, out = ra.auto_batch_size(lambda batch: ra.attention(q[:batch], q[:batch], q[:batch], ra.Dilated((64,), (2,))), 1 << 14)
+assert 1 <= found < 1 << 14 and len(out) == found
 print("batch", found)
 """
     code = code.replace("from ringattn.memory import resident\n", "")

@@ -132,7 +132,7 @@ def test_works_on_a_cut_of_queries_hold_the_pairs_of_its_rows(
 ) -> None:
     pattern, tokens, ranks, name = case
     heads, kv_heads = counts
-    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=name, heads=heads, kv_heads=kv_heads)
+    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=name, schedule="ring", heads=heads, kv_heads=kv_heads)
     layout, mask = plan.layout, pattern.mask(tokens, heads)
     rank, owner = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
     first = data.draw(st.integers(0, rank))

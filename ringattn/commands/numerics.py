@@ -40,7 +40,7 @@ def main(config: SimulateConfig) -> NumericsReport:
     _check(options)
     check_json(config.output.path)
     torch.set_num_threads(options.threads)
-    plan = asked_plan(config)
+    plan = _plan(config)
     rows, ranks = _rows(plan, config), _ranks(plan, options)
     _check_effort(plan, rows, ranks)
     fault = _fault(plan, options, rows, ranks)
@@ -62,6 +62,16 @@ def main(config: SimulateConfig) -> NumericsReport:
     if fault is not None and report.passed:
         raise NumericsFailure(f"the fault {fault} was not noticed by the ledger nor by the numbers")
     return report
+
+
+def _plan(config: SimulateConfig) -> Plan:
+    """The plan that is asked for. schedule=auto takes the fastest schedule without teams: only such a schedule is executed."""
+    plan = asked_plan(config)
+    if plan.team == 1 or config.schedule.spec != "auto":
+        return plan
+    assert plan.choice is not None, "the schedule was chosen"
+    best = plan.choice.without_teams()
+    return asked_plan(config, layout=best.layout, schedule=best.schedule)
 
 
 def _check(options: NumericsGroup) -> None:

@@ -32,13 +32,17 @@ class Direct(Route):
         return (_edge((rank - d) % ranks, d, ranks) for d in search(needed, near, far))
 
     def first(self, owner: int) -> tuple[Edge, ...]:
+        return tuple(self.leaving(owner))[::-1]
+
+    def leaving(self, owner: int) -> Iterator[Edge]:
+        """The edges on which the block of `owner` leaves it, the latest first."""
         ranks = self.demand.layout.ranks
         here = range(owner, owner + 1)
 
         def wanted(near: int, far: int) -> bool:
             return any(self.demand.needs(queriers, here) for queriers in runs(owner + near, far - near + 1, ranks))
 
-        return tuple(_edge(owner, d, ranks) for d in search(wanted, 1, ranks - 1))[::-1]
+        return (_edge(owner, d, ranks) for d in search(wanted, 1, ranks - 1))
 
     def onward(self, edge: Edge) -> tuple[Edge, ...]:
         return ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 from ..cut import Cuts, minus, total
@@ -102,13 +103,14 @@ class Route(ABC):
 
         What it does not keep it gets again from the owner.
         """
-        return self._answer("kept", rank, self._latest)
+        return self._answer("kept", rank, self.latest)
 
-    def _latest(self, rank: int) -> dict[Edge, Cuts]:
+    def latest(self, rank: int, arrivals: int | None = None) -> dict[Edge, Cuts]:
+        """What `kept` gives, looked for in the latest `arrivals` only, where that is given."""
         found: dict[Edge, Cuts] = {}
         left: dict[int, int] = {}
         block = self.demand.block_heads * self.demand.layout.rows(rank)
-        for edge in self.arrivals(rank):
+        for edge in islice(self.arrivals(rank), arrivals):
             room = left.setdefault(edge.lane, block)
             if len(left) == self.lanes and max(left.values()) <= 0:
                 break  # a rank to which all blocks go is not looked at as a whole

@@ -6,6 +6,7 @@ between them, and the time of its visits is scaled to the exact number of its pa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Of so many ranks the pairs are counted, to find the busiest.
 COUNTED = 16
+#: Of up to so many ranks all are looked at.
+ALL = 8
 #: Where more blocks than this come to a rank, about so many of its clocks are looked at.
 CLOCKS = 16
 #: Cycles of a double ring that are looked at, and clocks of each.
@@ -150,12 +153,15 @@ class _Between:
         self.row = plan.part_bytes(Part("kv", 0, Cut((0,), ((range(1),),))))
         self.rates = Rates(plan, machine, backward=False)
         self.pair = pair_seconds(plan, machine, backward=False)
+        #: By rank and clock: seconds of its visits, those of all that it receives meanwhile, and what that is.
+        self.steps: dict[tuple[int, int], tuple[float, float, tuple[Edge, ...]]] = {}
 
     def found(self) -> Estimate:
         """The time of the slowest rank that was looked at."""
         ranks, inner = self.plan.ranks, self.machine.inner
         # Ranks wait for each other, so that a link between nodes sets the pace of all: where some are, they are looked at.
         looked = {0, busiest(self.demand), ranks - 1, *((inner - 1, ranks - inner) if 1 < inner < ranks else ())}
+        looked |= set(range(ranks)) if ranks <= ALL else set()
         arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in sorted(looked)}
         few = max(map(len, arrivals.values())) <= self.most
         last = max((edges[0].time for edges in arrivals.values() if edges), default=0)
@@ -169,6 +175,8 @@ class _Between:
             # The ranks of a node wait in every cycle for the slowest outer message of all.
             cycles = {cycle for _, found in each for cycle in found}
             seconds = sum(max(found.get(cycle, 0.0) for _, found in each) for cycle in cycles)
+        elif few and len(looked) == ranks and not self.gathers:
+            seconds = self._together()
         clocks = len(self._sampled(0, last)) if not few else last + 1
         most = {"bytes": max(one.bytes for one, _ in each), "messages": max(one.messages for one, _ in each)}
         whole = replace(worst, seconds=seconds, exposed=seconds - worst.compute, **most)
@@ -187,7 +195,9 @@ class _Between:
         cycles: dict[int, list[float]] = {}
         for clock, (visit, merge) in zip(clocks, busy, strict=True):
             alone, outer = self._messages(rank, clock)
-            step = max(visit + merge + self.rates.gamma * min(visit, alone), alone)
+            worked = visit + merge + self.rates.gamma * min(visit, alone)
+            step = max(worked, alone)
+            self.steps[rank, clock.at] = worked, alone, clock.posted
             if isinstance(self.route, DoubleRing):
                 cycle = cycles.setdefault(clock.at // self.route.inner, [0.0, 0.0])
                 cycle[0] += clock.weight * step
@@ -198,6 +208,33 @@ class _Between:
         longest = {number: max(pair) for number, pair in cycles.items()}
         seconds = sum(longest.values()) if longest else seconds
         return Prediction(seconds, compute, seconds - compute, round(sent), round(messages)), longest
+
+    def _together(self) -> float:
+        """Seconds of all ranks, whose messages begin where both of their ends have begun the clock, and are waited for by
+        both."""
+        ranks = range(self.plan.ranks)
+        begun = [0.0 for _ in ranks]
+        for time in sorted({at for _, at in self.steps}):
+            known = [self.steps.get((rank, time), (0.0, 0.0, ())) for rank in ranks]
+            # Messages of a rank over one kind of link follow each other, those that it sends as those that it receives.
+            lasts: defaultdict[tuple[int, bool, bool], float] = defaultdict(float)
+            for rank, (_, _, posted) in enumerate(known):
+                for edge in posted:
+                    near = self._near(edge)
+                    alone = _seconds(self.machine, [self._size(edge)], near, self.crowd)
+                    lasts[rank, near, True] += alone
+                    lasts[edge.source, near, False] += alone
+            after = [start + worked for start, (worked, _, _) in zip(begun, known, strict=True)]
+            for rank, (_, received, posted) in enumerate(known):
+                for edge in posted:
+                    near = self._near(edge)
+                    last = max(lasts[rank, near, True], lasts[edge.source, near, False])
+                    if self.machine.shared and not near:
+                        last = max(last, received)  # all that comes to the node
+                    end = max(begun[rank], begun[edge.source]) + last
+                    after[rank], after[edge.source] = max(after[rank], end), max(after[edge.source], end)
+            begun = after
+        return max(begun)
 
     def _gathered(self, rank: int, clocks: list[_Clock], busy: list[tuple[float, float]], compute: float) -> Prediction:
         """The forward of a rank of an all-gather, whose own visit is all that computes meanwhile."""

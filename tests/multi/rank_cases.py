@@ -36,7 +36,8 @@ PATTERNS: tuple[Pattern, ...] = (
 
 
 def equals_virtual(rank: int, dtype: str, heads: tuple[int, int]) -> int:
-    """Every pattern x layout x schedule: bit for bit the virtual ranks, and the planned bytes. Cells checked."""
+    """Half of all patterns x layouts x schedules, so that all pairs meet: bit for bit the virtual ranks, and the planned
+    bytes. Cells checked."""
     return compare_with_virtual(TorchDist(timeout=30), dtype, heads, PATTERNS)
 
 
@@ -60,10 +61,12 @@ def compare_with_virtual(
     schedules = ["ring", "direct", "allgather", f"double_ring({2 if size == 4 else 1})"]
     if size % 2 == 0 and heads[1] % 2 == 0:
         schedules[2:3] = ["ulysses(2)" if size == 2 else "ulysses(2, direct)"]
-    for pattern in patterns:
+    for index, pattern in enumerate(patterns):
         for number, layout in enumerate(("contiguous", "zigzag", "striped", "striped(8)")):
             for place, schedule in enumerate(schedules):
-                rotate = ("keys", "queries")[(number + place) % 2]
+                if (index + number + place) % 2:
+                    continue
+                rotate = ("keys", "queries")[(index + number // 2 + place // 2) % 2]
                 case = make_case(TOKENS, *heads, getattr(torch, dtype), lse=True)
                 assert case.grad_lse is not None
                 options = {"layout": layout, "schedule": schedule, "rotate": rotate, "return_lse": True}
