@@ -83,7 +83,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(plans(), st.sampled_from((*MACHINES, replace(EVEN, inner=2, shared=True))), st.booleans())
 def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward: bool) -> None:
     rates = Rates(plan, machine, backward)

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from test_cli import ringattn
+from command_line import Inside
 
 import ringattn as ra
 from ringattn.commands.numerics import main
@@ -449,9 +449,9 @@ def test_the_command_reports_and_fails(capsys: pytest.CaptureFixture[str], monke
         main(config(rows=4))
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(inside: Inside, tmp_path: Path) -> None:
     shape = ("mode=numerics", "tokens=16k", "ranks=256", "head_dim=8", "pattern=Causal()", "numerics.period=37")
-    done = ringattn("simulate", *shape, "numerics.rows=[5,100,16383]", "output.path=found.json", cwd=tmp_path)
+    done = inside("simulate", *shape, "numerics.rows=[5,100,16383]", "output.path=found.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for words in ("3 of 16,384 query rows", "complete: ", "[measured]", "[counted]", "peak memory"):
         assert words in done.stdout
@@ -460,7 +460,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert (found["words"]["error"], found["words"]["ledger"]) == ("measured", "counted")
     assert found["plan"]["dtype"] == "float64" and 0 < found["error"] < 1e-11
     for fault in ("swap", "lost", "scaled"):
-        done = ringattn("simulate", *shape, "backward=true", "numerics.rows=4", f"numerics.fault={fault}", cwd=tmp_path)
+        done = inside("simulate", *shape, "backward=true", "numerics.rows=4", f"numerics.fault={fault}", cwd=tmp_path)
         assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr
     for wrong, words in (
         (("mode=numerics", "stalls=[[1,0,0.5]]"), "stalls=[[1,0,0.5]] has no meaning with mode=numerics"),
@@ -468,6 +468,6 @@ def test_the_command_line(tmp_path: Path) -> None:
         (("mode=numerics", "dtype=float32"), "sampled rows are exact in fp64 only"),
         (("mode=numerics", "backward=true", "numerics.way=all", "numerics.count=2"), "exchanges gradients"),
     ):
-        done = ringattn("simulate", *wrong, cwd=tmp_path)
+        done = inside("simulate", *wrong, cwd=tmp_path)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["found.json"]

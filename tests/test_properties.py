@@ -233,7 +233,7 @@ def test_only_two_receive_buffers_per_rank() -> None:
     x = [torch.randn(1, 2, 1024, 16) for _ in range(3)]
     pool(x[0].device).clear()
     misses = pool(x[0].device).misses
-    ra.virtual_attention(*x, Full(), ranks=8)
+    ra.virtual_attention(*x, Full(), ranks=8, schedule="ring")
     assert pool(x[0].device).misses - misses == 2 * 8
 
 

@@ -37,7 +37,9 @@ def test_a_script_copies_first_and_merges_after(
 ) -> None:
     pattern, tokens, ranks, layout = case
     heads, kv_heads = counts
-    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, heads=heads, kv_heads=kv_heads)
+    plan = make_plan(
+        pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=heads, kv_heads=kv_heads
+    )
     before, script.SECTION_ROWS = script.SECTION_ROWS, least
     try:
         plan.memory.clear()

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import byte_table
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,10 +120,6 @@ def odd_head_dims(rank: int) -> int:
                 assert torch.equal(a, made.shard_tensor(b, rank)), (dim, dtype, rotate)
             cells += 1
     return cells
-
-
-def byte_counts(rank: int) -> list[int]:
-    return byte_table.count(TorchDist(timeout=60))
 
 
 def balanced_shards(rank: int) -> float:
