@@ -1,6 +1,6 @@
 """Exact ring attention for any pattern, layout and number of ranks, real or virtual.
 
-Nothing here imports torch until a name that needs it is used: plans and models do without.
+A module is imported when one of its names is used first: plans and simulations need no torch, and attention no simulator.
 """
 
 from __future__ import annotations
@@ -8,121 +8,89 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import CommFailure, InvalidInput, LaunchLimit, Mismatch, OutOfMemory, RingAttentionError, Unsupported
-from .layout import Layout, make_layout
-from .pattern import (
-    BlockSparse,
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    Pattern,
-    Sinks,
-    Strided,
-    Window,
-    dilated_blocks,
-    from_block_mask,
-    global_local,
-    hierarchical,
-    local_window,
-    mix,
-    parse_pattern,
-    strided_blocks,
-    top_k,
-)
-from .plan import Plan, make_plan
-from .timing import Machine, Prediction, Stall, Timeline, predict, simulate
-
 if TYPE_CHECKING:
     from . import nn as nn
-    from .factories import (
-        BlockSparseAdaptive,
-        create_block_sparse_attention,
-        create_dilated_attention,
-        create_multihead_block_sparse,
-        create_multihead_dilated_attention,
-        get_block_sparse_preset,
-    )
-    from .functional import attention, ring_attention, virtual_attention
-    from .pool import auto_batch_size, memory_pool
-    from .remat import keep_attention
+    from .compat import BlockSparseAdaptive as BlockSparseAdaptive
+    from .compat import create_block_sparse_attention as create_block_sparse_attention
+    from .compat import create_dilated_attention as create_dilated_attention
+    from .compat import create_multihead_block_sparse as create_multihead_block_sparse
+    from .compat import create_multihead_dilated_attention as create_multihead_dilated_attention
+    from .compat import get_block_sparse_preset as get_block_sparse_preset
+    from .errors import CommFailure as CommFailure
+    from .errors import InvalidInput as InvalidInput
+    from .errors import LaunchLimit as LaunchLimit
+    from .errors import Mismatch as Mismatch
+    from .errors import OutOfMemory as OutOfMemory
+    from .errors import RingAttentionError as RingAttentionError
+    from .errors import Unsupported as Unsupported
+    from .functional import attention as attention
+    from .functional import ring_attention as ring_attention
+    from .functional import virtual_attention as virtual_attention
+    from .layout.regular import Layout as Layout
+    from .layout.regular import make_layout as make_layout
+    from .machine.machine import Machine as Machine
+    from .pattern import BlockSparse as BlockSparse
+    from .pattern import Causal as Causal
+    from .pattern import Dilated as Dilated
+    from .pattern import Documents as Documents
+    from .pattern import Full as Full
+    from .pattern import Pattern as Pattern
+    from .pattern import Sinks as Sinks
+    from .pattern import Strided as Strided
+    from .pattern import Window as Window
+    from .pattern import dilated_blocks as dilated_blocks
+    from .pattern import from_block_mask as from_block_mask
+    from .pattern import global_local as global_local
+    from .pattern import hierarchical as hierarchical
+    from .pattern import local_window as local_window
+    from .pattern import mix as mix
+    from .pattern import parse_pattern as parse_pattern
+    from .pattern import strided_blocks as strided_blocks
+    from .pattern import top_k as top_k
+    from .plan.choice import Prediction as Prediction
+    from .plan.plan import Plan as Plan
+    from .planner import make_plan as make_plan
+    from .runtime.checkpointing import keep_attention as keep_attention
+    from .runtime.memory_pool import auto_batch_size as auto_batch_size
+    from .runtime.memory_pool import memory_pool as memory_pool
+    from .timing.forecast import predict as predict
+    from .timing.simulation import simulate as simulate
+    from .timing.solvers.recurrence import Stall as Stall
+    from .timing.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "create_multihead_dilated_attention": "factories",
-    "create_multihead_block_sparse": "factories",
-    "create_dilated_attention": "factories",
-    "create_block_sparse_attention": "factories",
-    "get_block_sparse_preset": "factories",
-    "BlockSparseAdaptive": "factories",
-    "attention": "functional",
-    "auto_batch_size": "pool",
-    "keep_attention": "remat",
-    "memory_pool": "pool",
-    "ring_attention": "functional",
-    "virtual_attention": "functional",
+#: Public names by the module that defines them.
+_NAMES = {
+    "errors": "CommFailure InvalidInput LaunchLimit Mismatch OutOfMemory RingAttentionError Unsupported",
+    "pattern": "BlockSparse Causal Dilated Documents Full Pattern Sinks Strided Window dilated_blocks from_block_mask global_local hierarchical local_window mix parse_pattern strided_blocks top_k",
+    "layout.regular": "Layout make_layout",
+    "machine.machine": "Machine",
+    "plan.plan": "Plan",
+    "planner": "make_plan",
+    "plan.choice": "Prediction",
+    "timing.forecast": "predict",
+    "timing.simulation": "simulate",
+    "timing.solvers.recurrence": "Stall",
+    "timing.timeline": "Timeline",
+    "functional": "attention ring_attention virtual_attention",
+    "runtime.memory_pool": "auto_batch_size memory_pool",
+    "runtime.checkpointing": "keep_attention",
+    "compat": "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse create_multihead_dilated_attention get_block_sparse_preset",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     if name == "nn":
         return import_module(".nn", __name__)
-    if name in _LAZY:
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "nn"})
+    return sorted({*globals(), *_HOMES, "nn"})
 
 
-__all__ = [
-    "BlockSparse",
-    "BlockSparseAdaptive",
-    "Causal",
-    "CommFailure",
-    "Dilated",
-    "Documents",
-    "Full",
-    "InvalidInput",
-    "LaunchLimit",
-    "Layout",
-    "Machine",
-    "Mismatch",
-    "OutOfMemory",
-    "Pattern",
-    "Plan",
-    "Prediction",
-    "RingAttentionError",
-    "Sinks",
-    "Stall",
-    "Strided",
-    "Timeline",
-    "Unsupported",
-    "Window",
-    "attention",
-    "auto_batch_size",
-    "create_block_sparse_attention",
-    "create_dilated_attention",
-    "create_multihead_block_sparse",
-    "create_multihead_dilated_attention",
-    "dilated_blocks",
-    "from_block_mask",
-    "get_block_sparse_preset",
-    "global_local",
-    "hierarchical",
-    "keep_attention",
-    "local_window",
-    "make_layout",
-    "make_plan",
-    "memory_pool",
-    "mix",
-    "parse_pattern",
-    "predict",
-    "ring_attention",
-    "simulate",
-    "strided_blocks",
-    "top_k",
-    "virtual_attention",
-]
+__all__ = sorted(_HOMES)

@@ -11,19 +11,21 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from .agreement import Call, agree, describe
-from .autocast import cast_inputs
-from .autograd import AllRanks, Attention, OneRank, Runner
 from .errors import InvalidInput, RingAttentionError
-from .executor import Job
 from .kernels.base import positive
 from .kernels.pad import check_padding, hide_keys
-from .layout import DEFAULT_LAYOUT, Layout
+from .layout.regular import DEFAULT_LAYOUT, Layout
+from .machine.machine import Machine
+from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
-from .plan import Plan, make_plan
-from .remat import keeping
-from .stream import check_chunk, get_device, make_stream
-from .timing import Machine, get_machine
+from .plan.plan import Plan
+from .planner import make_plan
+from .runtime.autocast import cast_inputs
+from .runtime.autograd import AllRanks, Attention, OneRank, Runner
+from .runtime.checkpointing import keeping
+from .runtime.executor import Job
+from .runtime.handshake import Call, agree, describe
+from .runtime.offload import check_chunk, get_device, make_stream
 from .transport.records import Exchange, Telling
 from .transport.torchdist import TorchDist
 

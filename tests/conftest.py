@@ -29,7 +29,7 @@ def new_ranks() -> Callable[..., list[Any]]:
     `fn` is a module-level function of an importable test module. A hang is killed; the error carries the stderr
     of the rank that failed.
     """
-    from ringattn.launcher import run_local
+    from ringattn.transport.launcher import run_local
 
     def run(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, **options: Any) -> list[Any]:
         return run_local(fn, n, *args, timeout=timeout, **{"threads": 1, **options})
@@ -43,7 +43,7 @@ def inside(
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """As `ringattn`, in this process, where torch has been imported already: for calls that start no ranks."""
 
-    from ringattn.cli import main
+    from ringattn.cli.main import main
 
     def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         for name in ("RANK", "WORLD_SIZE"):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ringattn as ra
-from ringattn.timing import Grid, KernelTimes
-from ringattn.timing.speed import SHAPES
+from ringattn.machine.kernel_times import SHAPES, Grid, KernelTimes
 
 ROWS = (64, 256, 1024)
 

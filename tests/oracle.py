@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ringattn.work import Work
+from ringattn.plan.work import Work
 
 Tensor = torch.Tensor
 

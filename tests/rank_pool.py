@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ringattn.errors import LaunchFailure
-from ringattn.launcher import run_local
+from ringattn.transport.launcher import run_local
 
 #: Seconds in which the ranks must have started.
 START = 120.0

@@ -8,16 +8,7 @@ from itertools import chain
 
 import torch
 
-from ringattn import (
-    Causal,
-    Dilated,
-    Pattern,
-    dilated_blocks,
-    global_local,
-    hierarchical,
-    local_window,
-    strided_blocks,
-)
+from ringattn import Causal, Dilated, Pattern, dilated_blocks, global_local, hierarchical, local_window, strided_blocks
 
 Tensor = torch.Tensor
 #: The key blocks that query block i of `total` sees.

@@ -6,10 +6,10 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from ringattn.config import MachineGroup, SimulateConfig
-from ringattn.groups import LayoutGroup, PatternGroup, ScheduleGroup, StudyGroup
-from ringattn.study.runner import Study
-from ringattn.study.space import points
+from ringattn.config.groups import LayoutGroup, PatternGroup, ScheduleGroup, StudyGroup
+from ringattn.config.schema import MachineGroup, SimulateConfig
+from ringattn.experiments.study.runner import Study
+from ringattn.experiments.study.space import points
 
 
 def config(**more: Any) -> SimulateConfig:

@@ -16,15 +16,15 @@ from test_architecture import modules_after
 
 import ringattn as ra
 from ringattn import InvalidInput, Machine, Stall, make_plan, simulate
-from ringattn.commands.progress import progress
-from ringattn.commands.simulate import main
-from ringattn.config import CalibrateConfig, SimulateConfig
-from ringattn.groups import LayoutGroup, MachineGroup, OutputGroup, PatternGroup, ScheduleGroup, TransportGroup
-from ringattn.modes import NEEDS, check_needs
-from ringattn.overrides import prepare
+from ringattn.cli.progress import progress
+from ringattn.cli.simulate import main
+from ringattn.config.checks import NEEDS, check_needs
+from ringattn.config.groups import LayoutGroup, MachineGroup, OutputGroup, PatternGroup, ScheduleGroup, TransportGroup
+from ringattn.config.overrides import prepare
+from ringattn.config.schema import CalibrateConfig, SimulateConfig
+from ringattn.machine.kernel_times import KernelTimes
+from ringattn.numerics import Mutation, numerics
 from ringattn.progress import listening
-from ringattn.simulator import Mutation, numerics
-from ringattn.timing import KernelTimes
 
 #: A value of each setting of `simulate` that is not the default.
 OTHERS: dict[str, Any] = {
@@ -317,7 +317,7 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(monkeypatch: pytest.
     lines = shown(lines=True).splitlines()
     assert lines == [f"ringattn: clocks: {done} of 100" for done in range(0, 100, 10)]
     now = iter(range(0, 2000, 9))  # each unit of work takes 9 seconds
-    monkeypatch.setattr("ringattn.commands.progress.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr("ringattn.cli.progress.time.monotonic", lambda: float(next(now)))
     lines = shown().splitlines()
     assert lines[:2] == [
         "ringattn: clocks: 4 of 100, about 14.4 min left",
@@ -327,7 +327,7 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(monkeypatch: pytest.
 
 
 def test_progress_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("ringattn.commands.progress.EVERY", 0.0)
+    monkeypatch.setattr("ringattn.cli.progress.EVERY", 0.0)
     with progress(Console()) as tell:
         tell(3, 9, "blocks")
     found = capsys.readouterr()

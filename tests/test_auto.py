@@ -6,8 +6,8 @@ import pytest
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Machine, Pattern, Plan, Window, make_plan, simulate
-from ringattn.timing import MACHINES
-from ringattn.timing.budget import memory, most_memory
+from ringattn.machine.presets import MACHINES
+from ringattn.timing.costs import memory, most_memory
 
 LENGTHS = [900, 200, 4000, 1500, 92, 700, 3000, 1992, 3000, 1000]
 SIZES = {"tokens": 1 << 14, "heads": 8, "head_dim": 64, "dtype": "bfloat16"}

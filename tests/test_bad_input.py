@@ -19,10 +19,10 @@ import pytest
 from command_line import Inside
 from test_machine_file import measured_machine
 
+from ringattn.cli.stored import read_npz
 from ringattn.errors import InvalidInput
 from ringattn.files import MARK, check_writable, replacing, write_text
-from ringattn.machine_file import read_machine, write_machine
-from ringattn.stored import read_npz
+from ringattn.machine.file import read_machine, write_machine
 
 NAMES = ("q", "k", "v")
 ROWS = 256
@@ -239,7 +239,7 @@ def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str
     """Sent while a package is imported, by the import itself: no wait, and the same moment every time."""
     code = (
         "import os, sys, builtins\n"
-        "from ringattn.cli import main\n"
+        "from ringattn.cli.main import main\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {imported!r}: os.kill(os.getpid(), {int(number)})\n"

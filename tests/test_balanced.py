@@ -28,8 +28,8 @@ from ringattn import (
     make_layout,
     make_plan,
 )
-from ringattn.balanced import Balanced, deal
-from ringattn.partition import MAX_RANGES
+from ringattn.layout.balanced import Balanced, deal
+from ringattn.layout.partition import MAX_RANGES
 from ringattn.pattern.ranges import ceil_div
 
 TOKENS, RANKS = 4096, 8

@@ -8,7 +8,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
-from ringattn.steps import Batch
+from ringattn.plan.steps import Batch
 
 PATTERNS: tuple[Pattern, ...] = (
     Full(),

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from ringattn.bench import SUITES, get_cases, ring
-from ringattn.bench import runner as bench_runner
-from ringattn.bench.case import Case, Column, Ratio
-from ringattn.commands import bench as bench_command
-from ringattn.config import BenchConfig
+from ringattn.cli import bench as bench_command
+from ringattn.config.groups import OutputGroup
+from ringattn.config.schema import BenchConfig
 from ringattn.errors import InvalidInput
-from ringattn.groups import OutputGroup
-from ringattn.launcher import run_local
+from ringattn.experiments.bench import SUITES, get_cases, ring
+from ringattn.experiments.bench import runner as bench_runner
+from ringattn.experiments.bench.case import Case, Column, Ratio
+from ringattn.transport.launcher import run_local
 
 
 def test_columns_take_turns_and_every_raw_number_is_kept() -> None:

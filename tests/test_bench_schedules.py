@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.bench import SUITES, get_cases, runner, schedules
-from ringattn.bench.case import Case
-from ringattn.bench.links import Links
-from ringattn.bench.network import run_nodes
-from ringattn.config import RunConfig
-from ringattn.job import Run
+from ringattn.cli.run_job import Run
+from ringattn.config.schema import RunConfig
+from ringattn.experiments.bench import SUITES, get_cases, runner, schedules
+from ringattn.experiments.bench.case import Case
+from ringattn.experiments.bench.links import Links
+from ringattn.experiments.bench.network import run_nodes
 from ringattn.transport.base import Post, Transport
 from ringattn.transport.records import PREFIX
 

@@ -241,7 +241,7 @@ class Counted(Exception):
 @pytest.fixture
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 20,000 block rows may be enumerated, of millions."""
-    from ringattn.pattern.blocks import Blocks
+    from ringattn.pattern.block_table import Blocks
 
     asked, original = count(), Blocks._occupied
 

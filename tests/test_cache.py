@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import ringattn as ra
-from ringattn import plan as plans
 from ringattn.cache import ENTRY, Cache, weigh
-from ringattn.demand import Demand
-from ringattn.layout import Layout, make_layout
+from ringattn.layout.regular import Layout, make_layout
+from ringattn.machine.presets import get_machine
 from ringattn.pattern import Pattern
-from ringattn.schedules.relay import Way, rows_along, sampled, sizes, ways
-from ringattn.timing import get_machine
-from ringattn.transposed import Transposed
-from ringattn.wanted import Wanted
+from ringattn.plan import plan as plans
+from ringattn.plan.block_demand import Wanted
+from ringattn.plan.key_demand import Demand
+from ringattn.plan.query_demand import Transposed
+from ringattn.plan.schedules.relay import Way, rows_along, sampled, sizes, ways
 
 RANKS = 12
 

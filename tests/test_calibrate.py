@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured import ROWS, machine, times
 
-from ringattn.calibrate import fits, noise, validate
-from ringattn.calibrate.measure import Calibration, measured
-from ringattn.calibrate.passes import Case, Pass
-from ringattn.calibrate.published import published
-from ringattn.commands.calibrate import _show as show_calibration
+from ringattn.cli.calibrate import _show as show_calibration
 from ringattn.errors import InvalidInput
-from ringattn.timing.speed import SHAPES
+from ringattn.experiments.calibrate import fits, noise, validate
+from ringattn.experiments.calibrate.measure import Calibration, measured
+from ringattn.experiments.calibrate.passes import Case, Pass
+from ringattn.experiments.calibrate.published import published
+from ringattn.machine.kernel_times import SHAPES
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e8, 1e11))

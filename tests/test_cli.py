@@ -13,9 +13,9 @@ from command_line import Inside, ringattn
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.config import SCHEMAS, parse_size
+from ringattn.config.overrides import prepare
+from ringattn.config.schema import SCHEMAS, parse_size
 from ringattn.errors import InvalidInput
-from ringattn.overrides import prepare
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from command_line import Inside, ringattn
 
+from ringattn.config.overrides import prepare
 from ringattn.errors import InvalidInput
-from ringattn.overrides import prepare
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ringattn.cut import Cut, cover, covered, minus
+from ringattn.plan.row_sets import Cut, cover, covered, minus
 
 
 def test_rows_of_step_one_are_counted_and_taken_away_like_sets() -> None:

@@ -11,10 +11,11 @@ from oracle import dense, make_case
 from safetensors.torch import save_file
 
 from ringattn import Causal, Pattern, Sinks, Strided, Window, make_layout, mix
-from ringattn.config import RunConfig
-from ringattn.data import NAMES, counter_normal, open_source, rotate, shards
-from ringattn.groups import InputGroup
-from ringattn.sampling import oracle_rows, sampled_rows
+from ringattn.cli.inputs import NAMES, open_source, rotate, shards
+from ringattn.config.groups import InputGroup
+from ringattn.config.schema import RunConfig
+from ringattn.counter_random import counter_normal
+from ringattn.numerics.row_oracle import oracle_rows, sampled_rows
 
 
 def config(**options: object) -> RunConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.overrides import prepare
+from ringattn.config.overrides import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Window
 from ringattn.functional import positions
-from ringattn.layout import DEFAULT_LAYOUT
+from ringattn.layout.regular import DEFAULT_LAYOUT
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 TEXT, PATTERN = "Causal() & Window(15)", Causal() & Window(15)

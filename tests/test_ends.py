@@ -17,7 +17,7 @@ from command_line import Inside
 
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.files import write_text, writing
-from ringattn.launcher import run_local
+from ringattn.transport.launcher import run_local
 
 COMMAND = (sys.executable, "-m", "ringattn")
 SMALL = ("tokens=64", "heads=2", "head_dim=16", "repeat=1", "threads=1", "input=random")

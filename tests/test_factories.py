@@ -10,7 +10,7 @@ from oracle import error
 
 import ringattn as ra
 from ringattn import Causal, Dilated, InvalidInput, local_window
-from ringattn.factories import DILATED, FAMILIES, PRESETS
+from ringattn.compat import DILATED, FAMILIES, PRESETS
 
 TOKENS = 200
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, Machine, Pattern, Plan, Strided, Unsupported, Window, make_plan, simulate
 from ringattn.pattern.periods import period
-from ringattn.timing import folding
-from ringattn.timing.events import events
 from ringattn.timing.rates import Faults, Rates
+from ringattn.timing.solvers import folding
+from ringattn.timing.solvers.events import events
 
 CLOSE = 1e-12
 EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)

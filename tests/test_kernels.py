@@ -11,8 +11,8 @@ from ringattn.kernels import NAMES, available, get_kernel
 from ringattn.kernels.base import Kernel, band
 from ringattn.kernels.base import forward as guarded
 from ringattn.kernels.pad import EXTRA, with_column
-from ringattn.softmax import merge_
-from ringattn.work import Work
+from ringattn.plan.work import Work
+from ringattn.runtime.softmax import merge_
 
 CUDA = torch.cuda.is_available()
 BACKENDS = [name for name, state in available().items() if state == "ok"]

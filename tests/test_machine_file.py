@@ -11,12 +11,12 @@ import pytest
 from measured import machine, times
 
 import ringattn as ra
-from ringattn.config import conf_dir
+from ringattn.config.groups import MachineGroup
+from ringattn.config.schema import conf_dir
 from ringattn.errors import InvalidInput
-from ringattn.groups import MachineGroup
-from ringattn.machine_file import read_machine, read_record, write_machine
-from ringattn.timing import FACTS, get_machine
-from ringattn.timing.machine import SOURCES
+from ringattn.machine.file import read_machine, read_record, write_machine
+from ringattn.machine.machine import SOURCES
+from ringattn.machine.presets import FACTS, get_machine
 
 
 def test_intervals_are_order_statistics() -> None:

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, OutOfMemory, Window, memory_pool
-from ringattn.autograd import AllRanks
-from ringattn.pool import Pool, retried
-from ringattn.timing.budget import memory
+from ringattn.runtime.autograd import AllRanks
+from ringattn.runtime.memory_pool import Pool, retried
+from ringattn.timing.costs import memory
 
 
 def inputs(tokens: int = 96, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ found, out = ra.auto_batch_size(lambda batch: ra.attention(q[:batch], q[:batch],
 assert 1 <= found < 1 << 14 and len(out) == found
 print("batch", found)
 """
-    code = code.replace("from ringattn.memory import resident\n", "")
+    code = code.replace("from ringattn.reporting.peak_memory import resident\n", "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "batch" in done.stdout
@@ -237,7 +237,7 @@ def test_a_multihead_keeps_what_the_functional_form_keeps_and_its_projections() 
 
 
 def test_what_calls_of_changing_shapes_leave_behind_is_bounded_by_what_one_of_them_uses() -> None:
-    from ringattn.pool import FEW, WINDOW
+    from ringattn.runtime.memory_pool import FEW, WINDOW
 
     pool = Pool(torch.device("cpu"))
     for size in range(FEW // 4, FEW // 4 + 200):  # three buffers in use at once, of other sizes in every call

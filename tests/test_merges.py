@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn import Causal, Dilated, Full, Machine, Pattern, Window, make_plan, rows
-from ringattn.timing.events import events
+from ringattn import Causal, Dilated, Full, Machine, Pattern, Window, make_plan
+from ringattn.runtime import accumulators as rows
 from ringattn.timing.problem import Problem, problem
 from ringattn.timing.rates import Faults, Rates
 from ringattn.timing.simulation import simulate
+from ringattn.timing.solvers.events import events
 
 EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8)
 PATTERNS = (Full(), Causal(), Causal() & Window(63), Window(300, 200), Dilated((256,), (2,), causal=True))

@@ -14,7 +14,7 @@ import torch
 import ringattn as ra
 from ringattn import Causal, Pattern, Window, memory_pool
 from ringattn.kernels import aten_cpu, base
-from ringattn.pool import Pool
+from ringattn.runtime.memory_pool import Pool
 
 #: Functions of torch that make a tensor on the default device where none is named.
 MAKERS = (

@@ -14,23 +14,14 @@ from hypothesis import strategies as st
 from oracle import mark_pairs
 from strategies import problems
 
-from ringattn import (
-    Causal,
-    Dilated,
-    InvalidInput,
-    Pattern,
-    Plan,
-    Window,
-    make_layout,
-    make_plan,
-)  # fmt: skip
-from ringattn.cut import Cut, cover, decode, minus, places, total
-from ringattn.demand import Demand
-from ringattn.executor import Job
+from ringattn import Causal, Dilated, InvalidInput, Pattern, Plan, Window, make_layout, make_plan  # fmt: skip
 from ringattn.kernels import get_kernel
-from ringattn.moves import moves
-from ringattn.steps import Part
-from ringattn.teams import forward
+from ringattn.plan.key_demand import Demand
+from ringattn.plan.row_overlap import moves
+from ringattn.plan.row_sets import Cut, cover, decode, minus, places, total
+from ringattn.plan.steps import Part
+from ringattn.runtime.executor import Job
+from ringattn.runtime.head_exchange import forward
 from ringattn.transport.virtual import Virtual
 
 head_counts = st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 2)])

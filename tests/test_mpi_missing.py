@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import ringattn as ra
-from ringattn.commands import doctor, run
-from ringattn.config import RunConfig
-from ringattn.groups import TransportGroup
+from ringattn.cli import doctor, run
+from ringattn.config.groups import TransportGroup
+from ringattn.config.schema import RunConfig
 from ringattn.transport.mpi import Mpi
 
 COMMAND = "pip install 'ringattn[mpi]'"

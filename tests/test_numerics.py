@@ -15,16 +15,13 @@ import torch
 from command_line import Inside
 
 import ringattn as ra
-from ringattn.commands.numerics import main
-from ringattn.config import LayoutGroup, MachineGroup, PatternGroup, ScheduleGroup, SimulateConfig
+from ringattn.cli.numerics import main
+from ringattn.config.groups import NumericsGroup
+from ringattn.config.schema import LayoutGroup, MachineGroup, PatternGroup, ScheduleGroup, SimulateConfig
 from ringattn.errors import InvalidInput, NumericsFailure, Unsupported
-from ringattn.groups import NumericsGroup
 from ringattn.kernels import get_kernel
 from ringattn.kernels.base import Kernel
-from ringattn.pattern import Pattern
-from ringattn.plan import Plan
-from ringattn.schedules import planner
-from ringattn.simulator import (
+from ringattn.numerics import (
     FAULTS,
     GRADIENTS,
     Mutation,
@@ -36,11 +33,14 @@ from ringattn.simulator import (
     numerics,
     whole,
 )
-from ringattn.simulator.exact import Queries, exact_keys, exact_rows
-from ringattn.simulator.ledger import Book, expect, expected_counts, weights
-from ringattn.simulator.oracle import exact_gradients, exact_row
-from ringattn.simulator.sampled import sample
-from ringattn.work import Work
+from ringattn.numerics.exact import Queries, exact_keys, exact_rows
+from ringattn.numerics.ledger import Book, expect, expected_counts, weights
+from ringattn.numerics.oracle import exact_gradients, exact_row
+from ringattn.numerics.sampled import sample
+from ringattn.pattern import Pattern
+from ringattn.plan.plan import Plan
+from ringattn.plan.schedules import planner
+from ringattn.plan.work import Work
 
 PATTERNS = (
     ra.Full(),
@@ -344,7 +344,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None]] = {
 def test_gradients_are_compared_where_no_dense_mask_is(
     pattern: Pattern, wrong: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules["ringattn.simulator.whole"]
+    module = sys.modules["ringattn.numerics.whole"]
     monkeypatch.setattr(module, "DENSE", 0)
     if wrong is not None:
         change, which = WRONG[wrong]
@@ -362,7 +362,7 @@ def test_gradients_of_more_rows_than_a_dense_mask_has(monkeypatch: pytest.Monkey
     for fault in GRADIENTS:  # noticed by the numbers as well as by the ledger
         report = numerics(plan, mode="all", backward=True, mutation=Mutation(fault, 2, 2))
         assert not report.accurate and not report.complete, (fault, report)
-    module = sys.modules["ringattn.simulator.whole"]
+    module = sys.modules["ringattn.numerics.whole"]
     monkeypatch.setattr(module, "get_kernel", lambda *given: WrongGradients(get_kernel(*given), lambda x: x * 1.01))
     assert not numerics(plan, mode="all", backward=True).accurate
 
@@ -444,7 +444,7 @@ def test_the_command_reports_and_fails(capsys: pytest.CaptureFixture[str], monke
     ):
         with pytest.raises(InvalidInput, match=words):
             main(config(**options))
-    monkeypatch.setattr("ringattn.simulator.sampled.TOLERANCE", 0.0)
+    monkeypatch.setattr("ringattn.numerics.sampled.TOLERANCE", 0.0)
     with pytest.raises(NumericsFailure, match="caught by the numbers"):
         main(config(rows=4))
 

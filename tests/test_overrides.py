@@ -15,11 +15,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ringattn as ra
-from ringattn.config import SCHEMAS, conf_dir
+from ringattn.config.groups import MachineGroup
+from ringattn.config.overrides import prepare, refused
+from ringattn.config.schema import SCHEMAS, conf_dir
 from ringattn.errors import InvalidInput
-from ringattn.groups import MachineGroup
-from ringattn.launcher import Launch
-from ringattn.overrides import prepare, refused
+from ringattn.transport.launcher import Launch
 
 TWO = Launch("mpich", 0, 2, 0, 2)
 

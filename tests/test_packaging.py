@@ -13,7 +13,7 @@ import pytest
 import tomllib
 
 import ringattn
-from ringattn.commands.doctor import EXTRAS
+from ringattn.cli.doctor import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text()) if sys.version_info >= (3, 11) else {}
@@ -52,7 +52,7 @@ def test_an_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "(Causal() & Window(left=7, right=0)) over 64 tokens" in done.stdout
     where = subprocess.run(
-        [sys.executable, "-c", "import ringattn, ringattn.config as c; print(ringattn.__file__, c.conf_dir())"],
+        [sys.executable, "-c", "import ringattn, ringattn.config.schema as c; print(ringattn.__file__, c.conf_dir())"],
         capture_output=True, text=True, cwd=cwd, env=env, timeout=60, check=True,
     ).stdout.split()  # fmt: skip
     assert all(path.startswith(str(site)) for path in where)

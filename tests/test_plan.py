@@ -15,12 +15,12 @@ from strategies import problems
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Plan, Sinks, Window, make_plan
-from ringattn.demand import Demand
 from ringattn.kernels.aten_cpu import AtenCpu
-from ringattn.layout import make_layout
+from ringattn.layout.regular import make_layout
 from ringattn.pattern.base import And
-from ringattn.steps import Step
-from ringattn.work import Work
+from ringattn.plan.key_demand import Demand
+from ringattn.plan.steps import Step
+from ringattn.plan.work import Work
 
 SCHEDULES = ("ring", "direct", "allgather", "double_ring(1)")
 head_counts = st.sampled_from([(1, 1), (4, 2), (3, 1), (2, 2)])

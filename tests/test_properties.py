@@ -11,9 +11,9 @@ from strategies import problems
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Pattern, Sinks, Window, make_plan
-from ringattn.executor import Job
 from ringattn.kernels import get_kernel
-from ringattn.teams import backward, forward
+from ringattn.runtime.executor import Job
+from ringattn.runtime.head_exchange import backward, forward
 from ringattn.transport.virtual import Virtual
 
 SCHEDULES = st.sampled_from(["ring", "direct", "allgather", "double_ring", "ulysses"])
@@ -169,7 +169,7 @@ def test_a_bad_number_reaches_only_the_gradients_that_depend_on_it(which: int, k
 
 def test_a_block_changed_in_flight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The virtual transport makes a race show: here the executor writes to a block that is being sent."""
-    from ringattn import executor
+    from ringattn.runtime import executor
 
     honest = executor.kernel_forward
 
@@ -213,7 +213,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 
 def test_buffers_are_reused_from_call_to_call() -> None:
-    from ringattn.pool import memory_pool as pool
+    from ringattn.runtime.memory_pool import memory_pool as pool
 
     x = [torch.randn(1, 2, 256, 16) for _ in range(3)]
     device = x[0].device
@@ -228,7 +228,7 @@ def test_buffers_are_reused_from_call_to_call() -> None:
 
 
 def test_only_two_receive_buffers_per_rank() -> None:
-    from ringattn.pool import memory_pool as pool
+    from ringattn.runtime.memory_pool import memory_pool as pool
 
     x = [torch.randn(1, 2, 1024, 16) for _ in range(3)]
     pool(x[0].device).clear()

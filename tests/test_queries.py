@@ -16,13 +16,13 @@ from test_moves import head_counts, schedules
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Plan, Window, make_plan
-from ringattn.buffers import Buffer
-from ringattn.cut import Cut, decode, places
 from ringattn.kernels.base import wide
 from ringattn.kernels.pad import EXTRA, delta, with_delta
-from ringattn.steps import Part, RankPlan
-from ringattn.transposed import _relocated
-from ringattn.work import Work
+from ringattn.plan.query_demand import _relocated
+from ringattn.plan.row_sets import Cut, decode, places
+from ringattn.plan.steps import Part, RankPlan
+from ringattn.plan.work import Work
+from ringattn.runtime.message_buffers import Buffer
 
 Problem = tuple[Pattern, int, int, str]
 

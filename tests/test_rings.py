@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from ring_oracle import Clock, starts
 
 from ringattn import InvalidInput
-from ringattn.timing import dense as tier_d
-from ringattn.timing.closed import closed, rate
-from ringattn.timing.cones import cones
-from ringattn.timing.dense import dense
-from ringattn.timing.quotient import quotient
-from ringattn.timing.ring import NEVER, Lane, Phase, Ring, Stall
+from ringattn.timing.solvers import stencil as tier_d
+from ringattn.timing.solvers.closed_form import closed, rate
+from ringattn.timing.solvers.periodic import quotient
+from ringattn.timing.solvers.perturbation import cones
+from ringattn.timing.solvers.recurrence import NEVER, Lane, Phase, Ring, Stall
+from ringattn.timing.solvers.stencil import dense
 
 times = st.floats(0.0, 4.0) | st.sampled_from([0.0, 1.0, 1.5])
 CLOSE = 1e-12

@@ -6,7 +6,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Pattern, Plan, Window, make_plan
-from ringattn.rotation import EXACT
+from ringattn.plan.rotation import EXACT
 
 TOKENS = 384
 PATTERNS: dict[str, Pattern] = {

@@ -11,10 +11,12 @@ from oracle import dense, error, make_case
 from strategies import problems
 
 import ringattn as ra
-from ringattn import Causal, Dilated, Documents, Pattern, Window, dilated_blocks, local_window, make_plan, script, work
+from ringattn import Causal, Dilated, Documents, Pattern, Window, dilated_blocks, local_window, make_plan
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.kernels.reference import Reference
-from ringattn.work import Work, gathered, repeated
+from ringattn.plan import work
+from ringattn.plan.work import Work, gathered, repeated
+from ringattn.runtime import merge_plan as script
 
 
 @pytest.fixture

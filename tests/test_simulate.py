@@ -15,12 +15,13 @@ from test_cli import ringattn
 
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
-from ringattn.timing import BACKWARD, predict
+from ringattn.timing import forecast as predict
 from ringattn.timing import problem as problems_of
-from ringattn.timing.banded import banded
-from ringattn.timing.budget import expected, failures, memory, young_daly
-from ringattn.timing.noise import varied
-from ringattn.timing.ring import Lane, Phase, Ring
+from ringattn.timing.band.banded import banded
+from ringattn.timing.costs import expected, failures, memory, young_daly
+from ringattn.timing.forecast import BACKWARD
+from ringattn.timing.solvers.jitter import varied
+from ringattn.timing.solvers.recurrence import Lane, Phase, Ring
 
 CLOSE = 1e-12
 #: A machine on which visits and messages of these small plans take about as long.

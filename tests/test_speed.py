@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from measured import ROWS, machine, times
 
 import ringattn as ra
-from ringattn.calibrate import kernels
-from ringattn.calibrate.measure import Sizes
 from ringattn.errors import InvalidInput, Unsupported
-from ringattn.timing import Grid, KernelTimes
-from ringattn.timing.speed import lowered
-from ringattn.work import Work
+from ringattn.experiments.calibrate import kernels
+from ringattn.experiments.calibrate.measure import Sizes
+from ringattn.machine.kernel_times import Grid, KernelTimes
+from ringattn.plan.work import Work
+from ringattn.timing.kernel_seconds import lowered
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.integers(64, 1024), st.integers(64, 1024))

@@ -29,10 +29,10 @@ from ringattn import (
     Unsupported,
     Window,
 )
-from ringattn.agreement import Call
-from ringattn.memory import available
-from ringattn.stored import create_safetensors, read_safetensors
-from ringattn.stream import Stream, Whole, chunk_rows, make_stream, row_bytes
+from ringattn.cli.stored import create_safetensors, read_safetensors
+from ringattn.reporting.peak_memory import available
+from ringattn.runtime.handshake import Call
+from ringattn.runtime.offload import Stream, Whole, chunk_rows, make_stream, row_bytes
 
 TOKENS, HEADS, KV_HEADS = 101, 4, 2
 CPU = torch.device("cpu")
@@ -282,9 +282,9 @@ def test_a_chosen_chunk_fits(dtype: torch.dtype, backward: bool, monkeypatch: py
     if backward:
         results += 4096 * (4 * 32 * dtype.itemsize + 2 * 64 * (4 + dtype.itemsize))
     for room, rows in ((1024, 1024), (1100, 1024), (300, 256), (100, 100), (9999, 4096)):
-        monkeypatch.setattr("ringattn.stream.available", lambda room=room: results + 2 * room * per_row)
+        monkeypatch.setattr("ringattn.runtime.offload.available", lambda room=room: results + 2 * room * per_row)
         assert chunk_rows(4096, device=CPU, backward=backward, **facts) == rows
-    monkeypatch.setattr("ringattn.stream.available", lambda: results)
+    monkeypatch.setattr("ringattn.runtime.offload.available", lambda: results)
     with pytest.raises(OutOfMemory, match="and host memory has 0 left; free memory, or give chunk="):
         chunk_rows(4096, device=CPU, backward=backward, **facts)
 

@@ -15,8 +15,10 @@ from oracle import Case, Result, dense, error, errors, make_case
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.commands.run import main
-from ringattn.config import (
+from ringattn.cli.inputs import open_source
+from ringattn.cli.run import main
+from ringattn.config.overrides import prepare
+from ringattn.config.schema import (
     Group,
     InputGroup,
     LayoutGroup,
@@ -27,9 +29,7 @@ from ringattn.config import (
     ScheduleGroup,
     TransportGroup,
 )
-from ringattn.data import open_source
 from ringattn.errors import InvalidInput, RingAttentionError
-from ringattn.overrides import prepare
 
 TOKENS = 301
 
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
         f"sys.argv = ['ringattn', 'run', *{DISK!r}, 'hydra.output_subdir=null', 'hydra/job_logging=none']; "
-        "from ringattn.cli import main; main()"
+        "from ringattn.cli.main import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=100)
     assert done.returncode == 2, done.stderr

@@ -12,12 +12,12 @@ from studies import config, read, study
 
 import ringattn as ra
 from ringattn import InvalidInput
-from ringattn.config import MachineGroup, SimulateConfig, conf_dir
-from ringattn.groups import ExecuteGroup, StudyGroup, WindowGroup
-from ringattn.study import plots, point, runner
-from ringattn.study.runner import run
-from ringattn.study.space import in_order, points
-from ringattn.study.sweep import as_study, split
+from ringattn.config.groups import ExecuteGroup, StudyGroup, WindowGroup
+from ringattn.config.schema import MachineGroup, SimulateConfig, conf_dir
+from ringattn.experiments.study import plots, point, runner
+from ringattn.experiments.study.runner import run
+from ringattn.experiments.study.space import in_order, points
+from ringattn.experiments.study.sweep import as_study, split
 
 
 def test_every_row_is_a_direct_call(tmp_path: Path) -> None:

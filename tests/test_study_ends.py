@@ -17,11 +17,11 @@ from command_line import Inside
 from studies import files, read, study
 
 from ringattn import InvalidInput
-from ringattn.config import SimulateConfig
-from ringattn.study import runner
-from ringattn.study.journal import Journal
-from ringattn.study.point import Timed
-from ringattn.study.runner import run
+from ringattn.config.schema import SimulateConfig
+from ringattn.experiments.study import runner
+from ringattn.experiments.study.journal import Journal
+from ringattn.experiments.study.point import Timed
+from ringattn.experiments.study.runner import run
 
 SWEEP = [
     "-m",

@@ -13,11 +13,11 @@ from test_cli import ringattn
 
 import ringattn as ra
 from ringattn import Unsupported
+from ringattn.config.groups import ExecuteGroup, WindowGroup
 from ringattn.errors import NumericsFailure
-from ringattn.groups import ExecuteGroup, WindowGroup
-from ringattn.study import plots, runner
-from ringattn.study.executed import wanted
-from ringattn.study.runner import run
+from ringattn.experiments.study import plots, runner
+from ringattn.experiments.study.executed import wanted
+from ringattn.experiments.study.runner import run
 
 
 def test_budgets_decide_by_assumed_rates_alone(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from test_rings import truth
 
 from ringattn import Causal, Machine, Pattern, Stall, Window, make_plan, simulate
-from ringattn.schedules.relay import Way
-from ringattn.timing import dense as tier_d
-from ringattn.timing import sweep as sweeps
-from ringattn.timing.banded import banded
-from ringattn.timing.counted import Counted
-from ringattn.timing.loads import survey
+from ringattn.plan.schedules.relay import Way
+from ringattn.timing.band.banded import banded
+from ringattn.timing.band.counted import Counted
 from ringattn.timing.rates import Faults, Rates
+from ringattn.timing.resources import survey
+from ringattn.timing.solvers import incremental as sweeps
+from ringattn.timing.solvers import stencil as tier_d
 
 CLOSE = 1e-12
 EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn import Causal, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
-from ringattn.timing import dense as tier_d
-from ringattn.timing import sweep as sweeps
-from ringattn.timing.changes import Changes
-from ringattn.timing.chords import Chords
-from ringattn.timing.counted import Counted
-from ringattn.timing.loads import Traffic
+from ringattn.timing.band.counted import Counted
 from ringattn.timing.problem import Problem, problem
 from ringattn.timing.rates import Faults, Rates
-from ringattn.timing.ring import NEVER
+from ringattn.timing.resources import Traffic
+from ringattn.timing.solvers import incremental as sweeps
+from ringattn.timing.solvers import stencil as tier_d
+from ringattn.timing.solvers.changes import Changes
+from ringattn.timing.solvers.direct_messages import Chords
+from ringattn.timing.solvers.recurrence import NEVER
 from ringattn.timing.window import window
 
 CLOSE = 1e-12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringattn.report import quantity
+from ringattn.reporting.console import quantity
 from ringattn.text import duration, rate, size
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from command_line import ringattn
 
-from ringattn.bench import SUITES
-from ringattn.config import SCHEMAS, conf_dir
-from ringattn.config_folders import config_folders
-from ringattn.verb_help import heading, keys, verb_help
+from ringattn.config.folders import config_folders
+from ringattn.config.schema import SCHEMAS, conf_dir
+from ringattn.config.verb_help import heading, keys, verb_help
+from ringattn.experiments.bench import SUITES
 
 OWN = config_folders(())
 

@@ -8,7 +8,7 @@ from ring_oracle import Clock, starts
 
 import ringattn as ra
 from ringattn import InvalidInput, Machine, Unsupported
-from ringattn.study import trace
+from ringattn.experiments.study import trace
 from ringattn.timing.window import window
 
 MACHINE = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)

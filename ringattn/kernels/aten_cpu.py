@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from ..errors import Unsupported
-from ..work import Work, repeated
+from ..plan.work import Work, repeated
 from .base import Kernel, band
 from .pad import pad_to, unpadded
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import LaunchLimit, Unsupported
-from ..work import Work
+from ..plan.work import Work
 from .base import Kernel, band
 from .pad import pad_to, unpadded
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from ..work import Work
+from ..plan.work import Work
 
 
 class Kernel(ABC):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..work import Work
+from ..plan.work import Work
 from .base import Kernel, band
 
 #: Query rows per call, so that the scores of a long block do not have to exist at once.

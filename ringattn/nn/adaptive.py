@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..autocast import cast_inputs
 from ..errors import InvalidInput, Mismatch
 from ..functional import exchange, uncompiled
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
+from ..runtime.autocast import cast_inputs
 from .core import RingAttention
 
 #: Layout of the record that a rank sends: tokens of a block, blocks, seed, and the touched blocks of queries and of keys.

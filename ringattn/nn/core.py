@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..agreement import Call
-from ..autocast import cast_inputs
 from ..errors import InvalidInput, RingAttentionError, did_you_mean
 from ..functional import attention, check, positions, ring_attention, telling, uncompiled, virtual_attention
-from ..layout import DEFAULT_LAYOUT, Layout
+from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
-from ..plan import make_plan
+from ..planner import make_plan
+from ..runtime.autocast import cast_inputs
+from ..runtime.handshake import Call
 from ..transport.torchdist import WeakGroup
 
 ORDERS = ("BHND", "BNHD")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import InvalidInput, Unsupported, did_you_mean
 from ..pattern import Pattern
-from ..remat import keep_attention
+from ..runtime.checkpointing import keep_attention
 from . import rotary as rope
 from .adaptive import AdaptiveAttention
 from .core import RingAttention, dilated

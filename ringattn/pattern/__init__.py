@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..errors import InvalidInput
 from .base import Mix, Pattern, mix
 from .block_mask import from_block_mask
-from .blocks import BlockSparse
+from .block_table import BlockSparse
 from .causal import Causal
 from .dilated import Dilated
 from .documents import Documents

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cache import Value
 from ..errors import InvalidInput
-from .picture import draw
+from .drawing import draw
 from .tile import Tile, difference, meet
 
 ONE_HEAD = range(1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import InvalidInput, Unsupported
 from .base import Pattern
-from .blocks import BlockSparse
+from .block_table import BlockSparse
 from .causal import Causal
 from .ranges import ceil_div
 

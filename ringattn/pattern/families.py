@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import InvalidInput
-from .blocks import Blocks, whole
+from .block_table import Blocks, whole
 from .ranges import ceil_div, clip, joined
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import InvalidInput
-from .blocks import whole
+from .block_table import whole
 from .families import Family
 from .ranges import clip, joined
 from .tile import Tile

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput
-from .blocks import BlockSparse, whole
+from .block_table import BlockSparse, whole
 from .families import check_density, share
 
 

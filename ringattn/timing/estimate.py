@@ -12,23 +12,24 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
-from ..cut import Cut
-from ..demand import Demand
-from ..schedules import planner
-from ..schedules.allgather import AllGather
-from ..schedules.direct import Direct
-from ..schedules.double_ring import DoubleRing
-from ..schedules.ring import Ring
-from ..schedules.route import Edge, Route
-from ..steps import Kind, Part
-from ..transposed import Transposed
-from ..wanted import remembered
-from .machine import Machine
-from .predict import Prediction, pair_seconds
+from ..machine.machine import Machine
+from ..plan.block_demand import remembered
+from ..plan.choice import Prediction
+from ..plan.key_demand import Demand
+from ..plan.query_demand import Transposed
+from ..plan.row_sets import Cut
+from ..plan.schedules import planner
+from ..plan.schedules.allgather import AllGather
+from ..plan.schedules.direct import Direct
+from ..plan.schedules.double_ring import DoubleRing
+from ..plan.schedules.ring import Ring
+from ..plan.schedules.route import Edge, Route
+from ..plan.steps import Kind, Part
+from .forecast import pair_seconds
 from .rates import Rates
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 #: Of so many ranks the pairs are counted, to find the busiest.
 COUNTED = 16

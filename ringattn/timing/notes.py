@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..sizes import ITEM_BYTES
-from .machine import Machine
+from ..dtypes import ITEM_BYTES
+from ..machine.machine import Machine
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 
 def notes(plan: Plan, machine: Machine) -> tuple[str, ...]:

@@ -8,14 +8,14 @@ from itertools import pairwise
 import numpy as np
 
 from ..errors import plural
-from ..schedules.relay import Way
-from ..schedules.ring import Ring as RingSchedule
-from .banded import Banded, banded, unequal
-from .counted import Counted
-from .course import Course
-from .lanes import Lanes, scaled
+from ..plan.schedules.relay import Way
+from ..plan.schedules.ring import Ring as RingSchedule
+from .band.banded import Banded, banded, unequal
+from .band.counted import Counted
+from .band.neighbor_messages import Lanes, scaled
+from .band.traffic import Course
 from .rates import Faults, Rates
-from .ring import Lane, Phase, Ring, Value
+from .solvers.recurrence import Lane, Phase, Ring, Value
 
 #: Up to this many ranks x clocks all are counted, even where a busiest rank alone would tell the makespan.
 SMALL = 1 << 20

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
-from ..sizes import ITEM_BYTES
-from .machine import Machine
-from .predict import pair_seconds
-from .ring import Stall
+from ..machine.machine import Machine
+from .forecast import pair_seconds
+from .solvers.recurrence import Stall
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 #: How much longer than usual ranks take: one factor per rank, or those of a few by rank.
 Factors = Mapping[int, float] | Sequence[float] | np.ndarray

@@ -9,26 +9,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InvalidInput, Unsupported
-from .asked import TIERS, check
-from .budget import cost, energy, failures, memory
-from .closed import closed
-from .cones import cones
-from .dense import dense
-from .events import events
-from .folding import LEAST, folded
-from .loads import Loads, Traffic, survey
-from .machine import Machine, get_machine
-from .noise import Sampled, repeated, varied
+from ..machine.machine import Machine
+from ..machine.presets import get_machine
+from .costs import cost, energy, failures, memory
 from .notes import notes
+from .options import TIERS, check
 from .problem import Problem, problem
-from .quotient import quotient
 from .rates import Factors, Faults, Rates, factors
-from .ring import Solved, Stall
-from .sweep import swept
+from .resources import Loads, Traffic, survey
+from .solvers.closed_form import closed
+from .solvers.events import events
+from .solvers.folding import LEAST, folded
+from .solvers.incremental import swept
+from .solvers.jitter import Sampled, repeated, varied
+from .solvers.periodic import quotient
+from .solvers.perturbation import cones
+from .solvers.recurrence import Solved, Stall
+from .solvers.stencil import dense
 from .timeline import Timeline
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 NEEDS = {
     "A": "all ranks and links alike",

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .budget import Failures
-from .loads import Traffic
-from .machine import Machine
+from ..machine.machine import Machine
+from .costs import Failures
+from .resources import Traffic
 
 #: Fields of a machine that may be None, and what is not modelled then.
 EFFECTS = {

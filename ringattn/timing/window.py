@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InvalidInput, Unsupported
-from .dense import Delay
-from .events import events
-from .machine import Machine
+from ..machine.machine import Machine
 from .problem import Problem, problem
 from .rates import Factors, Faults, Rates, factors
-from .ring import Phase, Ring, Stall
+from .solvers.events import events
+from .solvers.recurrence import Phase, Ring, Stall
+from .solvers.stencil import Delay
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan.plan import Plan
 
 #: Ranks x clocks that are gone through to reach the end of a window, and those whose counts differ one by one.
 REACHED, COUNTED = 1 << 31, 1 << 26

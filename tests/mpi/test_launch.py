@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ringattn.machine_file import read_machine, read_record
-from ringattn.overrides import prepare
+from ringattn.config.overrides import prepare
+from ringattn.machine.file import read_machine, read_record
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 TINY = ("tokens=96", "heads=2", "head_dim=16", "repeat=1", "threads=1", "layout=striped")
@@ -51,7 +51,7 @@ def test_scripts_run(start: Callable[..., Any], name: str, transport: str, tmp_p
 
 
 BROKEN = """
-import ringattn.commands.run as command
+import ringattn.cli.run as command
 from ringattn.cli import main
 
 def bad_day(config, transport):

@@ -157,7 +157,7 @@ def test_control_c_is_told_in_a_line(mpirun_path: str, tmp_path: Path) -> None:
 #: ringattn, with a file for every rank that has begun to measure.
 STARTED = """
 import os
-import ringattn.commands.run as command
+import ringattn.cli.run as command
 from ringattn.cli import main
 
 before = command._Ranks.measure

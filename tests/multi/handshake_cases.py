@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn import Causal, Full, Window, agreement, functional
+from ringattn import Causal, Full, Window, functional
+from ringattn.runtime import handshake as agreement
 from ringattn.transport import records
 from ringattn.transport.base import Transport
 from ringattn.transport.records import Agreed

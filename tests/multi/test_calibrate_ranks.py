@@ -11,12 +11,12 @@ import pytest
 from test_cli import ringattn
 
 import ringattn as ra
-from ringattn.commands.calibrate import main as calibrate
-from ringattn.commands.validate import main as validate
-from ringattn.config import CalibrateConfig, SimulateConfig, ValidateGroup
+from ringattn.cli.calibrate import main as calibrate
+from ringattn.cli.validate import main as validate
+from ringattn.config.groups import Group, MachineGroup, OutputGroup, TransportGroup
+from ringattn.config.schema import CalibrateConfig, SimulateConfig, ValidateGroup
 from ringattn.errors import InvalidInput
-from ringattn.groups import Group, MachineGroup, OutputGroup, TransportGroup
-from ringattn.machine_file import read_machine, read_record
+from ringattn.machine.file import read_machine, read_record
 
 SIZES = ("rows=[16,64]", "widths=[8]", "repeat=2", "heads=2", "head_dim=16")
 MESSAGES = "messages=[256,32M]"

@@ -15,7 +15,7 @@ import pytest
 import rank_cases
 
 from ringattn.errors import InvalidInput, LaunchFailure
-from ringattn.launcher import Launch, detect
+from ringattn.transport.launcher import Launch, detect
 
 Run = Callable[..., list[Any]]
 multi = pytest.mark.multi
@@ -51,7 +51,7 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
     script = (
         f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
         "import rank_cases\n"
-        "from ringattn.launcher import run_local\n"
+        "from ringattn.transport.launcher import run_local\n"
         "if __name__ == '__main__':\n"
         f"    run_local(rank_cases.fail, 2, 'hang', timeout=150, log_dir=__import__('pathlib').Path({str(tmp_path)!r}))\n"
     )

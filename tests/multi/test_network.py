@@ -16,11 +16,11 @@ import pytest
 import rank_cases
 import torch
 
-from ringattn.bench import links as bench_links
-from ringattn.bench import network
-from ringattn.bench.links import SLOTS, Board, Delayed, Free, Links
-from ringattn.bench.network import obstacle, run_nodes
 from ringattn.errors import InvalidInput, LaunchFailure
+from ringattn.experiments.bench import links as bench_links
+from ringattn.experiments.bench import network
+from ringattn.experiments.bench.links import SLOTS, Board, Delayed, Free, Links
+from ringattn.experiments.bench.network import obstacle, run_nodes
 from ringattn.transport.base import Counters, Message, Post
 
 LINKS = Links(2, 2, 1e9, 1e10)
@@ -98,7 +98,7 @@ def test_nodes_die_with_their_parent(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
         "import rank_cases\n"
-        "from ringattn.bench.network import Links, run_nodes\n"
+        "from ringattn.experiments.bench.network import Links, run_nodes\n"
         "if __name__ == '__main__':\n"
         "    run_nodes(rank_cases.fail_behind, Links(2, 2, 1e9, 1e10), 'hang', modelled=False, timeout=50)\n"
     )

@@ -1,0 +1,1 @@
+"""Benchmarks, calibration and studies."""

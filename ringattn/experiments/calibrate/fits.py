@@ -1,0 +1,102 @@
+"""From raw times to the numbers of a machine. No torch, no clock: the same samples give the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ...errors import InvalidInput
+from ...machine.kernel_times import SHAPES, Grid, KernelTimes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Times of one call of the attention kernel on a tile, in seconds, of all ranks; `flops` are its useful ones."""
+
+    shape: str
+    backward: bool
+    rows: int
+    keys: int
+    flops: float
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a message of m bytes: alpha + m / beta, and how far measured medians lie from that, relatively."""
+
+    alpha: float
+    beta: float
+    median_error: float
+    worst_error: float
+
+
+def kernel_times(
+    samples: Sequence[Sample], overhead: tuple[float, float], head_dim: int, dtype: str, heads: int | None = None
+) -> KernelTimes:
+    """Kernel times from samples that form a grid of rows x keys for each shape and direction.
+
+    A rate is FLOPs / (median seconds - overhead); where next to nothing is left of the median, a tenth of it.
+    """
+    grids = []
+    for shape in SHAPES:
+        for backward in (False, True):
+            found = {(s.rows, s.keys): s for s in samples if (s.shape, s.backward) == (shape, backward)}
+            rows, keys = (tuple(sorted({size[axis] for size in found})) for axis in (0, 1))
+            missing = [(r, k) for r in rows for k in keys if (r, k) not in found]
+            if missing:
+                raise InvalidInput(f"samples of {shape} tiles: {missing[0]} missing; measure all rows x keys")
+            rates = tuple(tuple(_rate(found[r, k], overhead[backward]) for k in keys) for r in rows)
+            grids.append(Grid(shape, backward, rows, keys, rates))
+    return KernelTimes(head_dim, dtype, overhead, tuple(grids), heads=heads)
+
+
+def _rate(sample: Sample, overhead: float) -> float:
+    middle = median(sample.seconds)
+    return sample.flops / max(middle - overhead, middle / 10)
+
+
+def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """alpha >= 0 and beta that minimise the sum of squared relative errors: weighted linear least squares."""
+    if len(sizes) < 2 or len(set(sizes)) < 2:
+        raise InvalidInput(f"sizes={list(sizes)}: a line through times of messages needs at least two sizes")
+    weights = [1 / t**2 for t in seconds]
+    s0, s1, s2 = (sum(w * m**p for w, m in zip(weights, sizes, strict=True)) for p in (0, 1, 2))
+    t0, t1 = (sum(w * m**p * t for w, m, t in zip(weights, sizes, seconds, strict=True)) for p in (0, 1))
+    slope = (s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1)
+    alpha = (t0 - slope * s1) / s0
+    if alpha < 0:
+        alpha, slope = 0.0, t1 / s2
+    if slope <= 0:
+        raise InvalidInput(
+            f"times of messages do not grow with their sizes ({list(sizes)} bytes: {list(seconds)} s); measure larger sizes, "
+            "or on a machine that does less else"
+        )
+    errors = [abs(alpha + slope * m - t) / t for m, t in zip(sizes, seconds, strict=True)]
+    return Line(alpha, 1 / slope, median(errors), max(errors))
+
+
+def interference(found: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
+    """The part of a message's time that it takes from a visit, from (visit alone, message alone, visit under the message)
+    of repetitions in turn: by size, the median of what a visit under a message takes longer than the one before it, over
+    the time that they share; of these the median, and not below 0.
+    """
+    parts = [
+        median(b - a for a, b in zip(visit, together, strict=True)) / min(median(visit), median(message))
+        for visit, message, together in found
+    ]
+    return max(0.0, median(parts))
+
+
+def jitter(samples: Sequence[Sequence[float]]) -> float:
+    """Standard deviation over mean of repeated times, each relative to its own mean, pooled over the longer half of the
+    measurements: what interrupts a rank for a moment is many times as long as the shortest calls.
+    """
+    longest = sorted(samples, key=median)[len(samples) // 2 :]
+    squares = count = 0.0
+    for seconds in longest:
+        middle = sum(seconds) / len(seconds)
+        squares += sum((t / middle - 1) ** 2 for t in seconds)
+        count += len(seconds) - 1
+    return (squares / count) ** 0.5 if count else 0.0

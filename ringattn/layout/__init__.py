@@ -1,0 +1,1 @@
+"""Which positions each rank holds."""

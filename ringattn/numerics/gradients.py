@@ -1,0 +1,166 @@
+"""Gradients of sampled query rows: exact dQ of the rows, and what they give to dK and dV of every block.
+
+The loss is that of the sampled rows alone: the cotangent of all others is 0, so that they give nothing to any gradient,
+and dK and dV of a key row are exact sums over the sampled rows that see it. Those of chosen key rows are kept. For every
+other one the count that its gradient carries (see `ledger`) goes into a hash of its block, which is compared with the
+one that the pattern asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..errors import InvalidInput
+from ..kernels.base import backward
+from ..layout.regular import Layout
+from ..pattern import Pattern
+from ..plan.plan import Plan
+from ..plan.work import Work
+from ..runtime.accumulators import Inputs
+from .ledger import Witness, coefficients, entry, moments, seen_pieces, weights
+from .mutate import GRADIENTS, Mutation
+from .source import K_TAG
+from .walk import Block, Calls, Walk, placed_slots
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Gradients of the block of `owner` that get lost, or come multiplied by `factor`: those that these slots gave."""
+
+    owner: int
+    slots: frozenset[int]
+    factor: float = 0.0
+
+
+@dataclass
+class Backward:
+    """The backward of sampled rows, slot by slot: grad, q, out and lse are [1, H, slots, ...], fp64."""
+
+    plan: Plan
+    kernel: Witness
+    scale: float
+    grad: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    #: Key positions whose dK and dV are kept, distinct.
+    keys: Sequence[int]
+    inputs: Inputs
+    lost: Lost | None = None
+    dq: torch.Tensor = field(init=False)
+    dk: torch.Tensor = field(init=False)
+    dv: torch.Tensor = field(init=False)
+    #: The counts that dK carries: a hash for each key/value head and owner.
+    hashes: np.ndarray = field(init=False)
+    #: Blocks of calls whose positions are not those of one owner, and counts that are no integers.
+    strays: int = 0
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.dq = torch.zeros_like(self.q)
+        self.dk = self.q.new_zeros(1, plan.kv_heads, len(self.keys), plan.head_dim)
+        self.dv = self.q.new_zeros(1, plan.kv_heads, len(self.keys), plan.value_dim)
+        self.hashes = np.zeros((plan.kv_heads, plan.ranks), dtype=np.uint64)
+        self.homes = [plan.layout.owner(key) for key in self.keys]
+
+    def compute(self, block: Block, calls: Calls) -> None:
+        """Differentiate the visits to a block."""
+        harmed = self.lost is not None and self.lost.owner == block.owner
+        for (work, _), slots in calls.items():
+            gone = [slot for slot in slots if harmed and self.lost is not None and slot in self.lost.slots]
+            kept = [slot for slot in slots if slot not in gone]
+            for some, factor in ((kept, 1.0), (gone, 0.0 if self.lost is None else self.lost.factor)):
+                if some:
+                    self._differentiate(block, work, some, factor)
+
+    def _differentiate(self, block: Block, work: Work, slots: list[int], factor: float) -> None:
+        """Add the gradients of a visit; those of keys come home multiplied by `factor`."""
+        heads = slice(work.heads.start, work.heads.stop, work.heads.step)
+        for call in self.kernel.split(Work(work.heads, work.kv, range(len(slots)), work.k)):
+            index = placed_slots(tuple(slots[call.q.start : call.q.stop : call.q.step]))
+            here = Work(call.heads, call.kv, range(len(call.q)), call.k)
+            mine = tuple(x[:, :, index] for x in (self.grad, self.q, self.out, self.lse))
+            g, x, o, total, y, z = self.inputs.of(here, slice(0, 1), mine, (block.k, block.v))
+            dq, dk, dv = backward(self.kernel, g, x, y, z, o, total, here, self.scale, clean=True)
+            self.dq[:, heads, index] += dq
+            self._gather(block, call.kv, self.kernel.keys(y, z), factor * dk, factor * dv)
+
+    def _gather(self, block: Block, kv: range, places: np.ndarray, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add what came home: places [1, heads, keys], dk, dv [1, heads, keys, ...]."""
+        found = dk[0, ..., K_TAG].numpy()
+        counts = found.astype(np.int64)
+        self.strays += int((counts != found).sum())
+        layout = self.plan.layout
+        for i, at in enumerate(kv):
+            head, place = (at if block.cut is None else block.cut.heads[at]), places[0, i]
+            if not 0 <= place[0] < layout.tokens:
+                self.strays += 1
+                continue
+            owner, wide = layout.owner(int(place[0])), place.astype(np.uint64)
+            count = counts[i].astype(np.uint64)
+            with np.errstate(over="ignore"):
+                sums = (x.sum(dtype=np.uint64) for x in (count, count * wide, count * wide * wide))
+                self.hashes[head, owner] += entry(coefficients(np.array(owner)), *sums)
+            for number, key in enumerate(self.keys):
+                if self.homes[number] == owner:
+                    for row in np.flatnonzero(place == key).tolist():
+                        self.dk[0, head, number] += dk[0, i, row]
+                        self.dv[0, head, number] += dv[0, i, row]
+
+
+def expected_hashes(pattern: Pattern, layout: Layout, rows: Iterable[int], heads: int, kv_heads: int) -> np.ndarray:
+    """The hashes of `Backward` in closed form: the weight of each row times the moments of the keys that it sees."""
+    found, group = np.zeros((kv_heads, layout.ranks), dtype=np.uint64), heads // kv_heads
+    for row in rows:
+        weight = weights(np.array([row])).astype(np.uint64)
+        for tile in pattern.tiles(range(row, row + 1), range(layout.tokens), range(heads)):
+            for owner, first, count, step in seen_pieces(tile, layout):
+                with np.errstate(over="ignore"):
+                    hashes = weight * entry(coefficients(owner), *moments(first, count, step))[0]
+                    for head in tile.heads:
+                        np.add.at(found[head // group], owner, hashes)
+    return found
+
+
+def chosen_keys(plan: Plan, rows: Sequence[int], seed: int, among: Sequence[range] | None = None) -> list[int]:
+    """For each row a key position (of `among` where given) that some head of it sees, at random; distinct."""
+    random, found = np.random.default_rng(seed + 1), set()
+    for row in rows:
+        seen = [
+            part.k
+            for k in among or [range(plan.tokens)]
+            for tile in plan.pattern.tiles(range(row, row + 1), k, range(plan.heads))
+            for part in tile.refine()
+        ]
+        if seen:
+            keys = seen[int(random.integers(len(seen)))]
+            found.add(int(keys[int(random.integers(len(keys)))]))
+    return sorted(found)
+
+
+def lost_gradients(walk: Walk, mutation: Mutation) -> Lost:
+    """What a fault of gradients harms: those of ranks that pass, or come home to, the harmed one. Raises InvalidInput
+    where there are none of sampled rows."""
+    plan, rank, owner = walk.plan, mutation.rank, mutation.owner
+    ranks = {home for home, _ in walk.homes}
+    if rank == owner:
+        behind = ranks
+    else:
+        edges = (edge for arc in walk.route.arcs(rank) for edge in arc if edge.owner == owner)
+        behind = {home for edge in edges for run in walk.route.behind(edge) for home in ranks & set(run)}
+    gone = {home for home in behind - {rank} if plan.demand.visits(home, owner)}
+    if not gone:
+        raise InvalidInput(
+            f"no gradients of sampled rows for the block of rank {owner} pass rank {rank}: nothing to lose; try "
+            "fault_rank = fault_owner = a rank whose keys some other sampled row sees"
+        )
+    slots, place = set(), 0
+    for home, local in walk.homes:
+        if home in gone:
+            slots |= {slot for mine in walk.slots[place : place + len(local)] for slot in mine}
+        place += len(local)
+    return Lost(owner, frozenset(slots), GRADIENTS[mutation.fault])

@@ -1,0 +1,161 @@
+"""What rows must be, without a schedule, an executor or a merge: softmax over all keys of a row at once, in fp64 or wider.
+
+Which keys a row sees is asked of the pattern, for one row at a time (`exact_row`), or of its dense mask (`exact_ranks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kernels.base import Kernel
+from ..layout.regular import Layout
+from ..pattern import Pattern
+from ..plan.work import Work
+from .source import RAMP, Source
+
+#: Keys of a row that are gathered to be computed with as they are.
+GATHERED = 1 << 20
+#: Rows of the largest dense mask.
+DENSE = 8192
+
+
+@dataclass(frozen=True)
+class Row:
+    """Attention of one query position: out [H, Dv] and lse [H], fp64."""
+
+    out: np.ndarray
+    lse: np.ndarray
+
+
+def exact_row(pattern: Pattern, source: Source, position: int, scale: float) -> Row:
+    """One row over all keys that it sees. Where K and V are periodic, over one period with multiplicities."""
+    bound = pattern.bind(source.heads, source.tokens)
+    query = _numbers(source.rows("q", range(position, position + 1)))[:, 0]
+    group = source.heads // source.kv_heads
+    out = np.zeros((source.heads, source.value_dim))
+    lse = np.full(source.heads, -np.inf)
+    for head in range(source.heads):
+        seen = _keys(bound, position, source.tokens, head)
+        if not seen:
+            continue
+        if source.period is None or sum(map(len, seen)) <= source.period:
+            k, v, count, total = _listed(source, seen, head // group)
+        else:
+            k, v, count, total = _classes(source, seen, head // group)
+        logits = k @ query[head] * np.longdouble(scale)
+        top = logits.max()
+        shares = np.exp(logits - top)
+        norm = (shares * count).sum()
+        values = (shares * count) @ v
+        values[RAMP] = (shares * total).sum() * np.longdouble(source.unit)
+        out[head], lse[head] = values / norm, top + np.log(norm)
+    return Row(out * bound.output_scale, lse)
+
+
+def exact_gradients(
+    pattern: Pattern, source: Source, rows: Sequence[int], keys: Sequence[int], scale: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dq [H, rows, D] of query positions, and dk [K, keys, D], dv [K, keys, Dv] of key positions, where the cotangent of
+    `source` is that of these rows, and 0 for all others. From dS = P * (dO V^T - delta), delta = rowsum(dO * O)."""
+    bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
+    dq = np.zeros((source.heads, len(rows), source.head_dim))
+    dk, dv = (np.zeros((source.kv_heads, len(keys), n)) for n in (source.head_dim, source.value_dim))
+    some = [{name: _numbers(source.rows(name, range(p, p + 1)))[:, 0] for name in ("k", "v")} for p in keys]
+    for i, row in enumerate(rows):
+        truth = exact_row(pattern, source, row, scale)
+        query, grad = (_numbers(source.rows(name, range(row, row + 1)))[:, 0] for name in ("q", "grad"))
+        for head in range(source.heads):
+            seen, kv = _keys(bound, row, source.tokens, head), head // group
+            if not seen:
+                continue
+            whole = source.period is None or sum(map(len, seen)) <= source.period
+            k, v, count, _ = (_listed if whole else _classes)(source, seen, kv)
+            g = grad[head] * bound.output_scale
+            delta = (grad[head] * truth.out[head]).sum()
+            shares = np.exp(k @ query[head] * np.longdouble(scale) - truth.lse[head])
+            dq[head, i] = scale * ((shares * count * (v @ g - delta)) @ k)
+            times = bound.visible(np.array([[row]]), np.array([keys]), head, source.tokens)
+            times = np.broadcast_to(np.asarray(times), (1, len(keys)))[0]
+            for j, one in enumerate(some):
+                share = times[j] * np.exp(one["k"][kv] @ query[head] * np.longdouble(scale) - truth.lse[head])
+                dk[kv, j] += scale * share * (one["v"][kv] @ g - delta) * query[head]
+                dv[kv, j] += share * g
+    return dq, dk, dv
+
+
+def _keys(bound: Pattern, position: int, tokens: int, head: int) -> list[range]:
+    """The key positions that a row sees, as often as it sees them."""
+    row, heads = range(position, position + 1), range(head, head + 1)
+    return [part.k for tile in bound.tiles(row, range(tokens), heads) for part in tile.refine()]
+
+
+def _listed(source: Source, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
+    """(k, v, multiplicity, sum of positions) of the keys as they are."""
+    k, v = (np.concatenate([_numbers(source.rows(name, r))[head] for r in seen]) for name in ("k", "v"))
+    place = np.concatenate([np.arange(r.start, r.stop, r.step) for r in seen])
+    return k, v, np.ones(len(k), dtype=np.longdouble), place.astype(np.longdouble)
+
+
+def _classes(source: Source, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
+    """(k, v, multiplicity, sum of positions) of the classes of positions modulo the period."""
+    period = source.period
+    assert period is not None
+    k, v = (_numbers(source.rows(name, range(period)))[head] for name in ("k", "v"))
+    count, total = np.zeros(period, dtype=np.int64), np.zeros(period, dtype=np.int64)
+    for r in seen:
+        # Members i, i + period, .. of an arithmetic progression fall into one class.
+        i = np.arange(min(period, len(r)))
+        turns = (len(r) - 1 - i) // period + 1
+        place = (r.start + i * r.step) % period
+        sums = turns * (r.start + i * r.step) + r.step * period * (turns * (turns - 1) // 2)
+        np.add.at(count, place, turns)
+        np.add.at(total, place, sums)
+    return k, v, count.astype(np.longdouble), total.astype(np.longdouble)
+
+
+def _numbers(x: torch.Tensor) -> np.ndarray:
+    return x[0].double().numpy().astype(np.longdouble)
+
+
+def one_call(kernel: Kernel, pattern: Pattern, source: Source, position: int, scale: float) -> torch.Tensor | None:
+    """out [H, Dv] of one row by one call of a kernel for each head, in the dtype of the source: the error of a single
+    device. None where the row sees no key, or too many to be gathered."""
+    bound, outs = pattern.bind(source.heads, source.tokens), []
+    query = source.rows("q", range(position, position + 1))
+    for head in range(source.heads):
+        seen, kv = _keys(bound, position, source.tokens, head), head * source.kv_heads // source.heads
+        if not 0 < sum(map(len, seen)) <= GATHERED:
+            return None
+        k, v = (torch.cat([source.rows(name, r)[:, kv : kv + 1] for r in seen], 2) for name in ("k", "v"))
+        work = Work(range(1), range(1), range(1), (range(k.shape[2]),))
+        outs.append(kernel.forward(query[:, head : head + 1], k, v, work, scale)[0][0, :, 0])
+    return torch.cat(outs) * bound.output_scale
+
+
+def exact_ranks(
+    pattern: Pattern, source: Source, layout: Layout, ranks: Sequence[int], scale: float
+) -> tuple[np.ndarray, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(positions, out, (dq, dk, dv)) of ranks that see each other and nobody else: dense fp64 attention under the mask
+    of the pattern, by autograd, with the cotangent of the source. Rows in the order of the ranks."""
+    places = np.concatenate([layout.positions(rank) for rank in ranks])
+    runs = [r for rank in ranks for r in layout.shard(rank)]
+    q, k, v, grad = (
+        torch.cat([source.rows(name, r) for r in runs], 2).double() for name in ("q", "k", "v", "grad")
+    )  # fmt: skip
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
+    outs = []
+    for head in range(source.heads):
+        seen = np.asarray(bound.visible(places[:, None], places[None, :], head, source.tokens))
+        mask = torch.from_numpy(np.broadcast_to(seen, (len(places), len(places))).astype(np.float64))
+        some = mask.sum(-1, keepdim=True) > 0
+        bias = mask.log().where(some, torch.zeros((), dtype=torch.float64, device="cpu"))
+        weights = (q[0, head] @ k[0, head // group].T * scale + bias).softmax(-1) * some
+        outs.append(weights @ v[0, head // group])
+    out = torch.stack(outs)[None] * bound.output_scale
+    grads = torch.autograd.grad((out * grad).sum(), (q, k, v))
+    return places, out.detach(), grads

@@ -1,0 +1,249 @@
+"""Some query rows, exactly, over the whole sequence: every hop of their ranks is executed, other ranks' rows are not.
+
+K/V of an owner are made when a hop brings them and shared by the sampled ranks that wait for the same block: ranks merge
+in the order in which their route lists arrivals, arc by arc and the latest first, not in that of time. In fp64 that
+changes rounding only; `whole` keeps the order of a real run.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..errors import InvalidInput, Unsupported
+from ..kernels import get_kernel
+from ..kernels.base import Kernel, forward
+from ..plan.plan import Plan
+from ..plan.work import Work
+from ..runtime.accumulators import Inputs
+from ..runtime.memory_pool import memory_pool
+from ..runtime.softmax import merge_
+from ..timing.options import check_seed
+from .gradients import Backward, chosen_keys, expected_hashes, lost_gradients
+from .ledger import Book, Witness, expect
+from .mutate import GRADIENTS, Mutation, tampered
+from .oracle import exact_gradients, exact_row
+from .result import NumericsReport
+from .source import K_TAG, Q_TAG, RAMP, Source
+from .walk import Block, Calls, Walk, get_route, placed_slots
+
+#: fp64 errors above this are faults: 262,144 merges drift by less than 1e-12.
+TOLERANCE = 1e-11
+
+
+def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0) -> list[int]:
+    """`number` distinct query positions, the first and the last of the sequence among them, on at most `ranks` ranks
+    (default: as many as there are rows)."""
+    check_seed(seed)
+    random = np.random.default_rng(seed)
+    number = min(number, plan.tokens)
+    homes = {plan.layout.owner(0), plan.layout.owner(plan.tokens - 1)} if plan.tokens else set()
+    most = min(number if ranks is None else max(ranks, 1), min(plan.ranks, plan.tokens))
+    rows = {0, plan.tokens - 1} if number > 1 and most >= len(homes) else {0} if number else set()
+    homes = {plan.layout.owner(row) for row in rows}
+    while len(rows) < number:
+        row = int(random.integers(plan.tokens))
+        home = plan.layout.owner(row)
+        if home not in homes and len(homes) >= most:
+            shard = plan.layout.positions(sorted(homes)[int(random.integers(len(homes)))])
+            row = int(shard[int(random.integers(len(shard)))])
+            if all(plan.layout.rows(h) <= sum(plan.layout.owner(r) == h for r in rows) for h in homes):
+                break  # these ranks have no row left
+        rows.add(row)
+        homes.add(plan.layout.owner(row))
+    return sorted(rows)
+
+
+@dataclass
+class _Forward:
+    """What the slots of sampled rows have seen so far: out [1, H, slots, Dv], lse [1, H, slots], fp64."""
+
+    kernel: Kernel
+    scale: float
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    inputs: Inputs
+
+    def compute(self, block: Block, calls: Calls) -> None:
+        """Merge the partials of a block."""
+        for (work, _), slots in calls.items():
+            place = placed_slots(tuple(slots))
+            some = Work(work.heads, work.kv, range(len(slots)), work.k)
+            heads = slice(work.heads.start, work.heads.stop, work.heads.step)
+            for call in self.kernel.split(some):
+                rows = slice(call.q.start, call.q.stop, call.q.step)
+                index = place if rows == slice(0, len(slots), 1) else placed_slots(tuple(slots[rows]))
+                x, y, z = self.inputs.of(call, slice(0, 1), (self.q[:, :, place],), (block.k, block.v))
+                part, part_lse = forward(self.kernel, x, y, z, call, self.scale, clean=False)
+                total, lse = self.out[:, heads, index], self.lse[:, heads, index]
+                merge_(total, lse, part, part_lse)
+                if isinstance(index, torch.Tensor):  # else these are views
+                    self.out[:, heads, index], self.lse[:, heads, index] = total, lse
+
+    def rows(self, slots: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [1, H, rows, Dv] and lse [1, H, rows]: the slots of each row merged, the first first."""
+        first = [mine[0] for mine in slots]
+        out, lse = self.out[:, :, first], self.lse[:, :, first]
+        for i, mine in enumerate(slots):
+            for slot in mine[1:]:
+                some = slice(i, i + 1), slice(slot, slot + 1)
+                merge_(out[:, :, some[0]], lse[:, :, some[0]], self.out[:, :, some[1]], self.lse[:, :, some[1]])
+        return out, lse
+
+
+def sample(
+    plan: Plan,
+    source: Source,
+    *,
+    rows: list[int],
+    kernel: str = "auto",
+    scale: float | None = None,
+    grads: bool = False,
+    seed: int = 0,
+    mutation: Mutation | None = None,
+) -> NumericsReport:
+    """Execute every hop of the ranks of query positions `rows` for these rows, and compare them with `exact_row`; with
+    `grads` once more for dQ of the rows, and dK and dV of as many key rows, chosen by `seed`, of the loss of these rows
+    alone (see `gradients`).
+
+    Memory does not depend on the number of ranks, but for 24 bytes of each that the ledger's expectation takes. The
+    plan is one of fp64 without teams. Raises InvalidInput or Unsupported.
+    """
+    check_plan(plan)
+    get_route(plan)
+    if plan.dtype != "float64":
+        raise InvalidInput(
+            f"dtype {plan.dtype}: sampled rows are exact in fp64 only; make the plan with dtype='float64'"
+        )
+    if not rows or any(not 0 <= row < plan.tokens for row in rows) or len(set(rows)) != len(rows):
+        raise InvalidInput(
+            f"rows must be distinct query positions 0 .. {plan.tokens - 1}, at least one; got {rows[:8]}"
+        )
+    if mutation is not None:
+        mutation.check(plan, backward=grads)
+    begun = time.perf_counter()
+    source.live = source.peak = 0
+    true, plan = plan, plan if mutation is None else tampered(plan, mutation)
+    factor = plan.head_dim**-0.5 if scale is None else scale
+    order, homes = _homes(plan, rows)
+    book = Book(np.array(order), plan.heads)
+    walk = Walk(plan, source, homes, mutation)
+    slotted = np.empty(walk.size, dtype=np.int64)
+    for row, mine in zip(order, walk.slots, strict=True):
+        slotted[mine] = row
+    q = torch.cat([source.rows("q", range(row, row + 1)) for row in slotted.tolist()], 2)
+    inner = get_kernel(kernel, q, q, q)
+    back = Book(np.array(order), plan.heads)
+    witness = Witness(inner, source, plan.layout, book, back)
+    out = torch.zeros(1, plan.heads, walk.size, plan.value_dim, dtype=q.dtype, device="cpu")
+    lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
+    sums = _Forward(witness, factor, q, out, lse, Inputs(memory_pool("cpu")))
+    walk.run(sums.compute)
+    sums.inputs.close()
+    out, lse = sums.rows(walk.slots)
+    visits = sum(one.visits for one in walk.streams)
+    gradients = _backward(true, plan, sums, walk, slotted, (out, lse), mutation, seed) if grads else None
+    wanted = Book(np.array(order), plan.heads)
+    expected = 0
+    for rank, local in homes:
+        met = [expect(true.pattern, true.layout, range(p, p + 1), true.heads, wanted)
+               for p in true.layout.positions(rank)[list(local)].tolist()]  # fmt: skip
+        expected += len(np.unique(np.concatenate(met)))
+    error, lse_error = _errors(true, source, order, factor, out * plan.pattern.output_scale, lse)
+    return NumericsReport(
+        plan=true, mode="sample", ranks=len(homes), rows=len(order), visits=visits,
+        visits_expected=expected, pairs=int(book.pairs.sum()), pairs_expected=int(wanted.pairs.sum()),
+        wrong=book.wrong(wanted), wrong_gradients=None if gradients is None else gradients.wrong + back.wrong(wanted), error=error,
+        lse_error=lse_error, gradient_error=None if gradients is None else gradients.error,
+        keys=0 if gradients is None else gradients.keys,
+        tolerance=TOLERANCE, seconds=time.perf_counter() - begun, calls=book.calls, live=source.peak,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Blocks of heads whose counts are wrong, the largest error, and the number of compared key rows."""
+
+    wrong: int
+    error: float
+    keys: int
+
+
+def _backward(
+    true: Plan, plan: Plan, sums: _Forward, walk: Walk, slotted: np.ndarray, found: tuple[torch.Tensor, torch.Tensor],
+    mutation: Mutation | None, seed: int,
+) -> _Gradients:  # fmt: skip
+    """The backward of the sampled rows, compared; `found` are their out and lse."""
+    source, kernel = walk.source, sums.kernel
+    assert isinstance(kernel, Witness)
+    order = [int(slotted[mine[0]]) for mine in walk.slots]
+    place = [order.index(row) for row in slotted.tolist()]
+    again = Walk(plan, source, walk.homes, mutation)
+    lost = lost_gradients(again, mutation) if mutation is not None and mutation.fault in GRADIENTS else None
+    keys = set(chosen_keys(true, order, seed))
+    if lost is not None:
+        keys |= set(chosen_keys(true, [int(slotted[slot]) for slot in lost.slots], seed, true.layout.shard(lost.owner)))
+    grad = torch.cat([source.rows("grad", range(row, row + 1)) for row in slotted.tolist()], 2)
+    state = Backward(
+        plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q, found[0][:, :, place], found[1][:, :, place],
+        sorted(keys), Inputs(memory_pool("cpu")), lost,
+    )  # fmt: skip
+    again.run(state.compute)
+    state.inputs.close()
+    wanted = expected_hashes(true.pattern, true.layout, order, true.heads, true.kv_heads)
+    dq = torch.stack([state.dq[0][:, mine].sum(1) for mine in walk.slots], 1)
+    exact = exact_gradients(true.pattern, source, order, state.keys, sums.scale)
+    worst = 0.0
+    for x, y, tag in zip((dq, state.dk[0], state.dv[0]), exact, (Q_TAG, K_TAG, RAMP), strict=True):
+        some = x.numpy().copy()
+        some[..., tag] = y[..., tag] = 0  # holds a count
+        worst = max(worst, gap(some, y))
+    return _Gradients(int((state.hashes != wanted).sum()) + state.strays, worst, len(state.keys))
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise Unsupported where a plan's ranks exchange heads, or round what they send."""
+    if plan.wire is not None:
+        raise Unsupported(f"wire_dtype={plan.wire} would round the tags that tell positions; make the plan without it")
+    if plan.team > 1:
+        raise Unsupported(
+            f"schedule {plan.schedule}: teams exchange tokens for heads, which the numerics simulator does not execute; "
+            f"try the schedule between the teams, {plan.member(0)[0].schedule}, or virtual_attention"
+        )
+
+
+def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
+    """The rows in the order of their ranks, and for each rank the local indices of its rows."""
+    by_rank: dict[int, list[tuple[int, int]]] = {}
+    for row in rows:
+        rank = plan.layout.owner(row)
+        local = int(np.flatnonzero(plan.layout.positions(rank) == row)[0])
+        by_rank.setdefault(rank, []).append((local, row))
+    homes = [(rank, sorted(found)) for rank, found in sorted(by_rank.items())]
+    order = [row for _, found in homes for _, row in found]
+    return order, [(rank, tuple(local for local, _ in found)) for rank, found in homes]
+
+
+def _errors(
+    plan: Plan, source: Source, order: list[int], scale: float, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[float, float]:
+    worst = [0.0, 0.0]
+    for i, row in enumerate(order):
+        truth = exact_row(plan.pattern, source, row, scale)
+        for place, (found, exact) in enumerate(((out[0, :, i], truth.out), (lse[0, :, i], truth.lse))):
+            worst[place] = max(worst[place], gap(found.numpy(), exact))
+    return worst[0], worst[1]
+
+
+def gap(found: np.ndarray, exact: np.ndarray) -> float:
+    """Largest error over the largest entry of the truth, or over 1; infinite where something is NaN, or -inf in one."""
+    seen = np.isfinite(exact)
+    if not np.array_equal(np.isfinite(found), seen):
+        return float("inf")
+    if not seen.any():
+        return 0.0
+    return float(np.abs(found[seen] - exact[seen]).max() / max(1.0, np.abs(exact[seen]).max()))

@@ -1,0 +1,92 @@
+"""Schedules: from who needs what, the steps of one rank. One schedule per file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ...errors import InvalidInput, did_you_mean
+from ..block_demand import Wanted
+from .allgather import AllGather
+from .direct import Direct
+from .double_ring import DoubleRing
+from .ring import Ring
+
+Schedule = Ring | Direct | DoubleRing | AllGather
+#: By name, and whether a number follows in brackets.
+SCHEDULES: dict[str, tuple[Callable[..., Schedule], bool]] = {
+    "ring": (Ring, False),
+    "direct": (Direct, False),
+    "allgather": (AllGather, False),
+    "double_ring": (DoubleRing, True),
+}
+FORMS = ("auto", "ring", "direct", "allgather", "double_ring(inner)", "ulysses(size)", "ulysses(size, another)")
+TEAMS = re.compile(r"\s*ulysses\s*\(\s*(?:size\s*=\s*)?(\d+)\s*(?:,\s*(.+?)\s*)?\)\s*")
+
+
+def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int = 0) -> str:
+    """The schedule that `name` asks for, in its plain spelling; checked against what is known of the problem.
+
+    "auto" stays: `make_plan` chooses.
+    """
+    if name.strip() == "auto":
+        return "auto"
+    size, rest = teams(name)
+    if TEAMS.fullmatch(name):
+        between = "ring" if rest == "auto" else resolve(rest)
+        _check_teams(name, size, ranks, heads, kv_heads)
+        between = resolve(between, None if ranks is None else ranks // size)
+        return between if size == 1 else f"ulysses({size}, {between})"  # a team of one has nobody to exchange with
+    kind, number = _parse(name)
+    if number is None:
+        return kind
+    if ranks == 1 and number > 1:
+        raise InvalidInput(f"schedule {name!r}: one rank cannot be nodes of {number}; try ring, or more ranks")
+    if ranks is not None and (number < 1 or ranks % number):
+        raise InvalidInput(
+            f"schedule {name!r}: nodes of {number} ranks do not divide {ranks} ranks evenly; try {kind} with "
+            f"{_divisors(ranks)}"
+        )
+    return f"{kind}({number})"
+
+
+def teams(name: str) -> tuple[int, str]:
+    """The ranks of a team that exchange heads, 1 without teams, and the schedule between the teams."""
+    match = TEAMS.fullmatch(name)
+    return (int(match[1]), match[2] or "ring") if match else (1, name)
+
+
+def planner(name: str, wanted: Wanted) -> Schedule:
+    """What plans ranks by a resolved schedule without teams, for blocks of keys or of queries."""
+    kind, number = _parse(name)
+    make = SCHEDULES[kind][0]
+    return make(wanted) if number is None else make(wanted, number)
+
+
+def _check_teams(name: str, size: int, ranks: int | None, heads: int, kv_heads: int) -> None:
+    for what, number in (("ranks", ranks), ("query heads", heads), ("key/value heads", kv_heads)):
+        if number == 1 and size > 1:
+            what = what.removesuffix("s")
+            raise InvalidInput(
+                f"schedule {name!r}: teams of {size} ranks exchange tokens for heads, and here is only one {what}; try ring, "
+                f"or more {what}s"
+            )
+        if size < 1 or (number and number % size):
+            raise InvalidInput(
+                f"schedule {name!r}: teams of {size} ranks do not divide {number} {what} evenly; try ulysses with "
+                f"{_divisors(number or 1)}, or ring"
+            )
+
+
+def _divisors(number: int) -> str:
+    found = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0][:6] or ["1"]
+    return " or ".join(found)
+
+
+def _parse(name: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:inner\s*=\s*)?(\d+)\s*\))?\s*", name)
+    kind = match[1] if match else name
+    if match is None or kind not in SCHEDULES or SCHEDULES[kind][1] != bool(match[2]):
+        hint = did_you_mean(kind, [*SCHEDULES, "ulysses", "auto"]) if kind not in (*SCHEDULES, "ulysses") else ""
+        raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(FORMS)}")
+    return kind, int(match[2]) if match[2] else None

@@ -1,0 +1,1 @@
+"""What is printed and written: tables, peak memory, and where numbers come from."""

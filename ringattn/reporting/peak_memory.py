@@ -1,0 +1,71 @@
+"""Peak memory of this process, measured as a peak."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from pathlib import Path
+
+from ..errors import Unsupported
+
+_MEMINFO = Path("/proc/meminfo")
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+#: Options of glibc's mallopt, and the size from which a freed block goes back to the system.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 17
+
+
+def reset_peak() -> bool:
+    """Start a new peak from now; False where the system keeps only the peak of the whole life of the process."""
+    if not _CLEAR.exists():
+        return False
+    _CLEAR.write_text("5")
+    return True
+
+
+def return_freed() -> bool:
+    """Give freed blocks of 128 KiB or more back to the system at once, from now on; False where the C library cannot.
+
+    glibc starts so, but keeps ever larger blocks once it has seen some freed. A second run then reuses what the first
+    left behind, and its rise over `resident` is nearly 0.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and all(mallopt(option, _LARGE) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
+
+
+def resident() -> int:
+    """Bytes resident now (Linux), or the peak of the process's life."""
+    return _field("VmRSS") if _STATUS.exists() else peak()
+
+
+def peak() -> int:
+    """Largest number of bytes resident since `reset_peak`, or since the start of the process."""
+    if _STATUS.exists():
+        return _field("VmHWM")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def free() -> int | None:
+    """Bytes of memory that the system can give to programs now, without swapping; None where the system does not tell."""
+    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def available() -> int:
+    """As `free`. Raises Unsupported where the system does not tell."""
+    found = free()
+    if found is not None:
+        return found
+    raise Unsupported(
+        "this system does not tell how much memory is free (/proc/meminfo); give chunk=, a number of rows"
+    )
+
+
+def _field(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(name)
