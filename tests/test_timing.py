@@ -17,7 +17,7 @@ from test_plan import CALLS, Counted
 import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Machine, Pattern, Plan, Window, make_plan, predict
 from ringattn.machine.presets import MACHINES, get_machine
-from ringattn.planner import EQUAL
+from ringattn.timing.auto import EQUAL
 from ringattn.timing.forecast import BACKWARD, sampled
 
 #: Numbers that are easy to multiply: 1 flop takes 1 s, a message 10 s, a byte 1/16 s.

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from ..errors import InvalidInput, plural
 from ..plan.plan import Plan
-from ..planner import within_reach
 from ..text import duration
+from ..timing.metered import within_reach
 
 #: Seconds that a message or a visit of a virtual rank takes on a CPU core besides its arithmetic, roughly; and of a sampled row's rank,
 #: of which only some rows are computed.

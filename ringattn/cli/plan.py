@@ -12,9 +12,9 @@ from ..config.schema import PlanConfig
 from ..errors import plural
 from ..files import STDOUT, check_json, write_json
 from ..plan.plan import Plan
-from ..planner import within_reach
 from ..reporting.console import Number, choice_data, console, grid, show, show_choice
 from ..text import size
+from ..timing.metered import within_reach
 
 #: Of up to this many ranks all are counted, and of more where that takes no more than so many lookups of tiles.
 ALL_RANKS, LOOKUPS = 64, 1_500_000
