@@ -25,7 +25,6 @@ from .runtime.autograd import AllRanks, Attention, OneRank, Runner
 from .runtime.checkpointing import keeping
 from .runtime.executor import Job
 from .runtime.handshake import Call, agree, describe
-from .runtime.offload import check_chunk, get_device, make_stream
 from .transport.records import Exchange, Telling
 from .transport.torchdist import TorchDist
 
@@ -279,6 +278,8 @@ def _streamed(
             f"stream={stream!r}: expected 'host'; tensors mapped from a file are host tensors, too, and "
             "ringattn run stream=disk reads and writes files"
         )
+    from .runtime.offload import check_chunk, get_device, make_stream  # most calls stream nothing
+
     check_chunk(chunk)
     where = get_device(device)
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringattn"
 #: Packages, and modules of the root. Each imports only from those before it.
 ORDER = (
-    "errors", "text", "dtypes", "counter_random", "progress", "cache", "files", "transport", "pattern", "layout", "machine",
+    "errors", "registry", "text", "dtypes", "progress", "cache", "files", "transport", "pattern", "layout", "machine",
     "plan", "kernels", "timing", "planner", "reporting", "runtime", "numerics", "functional", "nn", "compat", "config",
     "experiments", "cli",
 )  # fmt: skip
 #: What is imported on machines without torch.
 NO_TORCH = (
-    "errors", "text", "dtypes", "progress", "cache", "files", "pattern", "layout", "machine", "plan", "timing", "planner",
+    "errors", "registry", "text", "dtypes", "progress", "cache", "files", "pattern", "layout", "machine", "plan", "timing", "planner",
     "reporting", "config", "experiments.study", "cli.main", "cli.plan", "cli.simulate", "cli.study", "transport.launcher",
 )  # fmt: skip
 FILES = {

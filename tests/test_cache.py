@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import ringattn as ra
+from ringattn import planner as plans
 from ringattn.cache import ENTRY, Cache, weigh
 from ringattn.layout.regular import Layout, make_layout
 from ringattn.machine.presets import get_machine
 from ringattn.pattern import Pattern
-from ringattn.plan import plan as plans
 from ringattn.plan.block_demand import Wanted
 from ringattn.plan.key_demand import Demand
 from ringattn.plan.query_demand import Transposed

@@ -14,7 +14,7 @@ from ringattn import Causal, Pattern, Sinks, Strided, Window, make_layout, mix
 from ringattn.cli.inputs import NAMES, open_source, rotate, shards
 from ringattn.config.groups import InputGroup
 from ringattn.config.schema import RunConfig
-from ringattn.counter_random import counter_normal
+from ringattn.numerics.counter_random import counter_normal
 from ringattn.numerics.row_oracle import oracle_rows, sampled_rows
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, Machine, Pattern, Plan, Strided, Unsupported, Window, make_plan, simulate
-from ringattn.pattern.periods import period
 from ringattn.timing.rates import Faults, Rates
 from ringattn.timing.solvers import folding
 from ringattn.timing.solvers.events import events
@@ -42,7 +41,7 @@ FAR = (Full(), Causal(), Strided(3), ra.strided_blocks(4, stride=3), ra.hierarch
 @pytest.mark.parametrize("pattern", LOCAL + FAR, ids=repr)
 def test_periods_are_those_of_dense_masks(pattern: Pattern) -> None:
     """Moved along the diagonal by the period it is the same mask, and a shorter sequence has a part of it."""
-    repeats = period(pattern)
+    repeats = pattern.period
     assert repeats is not None
     for tokens in (2 * repeats + 5, 60):
         mask = pattern.mask(tokens, heads=4)
@@ -66,7 +65,7 @@ def test_periods_are_those_of_dense_masks(pattern: Pattern) -> None:
     ids=repr,
 )
 def test_masks_that_do_not_repeat_have_no_period(pattern: Pattern) -> None:
-    assert period(pattern) is None
+    assert pattern.period is None
     if not isinstance(pattern, ra.BlockSparse):
         return
     plan = make_plan(pattern, tokens=12, ranks=12, layout="contiguous", schedule="ring")

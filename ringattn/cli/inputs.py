@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ..config.schema import RunConfig
-from ..counter_random import counter_normal
 from ..errors import InvalidInput
 from ..files import check_readable
 from ..layout.regular import Layout
+from ..numerics.counter_random import counter_normal
 from .stored import DTYPES, Stored, read_npz, read_safetensors
 
 NAMES = ("q", "k", "v")

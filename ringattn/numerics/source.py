@@ -24,12 +24,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..counter_random import counter_normal
 from ..errors import InvalidInput
 from ..layout.regular import Layout
 from ..plan.plan import Plan
 from ..plan.row_sets import Cut
 from ..runtime.memory_pool import memory_pool
+from .counter_random import counter_normal
 
 Name = Literal["q", "k", "v", "grad"]
 NAMES: tuple[Name, ...] = ("q", "k", "v", "grad")

@@ -18,7 +18,6 @@ from ..errors import Unsupported
 from ..plan.plan import Plan
 from ..plan.row_sets import WHOLE, Cut, Cuts
 from ..plan.schedules import planner
-from ..plan.schedules.allgather import AllGather
 from ..plan.schedules.route import Route
 from ..plan.work import Work
 from ..progress import told
@@ -162,9 +161,9 @@ class Walk:
 def get_route(plan: Plan) -> Route:
     """The route of a plan's keys and values. Raises Unsupported where there is none."""
     route = planner(plan.schedule, plan.demand)
-    if isinstance(route, AllGather):
+    if not isinstance(route, Route):
         raise Unsupported(
-            "schedule allgather brings all blocks at once: there are no hops to follow one by one; try ring, direct or "
+            f"schedule {plan.schedule} brings all blocks at once: there are no hops to follow one by one; try ring, direct or "
             "double_ring, or mode='all'"
         )
     return route

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 
@@ -76,6 +77,12 @@ class Pattern(Value, ABC):
         for tile in self.tiles(q, k, heads):
             for rows in tile.query_rows():
                 yield tile.heads, rows
+
+    @property
+    def period(self) -> int | None:
+        """The least t known such that query q sees key k, of every head and as often, iff q + t sees k + t, whatever the
+        length of the sequence that holds all four; None where none is known."""
+        return None
 
     def key_run(self, first: int, last: int) -> Run | None:
         """The first and the last key that queries first .. last see together; they may lie beyond the sequence.
@@ -155,6 +162,10 @@ class And(Pattern):
         self.a.check(tokens, heads)
         self.b.check(tokens, heads)
 
+    @property
+    def period(self) -> int | None:
+        return _common_period(self.a, self.b)
+
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         for left in self.a.tiles(q, k, heads):
             for right in self.b.tiles(left.q, left.k, left.heads):
@@ -221,6 +232,10 @@ class Or(Pattern):
         self.a.check(tokens, heads)
         self.b.check(tokens, heads)
 
+    @property
+    def period(self) -> int | None:
+        return _common_period(self.a, self.b)
+
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         yield from self.a.tiles(q, k, heads)
         for tile in self.b.tiles(q, k, heads):
@@ -274,6 +289,10 @@ class Mix(Pattern):
     def check(self, tokens: int, heads: int) -> None:
         for part in self.parts:
             part.check(tokens, heads)
+
+    @property
+    def period(self) -> int | None:
+        return _common_period(*self.parts)
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         first = 0
@@ -334,3 +353,9 @@ def mix(*patterns: Pattern) -> Mix:
     if not patterns:
         raise InvalidInput("mix() needs at least one pattern; try mix(Causal(), Window(256))")
     return Mix(tuple(_pattern(part, "mix") for part in patterns))
+
+
+def _common_period(*parts: Pattern) -> int | None:
+    found = [part.period for part in parts]
+    known = [one for one in found if one is not None]
+    return lcm(*known) if len(known) == len(found) else None

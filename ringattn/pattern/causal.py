@@ -15,6 +15,10 @@ from .tile import Tile, make
 class Causal(Pattern):
     """0 <= qpos - kpos: one tile with a band that is open above."""
 
+    @property
+    def period(self) -> int | None:
+        return 1
+
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         tile = make(heads, q, k, lo=0)
         if tile is not None:

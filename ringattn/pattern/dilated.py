@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import lcm
 
 import numpy as np
 
@@ -82,6 +83,10 @@ class Dilated(Pattern):
                 f"Dilated(mix='group', heads={self.heads}) deals {self.heads} heads, but there are {heads}; "
                 f"try heads={heads}, or leave it out"
             )
+
+    @property
+    def period(self) -> int | None:
+        return lcm(*self.segments)  # classes are counted from the start of a segment, so that rates do not matter
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:

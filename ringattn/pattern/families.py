@@ -103,6 +103,10 @@ class LocalWindow(Family):
     density: float | None = None
     total: int | None = None
 
+    @property
+    def period(self) -> int | None:
+        return self.block if self.density is None else None  # a density counts blocks of the whole sequence
+
     def _validate(self) -> None:
         self._need_width("128, blocks=4")
         if self.blocks is not None:
@@ -148,6 +152,10 @@ class StridedBlocks(Family):
     stride: int | None = None
     density: float | None = None
     total: int | None = None
+
+    @property
+    def period(self) -> int | None:
+        return self.block if self.density is None else None  # a density counts blocks of the whole sequence
 
     def _validate(self) -> None:
         self._need_width("128, stride=8")
@@ -207,6 +215,10 @@ class GlobalLocal(Family):
     blocks: int | None = None
     density: float | None = None
     total: int | None = None
+
+    @property
+    def period(self) -> int | None:
+        return self.block if self.density is None and not self.globals else None
 
     def _validate(self) -> None:
         self._need_width("128, globals=1, blocks=4")

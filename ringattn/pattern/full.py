@@ -15,6 +15,10 @@ from .tile import Tile, make
 class Full(Pattern):
     """Dense attention: one tile."""
 
+    @property
+    def period(self) -> int | None:
+        return 1
+
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         tile = make(heads, q, k)
         if tile is not None:

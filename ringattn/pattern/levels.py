@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import lcm
 from typing import ClassVar
 
 import numpy as np
@@ -35,6 +36,10 @@ class DilatedBlocks(Family):
     offsets: tuple[int, ...] | None = None
     density: float | None = None
     total: int | None = None
+
+    @property
+    def period(self) -> int | None:
+        return self.block if self.density is None else None  # a density counts blocks of the whole sequence
 
     def _validate(self) -> None:
         if self.density is not None:
@@ -141,6 +146,12 @@ class Hierarchical(Family):
     levels: tuple[tuple[int, int], ...] | None = None
     density: float | None = None
     total: int | None = None
+
+    @property
+    def period(self) -> int | None:
+        if self.density is not None or self.levels is None:
+            return None
+        return self.block * lcm(*(stride for stride, _ in self.levels))
 
     def _validate(self) -> None:
         self._need_width("128, levels=((1, 1), (4, 4), (16, -1))")

@@ -23,6 +23,10 @@ class Strided(Pattern):
         if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 1:
             raise InvalidInput(f"Strided(step={self.step!r}): the step is an integer >= 1; try Strided(4)")
 
+    @property
+    def period(self) -> int | None:
+        return 1
+
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:
             return

@@ -27,6 +27,10 @@ class Window(Pattern):
                     "try Window(4095) for 4,096 keys, or Full() for no bound"
                 )
 
+    @property
+    def period(self) -> int | None:
+        return 1
+
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         tile = make(heads, q, k, lo=-self.right, hi=self.left)
         if tile is not None:

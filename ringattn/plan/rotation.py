@@ -10,7 +10,6 @@ from math import lcm
 
 from ..errors import InvalidInput, did_you_mean
 from ..layout.regular import Contiguous
-from ..pattern.periods import period
 from .block_demand import Wanted
 from .key_demand import Demand
 from .query_demand import Transposed
@@ -21,7 +20,7 @@ from .schedules.direct import Direct
 from .schedules.relay import Way, all_along, kept_along, rows_along
 from .schedules.ring import Ring
 from .schedules.route import Edge, Route
-from .steps import BLOCKS, SUMS, Kind, Part, RankPlan
+from .steps import BLOCKS, SUMS, Kind, Part, RankPlan, Step
 
 ROTATE = ("auto", "keys", "queries")
 #: Up to this many ranks the bytes of both ways are counted over all blocks; above, over SOME.
@@ -76,6 +75,8 @@ class Rotation:
             return self._gathered(self.demand, size["kv"], size["grad"]), self._gathered(
                 self.transposed, out, size["dq"]
             )
+        if not isinstance(self.keys, Route) or not isinstance(self.queries, Route):
+            return self._counted(self.keys.backward), self._counted(self.queries.queries)
         if self.keys.inner > 1 and self.demand.layout.ranks > EXACT:
             return self._of_nodes(size)
         owners = _owners(self.demand)
@@ -97,6 +98,12 @@ class Rotation:
         keys = self.chosen == "keys"
         backward = (self.keys.backward if keys else self.queries.queries)(rank)
         return RankPlan(rank, self.keys.forward(rank), backward, self.keys.held(rank) if keys else ())
+
+    def _counted(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
+        """Bytes that some ranks send in their steps: for schedules of which no more is known."""
+        hops = (hop for rank in _owners(self.demand) for step in steps(rank) for hop in step.sends)
+        sent = sum(self.size(part) for hop in hops for part in hop.parts)
+        return sent, sent
 
     def _gathered(self, wanted: Wanted, block: int, sums: int) -> tuple[int, int]:
         """Bytes of an all-gather of blocks, and of the sums that each rank which needs a block sends to its owner."""
@@ -195,7 +202,7 @@ def _owners(demand: Demand) -> list[int]:
     layout, ranks = demand.layout, demand.layout.ranks
     if ranks <= EXACT:
         return list(range(ranks))
-    repeats = period(demand.pattern) if isinstance(layout, Contiguous) and layout.tokens % ranks == 0 else None
+    repeats = demand.pattern.period if isinstance(layout, Contiguous) and layout.tokens % ranks == 0 else None
     if repeats is not None and layout.tokens:
         rows = layout.tokens // ranks
         size = lcm(repeats, rows) // rows

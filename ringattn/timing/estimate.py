@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
+from ..errors import Unsupported
 from ..machine.machine import Machine
 from ..plan.block_demand import remembered
 from ..plan.choice import Prediction
@@ -150,7 +151,11 @@ class _Between:
         self.plan, self.machine, self.demand, self.crowd, self.most = plan, machine, demand, crowd, clocks
         schedule = planner(plan.schedule, demand)
         self.gathers = isinstance(schedule, AllGather)
-        self.route: Route = Direct(demand) if isinstance(schedule, AllGather) else schedule
+        if isinstance(schedule, AllGather):
+            schedule = Direct(demand)
+        if not isinstance(schedule, Route):
+            raise Unsupported(f"there is no estimate of the schedule {plan.schedule}, which has no routes")
+        self.route: Route = schedule
         self.row = plan.part_bytes(Part("kv", 0, Cut((0,), ((range(1),),))))
         self.rates = Rates(plan, machine, backward=False)
         self.pair = pair_seconds(plan, machine, backward=False)

@@ -28,6 +28,10 @@ class Metered:
     def __init__(self, pattern: Pattern, budget: int) -> None:
         self.pattern, self.left = pattern, budget
 
+    @property
+    def period(self) -> int | None:
+        return self.pattern.period
+
     def _spend(self, lookups: int) -> None:
         self.left -= lookups
         if self.left < 0:

@@ -6,21 +6,20 @@ import re
 from collections.abc import Callable
 
 from ...errors import InvalidInput, did_you_mean
+from ...registry import Registry
 from ..block_demand import Wanted
-from .allgather import AllGather
-from .direct import Direct
-from .double_ring import DoubleRing
-from .ring import Ring
+from .base import Schedule
 
-Schedule = Ring | Direct | DoubleRing | AllGather
-#: By name, and whether a number follows in brackets.
-SCHEDULES: dict[str, tuple[Callable[..., Schedule], bool]] = {
-    "ring": (Ring, False),
-    "direct": (Direct, False),
-    "allgather": (AllGather, False),
-    "double_ring": (DoubleRing, True),
-}
-FORMS = ("auto", "ring", "direct", "allgather", "double_ring(inner)", "ulysses(size)", "ulysses(size, another)")
+#: Schedules without teams. Each is made of a `Wanted`, and of a number where its class says `numbered`.
+SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
+    "schedules",
+    {
+        "ring": "plan.schedules.ring:Ring",
+        "direct": "plan.schedules.direct:Direct",
+        "allgather": "plan.schedules.allgather:AllGather",
+        "double_ring": "plan.schedules.double_ring:DoubleRing",
+    },
+)
 TEAMS = re.compile(r"\s*ulysses\s*\(\s*(?:size\s*=\s*)?(\d+)\s*(?:,\s*(.+?)\s*)?\)\s*")
 
 
@@ -59,7 +58,7 @@ def teams(name: str) -> tuple[int, str]:
 def planner(name: str, wanted: Wanted) -> Schedule:
     """What plans ranks by a resolved schedule without teams, for blocks of keys or of queries."""
     kind, number = _parse(name)
-    make = SCHEDULES[kind][0]
+    make = SCHEDULES[kind]
     return make(wanted) if number is None else make(wanted, number)
 
 
@@ -86,7 +85,17 @@ def _divisors(number: int) -> str:
 def _parse(name: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:inner\s*=\s*)?(\d+)\s*\))?\s*", name)
     kind = match[1] if match else name
-    if match is None or kind not in SCHEDULES or SCHEDULES[kind][1] != bool(match[2]):
+    if match is None or kind not in SCHEDULES or _numbered(kind) != bool(match[2]):
         hint = did_you_mean(kind, [*SCHEDULES, "ulysses", "auto"]) if kind not in (*SCHEDULES, "ulysses") else ""
-        raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(FORMS)}")
+        raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(forms())}")
     return kind, int(match[2]) if match[2] else None
+
+
+def _numbered(kind: str) -> bool:
+    return bool(getattr(SCHEDULES[kind], "numbered", False))
+
+
+def forms() -> list[str]:
+    """How a schedule may be written."""
+    alone = [f"{kind}(inner)" if _numbered(kind) else kind for kind in SCHEDULES]
+    return ["auto", *alone, "ulysses(size)", "ulysses(size, another)"]

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from ..block_demand import Wanted
 from ..steps import Hop, Kind, Part, Step
+from .base import Schedule
 
 
-class AllGather:
+class AllGather(Schedule):
     """No route: whole blocks go to everybody at once."""
-
-    inner = 1
-
-    def __init__(self, demand: Wanted) -> None:
-        self.demand = demand
 
     def held(self, rank: int) -> tuple[Part, ...]:
         """Nothing is kept after the forward."""

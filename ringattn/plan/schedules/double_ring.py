@@ -17,6 +17,7 @@ class DoubleRing(Route):
     """At clock t * inner + j a rank computes with a block of the node t before its own, j places before its own."""
 
     lanes = 2
+    numbered = True
 
     def __init__(self, demand: Wanted, inner: int) -> None:
         super().__init__(demand)

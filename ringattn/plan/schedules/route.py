@@ -7,15 +7,15 @@ what that rank kept, and goes home; the gradients gathered for it lag one step b
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
-from ..block_demand import Wanted
 from ..row_sets import Cuts, minus, total
 from ..steps import ORDER, Hop, Part, Step, parts
+from .base import Schedule
 
 T = TypeVar("T")
 
@@ -36,16 +36,11 @@ class Edge:
     lane: int = 0
 
 
-class Route(ABC):
+class Route(Schedule):
     """The trees along which blocks go, one per owner, without the branches behind which nobody needs a row."""
 
     #: Numbers of `Edge.lane` in use.
     lanes = 1
-    #: Ranks of a node, where the schedule knows of nodes.
-    inner = 1
-
-    def __init__(self, demand: Wanted) -> None:
-        self.demand = demand
 
     @abstractmethod
     def arrivals(self, rank: int) -> Iterator[Edge]:

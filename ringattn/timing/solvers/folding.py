@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...layout.regular import Contiguous
-from ...pattern.periods import period
 from ..rates import Faults, Rates
 from ..resources import Loads, Traffic
 from .events import RANKS, events
@@ -76,7 +75,7 @@ def folded(rates: Rates, why: str) -> tuple[Solved, Loads, Traffic, str] | str:
 def found(rates: Rates) -> Fold | str:
     """The smaller plan, or why there is none."""
     plan, machine = rates.plan, rates.machine
-    repeats = period(plan.pattern)
+    repeats = plan.pattern.period
     if plan.schedule not in ("ring", "direct"):
         return f"the schedule {plan.schedule} is neither ring nor direct"
     if not isinstance(plan.layout, Contiguous) or plan.tokens % plan.ranks or plan.tokens == 0:
