@@ -8,6 +8,7 @@ import ringattn as ra
 from ringattn import Causal, Documents, Full, Machine, Pattern, Plan, Window, make_plan, simulate
 from ringattn.machine.presets import MACHINES
 from ringattn.timing.costs import memory, most_memory
+from ringattn.timing.metered import within_reach
 
 LENGTHS = [900, 200, 4000, 1500, 92, 700, 3000, 1992, 3000, 1000]
 SIZES = {"tokens": 1 << 14, "heads": 8, "head_dim": 64, "dtype": "bfloat16"}
@@ -104,3 +105,10 @@ def test_why_no_teams_are_compared() -> None:
         plan = chosen(Causal(), 8, machine, heads=heads)
         assert plan.choice is not None
         assert any(c.schedule == "ulysses" and words in c.left_out for c in plan.choice.candidates)
+
+
+def test_lookups_of_plans_with_teams_are_counted() -> None:
+    plan = make_plan(Causal(), tokens=4096, ranks=64, schedule="ulysses(4)", heads=4)
+    found = within_reach(plan, 3)
+    assert found is not None and found[1] > 100
+    assert within_reach(make_plan(Causal(), tokens=1 << 26, ranks=1 << 16, schedule="ulysses(4)", heads=4), 3) is None

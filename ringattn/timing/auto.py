@@ -198,16 +198,20 @@ def _by_rule(plan: Plan, found: tuple[Candidate, ...], why: str, machine: Machin
 def _reason(best: Candidate, rest: list[Candidate]) -> str:
     found = best.prediction
     assert found is not None
-    hidden = found.exposed <= 0.01 * found.seconds
-    waits = (
-        "its messages hide under the computation" if hidden else f"{found.exposed / found.seconds:.0%} of it waiting"
-    )
+    share = found.exposed / found.seconds if found.seconds else 0.0
     if not found.messages:
         waits = "no messages"
+    elif share < 1e-6:
+        waits = "its messages hide under the computation"
+    else:
+        waits = f"{share:.0%} of it waiting" if share >= 0.01 else "less than 1% of it waiting"
     text = f"{best} is predicted to take {duration(found.seconds)}, {waits}"
     if not rest:
         return text
     other = rest[0]
     ratio = other.seconds / found.seconds if found.seconds else 1.0
-    compared = "no less" if ratio <= EQUAL else f"{ratio:.2f} times as long"
-    return f"{text}; the next, {other}, {compared}"
+    if ratio < 1:
+        return f"{text}; {other} takes {1 - ratio:.1%} less, too little to leave the simpler choice"
+    if ratio <= EQUAL:
+        return f"{text}; the next, {other}, takes as long to within {EQUAL - 1:.0%}"
+    return f"{text}; the next, {other}, takes {ratio:.2f} times as long"

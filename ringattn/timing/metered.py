@@ -75,13 +75,15 @@ class Metered:
 
 def within_reach(plan: Plan, rank: int) -> tuple[Plan, int] | None:
     """The plan with the steps of a rank made, and the lookups of tiles that they took; None where they take too many."""
-    metered = Metered(plan.pattern, REACH)
-    asked = replace(plan.demand, pattern=cast(Pattern, metered))
+    inner, place = plan.member(rank)  # with teams it is the plan between them that is asked
+    metered = Metered(inner.pattern, REACH)
+    asked = replace(inner.demand, pattern=cast(Pattern, metered))
     try:
-        plan.asking(asked).for_rank(rank)
+        inner.asking(asked).for_rank(place)
     except TooMany:
         return None
-    return plan.asking(sharing(plan.demand, asked)), REACH - metered.left
+    known = plan.asking(sharing(plan.demand, asked)) if plan.team == 1 else plan
+    return known, REACH - metered.left
 
 
 def sharing(demand: Demand, other: Demand) -> Demand:
