@@ -35,7 +35,7 @@ class Recent(Pattern):
 class Star(Direct):
     """Direct under another name."""
 '''
-USE = '''
+USE = """
 import torch, ringattn as ra
 q, k, v = (torch.randn(1, 2, 40, 8, dtype=torch.float64) for _ in range(3))
 found = ra.virtual_attention(q, k, v, "Recent() | Sinks(2)", ranks=4, schedule="star")
@@ -47,7 +47,7 @@ try:
     ra.make_plan("Recent()", tokens=40, ranks=4, schedule="stars")
 except ra.InvalidInput as error:
     assert "did you mean 'star'" in str(error), error
-'''
+"""
 
 
 def offered(folder: Path, points: str) -> dict[str, str]:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .families import global_local, local_window, strided_blocks
     from .full import Full
     from .levels import dilated_blocks, hierarchical
+    from .selection import top_k
     from .sinks import Sinks
     from .strided import Strided
-    from .top_k import top_k
     from .window import Window
 
 #: What a written pattern may name.
@@ -49,7 +49,7 @@ PATTERNS: Registry[Callable[..., Pattern]] = Registry(
     },
 )
 #: Functions that take arrays, so that no text writes them.
-_UNWRITTEN = {"from_block_mask": "block_mask", "top_k": "top_k"}
+_UNWRITTEN = {"from_block_mask": "block_mask", "top_k": "selection"}
 
 
 def __getattr__(name: str) -> Any:
