@@ -13,8 +13,7 @@ from torch import nn
 from ..errors import InvalidInput, Mismatch
 from ..functional import exchange, uncompiled
 from ..kernels.base import wide
-from ..pattern import BlockSparse, Causal, Full, local_window
-from ..pattern import selection as top_k
+from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from ..runtime.autocast import cast_inputs
 from .core import RingAttention
 
