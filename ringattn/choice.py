@@ -269,13 +269,15 @@ def _basis(found: Estimate) -> str:
 
 def within_reach(plan: Plan, rank: int) -> tuple[Plan, int] | None:
     """The plan with the steps of a rank made, and the lookups of tiles that they took; None where they take too many."""
-    metered = Metered(plan.pattern, REACH)
-    asked = replace(plan.demand, pattern=cast(Pattern, metered))
+    inner, place = plan.member(rank)  # with teams it is the plan between them that is asked
+    metered = Metered(inner.pattern, REACH)
+    asked = replace(inner.demand, pattern=cast(Pattern, metered))
     try:
-        plan.asking(asked).for_rank(rank)
+        inner.asking(asked).for_rank(place)
     except TooMany:
         return None
-    return plan.asking(_sharing(plan.demand, asked)), REACH - metered.left
+    known = plan.asking(_sharing(plan.demand, asked)) if plan.team == 1 else plan
+    return known, REACH - metered.left
 
 
 def _idle(plan: Plan) -> str:
@@ -309,16 +311,20 @@ def _seconds(candidate: Candidate) -> float:
 def _reason(best: Candidate, rest: list[Candidate]) -> str:
     found = best.prediction
     assert found is not None
-    hidden = found.exposed <= 0.01 * found.seconds
-    waits = (
-        "its messages hide under the computation" if hidden else f"{found.exposed / found.seconds:.0%} of it waiting"
-    )
+    share = found.exposed / found.seconds if found.seconds else 0.0
     if not found.messages:
         waits = "no messages"
+    elif share < 1e-6:
+        waits = "its messages hide under the computation"
+    else:
+        waits = f"{share:.0%} of it waiting" if share >= 0.01 else "less than 1% of it waiting"
     text = f"{best} is predicted to take {duration(found.seconds)}, {waits}"
     if not rest:
         return text
     other = rest[0]
     ratio = _seconds(other) / found.seconds if found.seconds else 1.0
-    compared = "no less" if ratio <= EQUAL else f"{ratio:.2f} times as long"
-    return f"{text}; the next, {other}, {compared}"
+    if ratio < 1:
+        return f"{text}; {other} takes {1 - ratio:.1%} less, too little to leave the simpler choice"
+    if ratio <= EQUAL:
+        return f"{text}; the next, {other}, takes as long to within {EQUAL - 1:.0%}"
+    return f"{text}; the next, {other}, takes {ratio:.2f} times as long"

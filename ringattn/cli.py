@@ -211,6 +211,7 @@ def _hand_to_hydra(verb: str, prepared: list[str], program: str | None = None) -
     except (
         import_module("hydra.errors").HydraException,
         import_module("omegaconf.errors").OmegaConfBaseException,
+        import_module("yaml").YAMLError,
         *UNTOLD,
     ) as error:
         if begun:

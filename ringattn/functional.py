@@ -199,8 +199,9 @@ def virtual_attention(
     those of real ranks, and results equal theirs bit for bit. `layout` changes who computes what, not the result;
     layout="auto" is chosen here, with the schedule. `key_padding_mask` is bool [B, N], True is padding.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int):
+    if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
+    ranks = int(ranks)
     q, k, v = cast_inputs(q, k, v)
     known = DEFAULT_LAYOUT if layout == "auto" else layout
     call = Call(

@@ -217,7 +217,8 @@ def make_layout(
         if (name.tokens, name.ranks) != (tokens, ranks):
             raise InvalidInput(
                 f"the layout {name.name} was made for {name.tokens:,} tokens over {name.ranks} ranks, "
-                f"the call has {tokens:,} tokens over {ranks}; try layout={name.name!r} by name"
+                f"the call has {tokens:,} tokens over {ranks}; pass x.transpose(1, 2) where tensors are [batch, tokens, heads, "
+                f"head_dim], or make_layout({name.name!r}, tokens={tokens}, ranks={ranks}, ...)"
             )
         return name
     kind, chunk = _read(name)

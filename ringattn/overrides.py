@@ -43,6 +43,9 @@ OPTIONS = (
     "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
     "--experimental-rerun", "-i", "--info",
 )  # fmt: skip
+#: Options that the next argument belongs to.
+VALUED = ("-c", "--cfg", "-p", "--package", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd",
+          "--config-dir", "--experimental-rerun")  # fmt: skip
 #: Transports whose ranks a launcher may have started.
 LAUNCHED = ("gloo", "nccl", "mpi")
 
@@ -85,7 +88,21 @@ def _as_overrides(verb: str, arguments: Sequence[str]) -> list[str]:
             )
     if "--json" in arguments and verb not in JSON:
         raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON)}")
-    return [f"{JSON[verb]}=-" if argument == "--json" else argument for argument in arguments]
+    return _options_first([f"{JSON[verb]}=-" if argument == "--json" else argument for argument in arguments])
+
+
+def _options_first(arguments: list[str]) -> list[str]:
+    """The same arguments, Hydra's options with their values before all overrides: Hydra takes them nowhere between."""
+    options: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        if argument.startswith("-"):
+            options.append(argument)
+        elif options and options[-1] in VALUED:
+            options[-1:] = [options[-1], argument, ""]  # the empty word ends the option
+        else:
+            overrides.append(argument)
+    return [*filter(None, options), *overrides]
 
 
 def swept(overrides: Sequence[str]) -> bool:
@@ -109,6 +126,10 @@ def refused(verb: str, error: Exception) -> InvalidInput:
             f"{override}: cannot be read as key=value ({'; '.join(said)}); close brackets and quotes, and quote for the shell "
             "what has blanks or brackets, such as 'slow={5: 1.3}'"
         )
+    cause = error.__cause__ or error.__context__
+    while first.endswith("composing config:") and cause is not None:
+        first = f"{first.partition(':')[0]}: {str(cause).splitlines()[0]}"
+        cause = cause.__cause__
     return InvalidInput(f"{first}; ringattn {verb} --help shows groups and keys, --cfg job --resolve what would run")
 
 

@@ -115,7 +115,7 @@ def show_choice(choice: Choice, most: int = 8) -> None:
     lines = console()
     lines.print()
     if rows:
-        header = ("auto [modelled]", "forward", "compute", "exposed", "sends per rank", "messages", "estimated from")
+        header = ("auto [modelled]", "forward", "compute", "exposed", "sends at most", "messages", "estimated from")
         grid("", header, rows[:most])
     if len(rows) > most:
         lines.print(f"and {len(rows) - most} slower", highlight=False)

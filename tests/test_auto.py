@@ -6,6 +6,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Machine, Pattern, Plan, Window, make_plan, simulate
+from ringattn.choice import within_reach
 from ringattn.timing import MACHINES
 from ringattn.timing.budget import memory, most_memory
 
@@ -104,3 +105,10 @@ def test_why_no_teams_are_compared() -> None:
         plan = chosen(Causal(), 8, machine, heads=heads)
         assert plan.choice is not None
         assert any(c.schedule == "ulysses" and words in c.left_out for c in plan.choice.candidates)
+
+
+def test_lookups_of_plans_with_teams_are_counted() -> None:
+    plan = make_plan(Causal(), tokens=4096, ranks=64, schedule="ulysses(4)", heads=4)
+    found = within_reach(plan, 3)
+    assert found is not None and found[1] > 100
+    assert within_reach(make_plan(Causal(), tokens=1 << 26, ranks=1 << 16, schedule="ulysses(4)", heads=4), 3) is None

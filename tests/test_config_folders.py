@@ -134,3 +134,24 @@ def test_completion_answers(tmp_path: Path, line: str, wanted: set[str]) -> None
 def test_completion_installs_for_the_program(tmp_path: Path, verb: tuple[str, ...]) -> None:
     done = ringattn(*verb, "-sc", "install=bash", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.rstrip().endswith("hydra_bash_completion ringattn")
+
+
+def test_options_may_stand_between_overrides(inside: Inside, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "machine").mkdir(parents=True)
+    (tmp_path / "mine" / "machine" / "cluster.yaml").write_text("spec: cpu\nbeta: 2.5e10\n")
+    done = inside("plan", "ranks=2", "tokens=4k", "--config-dir", "mine", "machine=cluster", cwd=tmp_path)
+    assert done.returncode == 0 and "ring" in done.stdout, done.stderr
+    done = inside("plan", "ranks=2", "-m", "layout=contiguous,zigzag", "tokens=1k", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = inside("plan", "ranks=2", "--cfg", "job", "layout=zigzag", cwd=tmp_path)
+    assert done.returncode == 0 and "tokens:" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("spec: [\n", "while parsing"), ("spec: cpu\nbetta: 1\n", "betta")], ids=["yaml", "key"]
+)
+def test_files_of_a_folder_that_cannot_be_read(inside: Inside, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "mine" / "machine").mkdir(parents=True)
+    (tmp_path / "mine" / "machine" / "broken.yaml").write_text(text)
+    done = inside("plan", "--config-dir", "mine", "ranks=2", "tokens=4k", "machine=broken", cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import pairs, patterns, ranges
 
 import ringattn as ra
-from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Sinks, Strided, Window, mix, parse_pattern
+from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Sinks, Strided, Window, mix, parse_pattern
 from ringattn.pattern import Tile
 from ringattn.pattern.ranges import clip
 
@@ -139,3 +139,17 @@ def test_rows_that_see_and_are_seen(case: tuple[int, Pattern], q: range, k: rang
         for head in range(heads):
             touched = (truth[head][np.ix_(list(q), list(k))] != 0).any(axis)
             assert found[head] == {row for row, touches in zip(rows, touched, strict=True) if touches}
+
+
+def test_numpy_integers_are_integers() -> None:
+    assert repr(Window(np.int64(64), right=np.int32(2))) == "Window(left=64, right=2)"
+    assert repr(Sinks(np.int64(4)) & Strided(np.uint8(3))) == repr(Sinks(4) & Strided(3))
+    assert Dilated(np.array([32, 64]), np.array([1, 2])) == Dilated((32, 64), (1, 2))
+
+
+@pytest.mark.parametrize("tokens", [0, 7, 24, 25, 71, 240])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mix", ["lse", "group", "union"])
+def test_pairs_of_whole_dilated_sequences_are_those_of_the_mask(tokens: int, causal: bool, mix: str) -> None:
+    pattern = Dilated((8, 24), (1, 3), causal=causal, mix=mix).bind(4, tokens)
+    assert pattern.count(range(tokens), range(tokens), range(4)) == pattern.mask(tokens, 4).sum()

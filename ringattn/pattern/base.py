@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,13 @@ from .picture import draw
 from .tile import Tile, difference, meet
 
 ONE_HEAD = range(1)
+
+
+def plain(value: Any) -> Any:
+    """A NumPy integer as the Python integer that it is; any other value as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 #: A first and a last position.
 Run = tuple[int, int]
 #: An end of a run that nothing bounds.

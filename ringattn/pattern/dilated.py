@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import lcm
 
 import numpy as np
 
 from ..errors import InvalidInput, did_you_mean
-from .base import ONE_HEAD, Or, Pattern
+from .base import ONE_HEAD, Or, Pattern, plain
 from .ranges import intersect
 from .tile import Tile, make
 
@@ -40,9 +41,10 @@ class Dilated(Pattern):
     def __post_init__(self) -> None:
         for name in ("segments", "rates"):
             values = getattr(self, name)
+            values = values.tolist() if isinstance(values, np.ndarray) else values
             if not isinstance(values, list | tuple) or not values:
                 raise InvalidInput(f"Dilated: {name} must be a list of integers >= 1, got {values!r}")
-            values = [int(x) if isinstance(x, np.integer) else x for x in values]
+            values = [plain(x) for x in values]
             if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in values):
                 raise InvalidInput(f"Dilated: {name} must be integers >= 1, got {values!r}")
             object.__setattr__(self, name, tuple(values))
@@ -82,6 +84,15 @@ class Dilated(Pattern):
                 f"Dilated(mix='group', heads={self.heads}) deals {self.heads} heads, but there are {heads}; "
                 f"try heads={heads}, or leave it out"
             )
+
+    def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
+        if not q or q != k or q.step > 1 or q.start or self.mix == "union":
+            return super().count(q, k, heads)
+        # No segment crosses a multiple of all their lengths: the pairs of the first so many positions repeat.
+        size = lcm(*self.segments)
+        turns = len(q) // size
+        first, last = range(size), range(turns * size, len(q))
+        return (turns * super().count(first, first, heads) if turns else 0) + super().count(last, last, heads)
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:

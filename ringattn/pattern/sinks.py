@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern
+from .base import ONE_HEAD, Pattern, plain
 from .ranges import clip
 from .tile import Tile, make
 
@@ -20,6 +20,7 @@ class Sinks(Pattern):
     n: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "n", plain(self.n))
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 0:
             raise InvalidInput(f"Sinks(n={self.n!r}): n is a number of tokens, an integer >= 0; try Sinks(4)")
 

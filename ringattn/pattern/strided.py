@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern
+from .base import ONE_HEAD, Pattern, plain
 from .ranges import intersect
 from .tile import Tile, make
 
@@ -20,6 +20,7 @@ class Strided(Pattern):
     step: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "step", plain(self.step))
         if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 1:
             raise InvalidInput(f"Strided(step={self.step!r}): the step is an integer >= 1; try Strided(4)")
 

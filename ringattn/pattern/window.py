@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern, Run
+from .base import ONE_HEAD, Pattern, Run, plain
 from .tile import Tile, make
 
 
@@ -21,6 +21,8 @@ class Window(Pattern):
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
+            value = plain(value)
+            object.__setattr__(self, name, value)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise InvalidInput(
                     f"Window({name}={value!r}): the reach to the {name} is a number of tokens, an integer >= 0; "
