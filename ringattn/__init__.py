@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .layout.regular import Layout as Layout
     from .layout.regular import make_layout as make_layout
     from .machine.machine import Machine as Machine
+    from .machine.presets import MACHINES as MACHINES
+    from .machine.presets import get_machine as get_machine
     from .pattern import BlockSparse as BlockSparse
     from .pattern import Causal as Causal
     from .pattern import Dilated as Dilated
@@ -66,6 +68,7 @@ _NAMES = {
     "pattern": "BlockSparse Causal Dilated Documents Full Pattern Sinks Strided Window dilated_blocks from_block_mask global_local hierarchical local_window mix parse_pattern strided_blocks top_k",
     "layout.regular": "Layout make_layout",
     "machine.machine": "Machine",
+    "machine.presets": "MACHINES get_machine",
     "plan.plan": "Plan",
     "planner": "make_plan",
     "plan.choice": "Prediction",

@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def uncompiled(function: F) -> F:
     """torch.compile breaks its graph here: plans and messages are not for tracing.
 
-    torch.compiler.disable imports the compiler, which takes longer than many a program: it waits until somebody else has.
+    torch.compiler.disable imports the compiler, which takes over a second; a program that has not imported it compiles nothing.
     """
     disabled: list[Callable[..., Any]] = []
 

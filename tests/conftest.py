@@ -61,9 +61,9 @@ def inside(
     return call
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def run_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """As `new_ranks`, on ranks that all tests share; for functions that leave their group in order."""
+    """As `new_ranks`, on ranks that the tests of a module share; for functions that leave their group in order."""
     from rank_pool import Pool
 
     pools: dict[int, Pool] = {}

@@ -276,7 +276,7 @@ def test_speeds_of_something_else_are_told() -> None:
         ("cpu", {}, []),
         ("cpu", {"dtype": "bfloat16"}, ["those of float32"]),
         ("gtx1080_pcie", {}, []),
-        (ra.timing.MACHINES["cuda"].changed(flops=1e14), {}, []),
+        (ra.MACHINES["cuda"].changed(flops=1e14), {}, []),
         (dataclasses.replace(EVEN, kernel=kernel(heads=1)), {}, []),
         (dataclasses.replace(EVEN, kernel=kernel()), {"heads": 2}, []),
         (dataclasses.replace(EVEN, kernel=kernel(heads=1)), {"heads": 2, "head_dim": 32}, ["head_dim=64, and head_dim=32", "heads=1, and heads=2"]),

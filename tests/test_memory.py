@@ -124,7 +124,7 @@ def test_a_real_lack_of_memory() -> None:
     """In a process that may have 512 MiB more: an output of 1 GiB is a typed error, and a smaller batch works after it."""
     code = """
 import resource, torch, ringattn as ra
-from ringattn.memory import resident
+from ringattn.reporting.peak_memory import resident
 q = torch.zeros(1, 1, 1, 8).expand(1 << 14, 8, 256, 8)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), used + (1 << 29)))

@@ -349,7 +349,7 @@ def test_wrong_requests() -> None:
 
 
 def test_sources_follow_their_numbers() -> None:
-    cpu = ra.timing.MACHINES["cpu"]
+    cpu = ra.MACHINES["cpu"]
     assert cpu.source("beta") == "measured" and cpu.source("inner") == "assumed"
     assert cpu.changed(beta=1e9).source("beta") == "assumed" and cpu.changed(beta=1e9).source("alpha") == "measured"
 
@@ -361,7 +361,7 @@ def test_the_command(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     plan = make_plan(Causal(), tokens=4096, ranks=4, schedule="ring")
-    machine = ra.timing.MACHINES["cuda"].changed(memory=80e9, price=2.0)
+    machine = ra.MACHINES["cuda"].changed(memory=80e9, price=2.0)
     found = json.loads((tmp_path / "t.json").read_text())
     for backward, name in ((False, "forward"), (True, "backward")):
         one = simulate(plan, machine, backward=backward, slow={1: 1.5}, stalls=[Stall(2, 1, 0.01)], passes=3)

@@ -33,7 +33,7 @@ def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
                 plan = ra.make_plan(
                     pattern, tokens=512, ranks=ranks, layout="contiguous", schedule="ring", heads=4, dtype="float32"
                 )
-                machine = ra.timing.get_machine("h100_nvlink_ib").changed(beta=beta)
+                machine = ra.get_machine("h100_nvlink_ib").changed(beta=beta)
                 for backward, name in ((False, "forward"), (True, "backward")):
                     found = ra.simulate(plan, machine, backward=backward, slow={1: 1.5})
                     assert float(row[f"{name} time [s]"]) == found.seconds

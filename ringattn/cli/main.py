@@ -108,9 +108,8 @@ def _end(number: int, frame: Any = None) -> None:
 
 
 def _tell(number: int) -> None:
-    os.write(
-        2, f"ringattn: {SIGNALS[signal.Signals(number)][0]}\n".encode()
-    )  # sys.stderr may be in the middle of a line
+    told, _ = SIGNALS[signal.Signals(number)]
+    os.write(2, f"ringattn: {told}\n".encode())  # sys.stderr may be in the middle of a line
 
 
 def _is_main() -> bool:

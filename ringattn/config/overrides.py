@@ -95,14 +95,9 @@ def _options_first(arguments: list[str]) -> list[str]:
     """The same arguments, Hydra's options with their values before all overrides: Hydra takes them nowhere between."""
     options: list[str] = []
     overrides: list[str] = []
-    for argument in arguments:
-        if argument.startswith("-"):
-            options.append(argument)
-        elif options and options[-1] in VALUED:
-            options[-1:] = [options[-1], argument, ""]  # the empty word ends the option
-        else:
-            overrides.append(argument)
-    return [*filter(None, options), *overrides]
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        (options if argument.startswith("-") or before in VALUED else overrides).append(argument)
+    return [*options, *overrides]
 
 
 def swept(overrides: Sequence[str]) -> bool:

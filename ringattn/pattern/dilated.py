@@ -95,7 +95,7 @@ class Dilated(Pattern):
         # No segment crosses a multiple of the period: the pairs of the first period repeat.
         size = self.period
         assert size is not None
-        turns, rest = divmod(len(q), size)
+        turns = len(q) // size
         first, last = range(size), range(turns * size, len(q))
         return (turns * super().count(first, first, heads) if turns else 0) + super().count(last, last, heads)
 

@@ -169,8 +169,10 @@ class _Moved:
 
 
 def _straight(route: Direct, owner: int) -> int:
-    """Rows of all heads that an owner sends to all that need some. Where these may be more than LATEST of many ranks, so
-    many evenly spaced ones stand for all."""
+    """Rows of all heads that an owner sends to the ranks that need them.
+
+    Where more than LATEST of more than EXACT ranks need rows, LATEST evenly spaced ranks stand for all.
+    """
     wanted, ranks = route.demand, route.demand.layout.ranks
     edges = list(islice(route.leaving(owner), LATEST + 1 if ranks > EXACT else None))
     if ranks <= EXACT or len(edges) <= LATEST:

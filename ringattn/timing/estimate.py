@@ -159,7 +159,7 @@ class _Between:
         self.row = plan.part_bytes(Part("kv", 0, Cut((0,), ((range(1),),))))
         self.rates = Rates(plan, machine, backward=False)
         self.pair = pair_seconds(plan, machine, backward=False)
-        #: By rank and clock: seconds of its visits, those of all that it receives meanwhile, and what that is.
+        #: By rank and clock: seconds of the rank's visits, seconds of the messages that it receives, and their edges.
         self.steps: dict[tuple[int, int], tuple[float, float, tuple[Edge, ...]]] = {}
 
     def found(self) -> Estimate:
@@ -216,8 +216,10 @@ class _Between:
         return Prediction(seconds, compute, seconds - compute, round(sent), round(messages)), longest
 
     def _together(self) -> float:
-        """Seconds of all ranks, whose messages begin where both of their ends have begun the clock, and are waited for by
-        both."""
+        """Seconds until all ranks have finished.
+
+        A message begins when its sender and its receiver have begun the clock, and both of them wait for the message.
+        """
         ranks = range(self.plan.ranks)
         begun = [0.0 for _ in ranks]
         for time in sorted({at for _, at in self.steps}):

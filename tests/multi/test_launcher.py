@@ -75,7 +75,7 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
 #: A rank of which the second ends after its first start; after the restart both meet again.
 RESTARTED = """
 import os, time
-from ringattn.launcher import detect, init_process_group
+from ringattn.transport.launcher import detect, init_process_group
 import torch.distributed as dist
 
 init_process_group(detect(), backend="gloo", timeout=30)
