@@ -67,7 +67,7 @@ def ring_attention(
     key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    wire_dtype: torch.dtype | str | None = None,
+    comm_dtype: torch.dtype | str | None = None,
     rotate: str = "auto",
 ) -> Any:
     """Exact attention over a sequence that is sharded over the ranks of a group. Differentiable; collective.
@@ -86,7 +86,7 @@ def ring_attention(
     wait for each other as long as the timeout of the group, or of `transport`, allows.
     schedule="auto" takes the one that the timing model predicts to be fastest on `machine` (a Machine, "cpu" or "cuda";
     default: by the device of the tensors). The layout is chosen before there are shards, by `make_plan`.
-    `deterministic=True` makes repeated runs bitwise equal. `wire_dtype` rounds what travels, and `rotate` says what
+    `deterministic=True` makes repeated runs bitwise equal. `comm_dtype` rounds what travels, and `rotate` says what
     does in the backward, see `make_plan`.
     `key_padding_mask` (bool [B, n], the local shard's, on all ranks or on none) is True where a key is padding,
     which nobody attends; whatever the key holds. It costs 8 more columns of the head dim.
@@ -105,7 +105,7 @@ def ring_attention(
         kernel,
         _scale(q, scale),
         deterministic,
-        wire_dtype,
+        comm_dtype,
         machine,
         rotate,
         return_lse,
@@ -138,7 +138,7 @@ def positions(
     machine: Machine | str | None = None,
     scale: float | None = None,
     deterministic: bool = False,
-    wire_dtype: torch.dtype | str | None = None,
+    comm_dtype: torch.dtype | str | None = None,
     rotate: str = "auto",
     key_padding_mask: torch.Tensor | None = None,
     wrong: RingAttentionError | None = None,
@@ -150,7 +150,7 @@ def positions(
     """
     transport = _transport(group, mesh, transport)
     q, k, v = cast_inputs(q, k, v)
-    call = Call(_read(pattern), layout, schedule, kernel, _scale(q, scale), deterministic, wire_dtype, machine, rotate)
+    call = Call(_read(pattern), layout, schedule, kernel, _scale(q, scale), deterministic, comm_dtype, machine, rotate)
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if wrong is not None:
@@ -191,7 +191,7 @@ def virtual_attention(
     key_padding_mask: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    wire_dtype: torch.dtype | str | None = None,
+    comm_dtype: torch.dtype | str | None = None,
     rotate: str = "auto",
 ) -> Any:
     """`ring_attention` with all `ranks` executed in this process: whole tensors in, the whole result out.
@@ -212,7 +212,7 @@ def virtual_attention(
         kernel,
         _scale(q, scale),
         deterministic,
-        wire_dtype,
+        comm_dtype,
         machine,
         rotate,
         return_lse,
@@ -222,7 +222,7 @@ def virtual_attention(
     facts = describe(q, k, v)
     plan = make_plan(
         call.pattern, tokens=q.shape[2], ranks=ranks, layout=layout, schedule=schedule,
-        machine=get_machine(machine, q.device.type), wire_dtype=wire_dtype, rotate=rotate, **facts,
+        machine=get_machine(machine, q.device.type), comm_dtype=comm_dtype, rotate=rotate, **facts,
     )  # fmt: skip
     q, factor = _positive(q, call.scale)
     return _apply(q, k, v, AllRanks(plan, chosen, factor, return_lse), plan, return_lse, floor)

@@ -35,14 +35,14 @@ def make_plan(
     value_dim: int | None = None,
     dtype: str | torch.dtype = "float32",
     batch: int = 1,
-    wire_dtype: str | torch.dtype | None = None,
+    comm_dtype: str | torch.dtype | None = None,
     machine: Machine | str | None = None,
     rotate: str = "auto",
 ) -> Plan:
     """The (cached) plan of attention with `pattern` (or its text) over `tokens` positions on `ranks` ranks.
 
     `heads` query heads share `kv_heads` (default: as many) key/value heads; `head_dim` is that of q and k,
-    `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. `wire_dtype` is the dtype in which
+    `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. `comm_dtype` is the dtype in which
     keys, values and their gradients travel between ranks: by default K/V as they are and gradients in fp32 (fp64 for
     fp64); a narrower one is rounded to, gradients in every hop. `rotate` says what goes around in the backward: "keys"
     (with values and their gradients), "queries" (with out's gradient, lse and their own gradient), or "auto", what
@@ -54,7 +54,7 @@ def make_plan(
     pattern = as_pattern(pattern)
     sizes = check_sizes(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype, batch=batch,
-        wire_dtype=wire_dtype, rotate=rotate,
+        comm_dtype=comm_dtype, rotate=rotate,
     )  # fmt: skip
     pattern.check(tokens, heads)
     chosen = isinstance(layout, str) and layout.strip() == "auto"

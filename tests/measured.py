@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ringattn as ra
-from ringattn.machine.kernel_times import SHAPES, Grid, KernelTimes
+from ringattn.machine.kernel_times import SHAPES, KernelTimes, TimeGrid
 
 ROWS = (64, 256, 1024)
 
@@ -11,11 +11,11 @@ ROWS = (64, 256, 1024)
 def times(rate: float = 1e10, overhead: float = 0.0, head_dim: int = 64, **by_shape: float) -> KernelTimes:
     """Kernel times with one rate per shape, forward and backward."""
     grids = [
-        Grid(shape, back, ROWS, (1,) if shape == "triangle" else ROWS, tuple(((by_shape.get(shape, rate),) * (1 if shape == "triangle" else 3),) * 3))
+        TimeGrid(shape, back, ROWS, (1,) if shape == "triangle" else ROWS, tuple(((by_shape.get(shape, rate),) * (1 if shape == "triangle" else 3),) * 3))
         for shape in SHAPES for back in (False, True)
     ]  # fmt: skip
     return KernelTimes(head_dim, "float32", (overhead, overhead), tuple(grids))
 
 
 def machine(kernel: KernelTimes | None = None, **values: object) -> ra.Machine:
-    return ra.Machine(**{"flops": 1e10, "alpha": 0.0, "beta": 1e15, "kernel": kernel, **values})  # type: ignore[arg-type]
+    return ra.Machine(**{"flops": 1e10, "latency": 0.0, "bandwidth": 1e15, "kernel": kernel, **values})  # type: ignore[arg-type]

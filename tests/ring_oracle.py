@@ -1,4 +1,4 @@
-"""The recurrence of a ring in plain Python, rank by rank and clock by clock: what every tier must equal."""
+"""The recurrence of a ring in plain Python, rank by rank and step by step: what every solver must equal."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ NEVER = float("-inf")
 
 
 @dataclass
-class Clock:
-    """One clock: busy seconds by rank, and by direction (seconds, gap) of the message of each rank, or None."""
+class Step:
+    """One step: busy seconds by rank, and by direction (seconds, gap) of the message of each rank, or None."""
 
     busy: list[float]
     messages: dict[int, list[tuple[float, float] | None]] = field(default_factory=dict)
 
 
-def starts(ranks: int, clocks: list[Clock], buffers: int = 1, waits: bool = True) -> list[list[float]]:
-    """S[k][r], when rank r begins clock k; the last row is when it has finished."""
+def starts(ranks: int, steps: list[Step], buffers: int = 1, waits: bool = True) -> list[list[float]]:
+    """S[k][r], when rank r begins step k; the last row is when it has finished."""
     begun = [[0.0] * ranks]
     arrivals: list[dict[tuple[int, int], float]] = []
     last: dict[tuple[int, int], float] = {}
-    for k, clock in enumerate(clocks):
+    for k, step in enumerate(steps):
         now, here = begun[-1], {}
-        for sign, row in clock.messages.items():
+        for sign, row in step.messages.items():
             for rank, message in enumerate(row):
                 if message is not None:
                     ready = now[rank]
@@ -33,7 +33,7 @@ def starts(ranks: int, clocks: list[Clock], buffers: int = 1, waits: bool = True
         arrivals.append(here)
         then = []
         for rank in range(ranks):
-            ready = now[rank] + clock.busy[rank]
+            ready = now[rank] + step.busy[rank]
             for sign in (1, -1):
                 ready = max(ready, here.get((sign, (rank - sign) % ranks), NEVER))
                 if waits and k - buffers + 1 >= 0:

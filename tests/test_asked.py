@@ -29,23 +29,31 @@ from ringattn.progress import listening
 #: A value of each setting of `simulate` that is not the default.
 OTHERS: dict[str, Any] = {
     "pattern": PatternGroup("Full()"), "layout": LayoutGroup("contiguous"), "schedule": ScheduleGroup("direct"), "ranks": 2,
-    "tokens": 512, "shard": 32, "heads": 4, "kv_heads": 1, "head_dim": 32, "batch": 3, "dtype": "bfloat16", "wire_dtype": "bfloat16",
+    "tokens": 512, "shard": 32, "heads": 4, "kv_heads": 1, "head_dim": 32, "batch": 3, "dtype": "bfloat16", "comm_dtype": "bfloat16",
     "rotate": "keys", "backward": True, "slow": {1: 2.0}, "slow_links": {1: 50.0}, "stalls": [[1, 0, 0.5]], "passes": 7,
-    "tier": "F", "seed": 5, "machine.spec": "cuda", "machine.path": "m.yaml", "machine.extrapolate": True, "machine.flops": 1e9,
-    "machine.alpha": 0.1, "machine.beta": 1e4, "machine.inner_alpha": 1.0, "machine.inner_beta": 1e3, "machine.shared": True,
+    "solver": "events", "seed": 5, "machine.spec": "cuda", "machine.path": "m.yaml", "machine.extrapolate": True, "machine.flops": 1e9,
+    "machine.latency": 0.1, "machine.bandwidth": 1e4, "machine.node_latency": 1.0, "machine.node_bandwidth": 1e3, "machine.shared_nic": True,
     "machine.merge": 1e6, "machine.buffers": 3, "machine.gamma": 0.5, "machine.jitter": 0.5, "machine.call": 1.0,
     "machine.memory": 1e6, "machine.watts": 5.0, "machine.price": 2.0, "machine.mtbf": 1e9, "machine.checkpoint": 1e9,
     "machine.restart": 4.0, "numerics.way": "all", "numerics.rows": 3, "numerics.spread": 1, "numerics.first": 1,
     "numerics.count": 2, "numerics.together": 3, "numerics.period": 37, "numerics.fault": "drop", "numerics.fault_rank": 1,
     "numerics.fault_owner": 1, "study.name": "x", "study.plots": [], "study.x": "ranks", "study.y": "ranks", "study.extrapolate": 1e9,
     "study.progress": False, "study.window.point": 0, "study.window.first_rank": 1, "study.window.ranks": 1,
-    "study.window.first_clock": 1, "study.window.clocks": 1, "study.execute.budget": 1.0, "study.execute.rows": 1,
+    "study.window.first_step": 1, "study.window.steps": 1, "study.execute.budget": 1.0, "study.execute.rows": 1,
     "study.execute.heads": 2, "study.execute.head_dim": 8, "study.execute.seed": 1, "validate.ranks": [4], "validate.held_out": [8],
     "validate.rows": [8, 16], "validate.widths": [8], "validate.messages": [8, 16], "validate.repeat": 2, "validate.threads": 1,
     "validate.timeout": 3.0,
 }  # fmt: skip
 #: What says where results go, which of the modes it is, or how a computation runs; axes make a study; nodes of equal links.
-ELSEWHERE = ("output.path", "experiment", "mode", "numerics.threads", "study.axes", "study.together", "machine.inner")
+ELSEWHERE = (
+    "output.path",
+    "experiment",
+    "mode",
+    "numerics.threads",
+    "study.axes",
+    "study.together",
+    "machine.ranks_per_node",
+)
 
 
 def leaves(kind: Any, prefix: str = "") -> list[str]:
@@ -101,7 +109,17 @@ def test_every_setting_has_an_effect_or_is_refused(tmp_path: Path, mode: str) ->
         assert after != before, f"{key}={value} changes nothing with mode={mode}, and nobody is told"
     # What could not be tried may hide a setting that is honoured.
     honoured = {
-        "timing": {"heads", "backward", "slow", "stalls", "machine.jitter", "passes", "tier", "machine.watts", "dtype"},
+        "timing": {
+            "heads",
+            "backward",
+            "slow",
+            "stalls",
+            "machine.jitter",
+            "passes",
+            "solver",
+            "machine.watts",
+            "dtype",
+        },
         "numerics": {"heads", "backward", "seed", "numerics.way", "numerics.rows", "numerics.period", "layout"},
     }
     assert not honoured[mode] & refused
@@ -134,7 +152,7 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "change", "words"),
     [
-        ("calibrate", {"machine.beta": 1e9}, "machine.beta=1e+09 has no meaning here: a calibration of ranks measures it"),
+        ("calibrate", {"machine.bandwidth": 1e9}, "machine.bandwidth=1e+09 has no meaning here: a calibration of ranks measures it"),
         ("calibrate", {"machine.flops": 1e9, "transport": TransportGroup("none")}, "machine.flops=1e+09 has no meaning here"),
         ("calibrate", {"ranks": 3, "transport": TransportGroup("none")}, "ranks=3 has no meaning with transport=none"),
         ("calibrate", {"messages": [1, 2], "transport": TransportGroup("none")}, "messages=[1,2] has no meaning"),
@@ -197,7 +215,7 @@ def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
 
 
 PLAN = make_plan(ra.Full(), tokens=64, ranks=4, schedule="ring")
-EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7)
+EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +226,7 @@ EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7)
         ((PLAN, 3), "unknown machine 3; expected cpu"),
         ((PLAN, []), "or a Machine such as"),
         ({"backward": "yes"}, "backward='yes': expected True or False"),
-        ({"tier": 5}, "tier=5: expected one of auto"),
+        ({"solver": 5}, "solver=5: expected one of auto"),
         ({"passes": "a"}, "passes='a': expected how often"),
         ({"seed": -1}, "seed=-1: expected an integer >= 0"),
         ({"seed": "x"}, "seed='x': expected an integer"),
@@ -216,10 +234,10 @@ EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7)
         ({"slow": ["x"] * 4}, "slow: a factor is not a number"),
         ({"slow": np.ones((2, 2))}, "got shape (2, 2)"),
         ({"slow_links": {0: "x"}}, "slow_links: the factor 'x' of rank 0"),
-        ({"stalls": 5}, "stalls=5: expected a list of Stall(rank, clock, seconds)"),
+        ({"stalls": 5}, "stalls=5: expected a list of Stall(rank, step, seconds)"),
         ({"stalls": iter(())}, "expected a list of Stall"),
         ({"stalls": [Stall("a", 0, 1.0)]}, "expected a rank 0 .. 3"),  # type: ignore[arg-type]
-        ({"stalls": [Stall(0, 0, "x")]}, "a clock >= 0 and seconds >= 0"),  # type: ignore[arg-type]
+        ({"stalls": [Stall(0, 0, "x")]}, "a step >= 0 and seconds >= 0"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_wrong_types_are_told(arguments: Any, words: str) -> None:
@@ -292,12 +310,15 @@ def test_long_computations_tell_how_far_they_are() -> None:
     told: list[tuple[int, int, str]] = []
     ring = make_plan(ra.Full(), tokens=600, ranks=300, schedule="ring", layout="contiguous")
     causal = make_plan(ra.Causal(), tokens=600, ranks=300, schedule="ring", layout="contiguous")
-    for plan, options, clocks in ((ring, {"slow": {3: 2.0, 4: 3.0}, "tier": "D"}, 299), (causal, {"tier": "D"}, 300)):
+    for plan, options, steps in (
+        (ring, {"slow": {3: 2.0, 4: 3.0}, "solver": "stencil"}, 299),
+        (causal, {"solver": "stencil"}, 300),
+    ):
         told.clear()
         with listening(lambda *one: told.append(one)):
             heard = simulate(plan, EVEN, **options)  # type: ignore[arg-type]
-        count = -(-clocks // 128)
-        assert told == [(done, count, "clocks by 128") for done in range(count)]
+        count = -(-steps // 128)
+        assert told == [(done, count, "steps by 128") for done in range(count)]
         told.clear()
         assert simulate(plan, EVEN, **options).seconds == heard.seconds and not told  # type: ignore[arg-type]
 
@@ -309,19 +330,19 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(monkeypatch: pytest.
         console = Console(file=file, force_terminal=terminal, width=80, stderr=True)
         with progress(console, **options) as tell:
             for done in range(100):
-                tell(done, 100, "clocks")
+                tell(done, 100, "steps")
         return file.getvalue()
 
-    assert "clocks" in shown(terminal=True) and shown(terminal=True, wanted=False) == ""
+    assert "steps" in shown(terminal=True) and shown(terminal=True, wanted=False) == ""
     assert shown() == ""
     lines = shown(lines=True).splitlines()
-    assert lines == [f"ringattn: clocks: {done} of 100" for done in range(0, 100, 10)]
+    assert lines == [f"ringattn: steps: {done} of 100" for done in range(0, 100, 10)]
     now = iter(range(0, 2000, 9))  # each unit of work takes 9 seconds
     monkeypatch.setattr("ringattn.cli.progress.time.monotonic", lambda: float(next(now)))
     lines = shown().splitlines()
     assert lines[:2] == [
-        "ringattn: clocks: 4 of 100, about 14.4 min left",
-        "ringattn: clocks: 8 of 100, about 13.8 min left",
+        "ringattn: steps: 4 of 100, about 14.4 min left",
+        "ringattn: steps: 8 of 100, about 13.8 min left",
     ]
     assert len(lines) == 24 and shown(wanted=False) == ""
 

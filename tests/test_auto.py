@@ -13,9 +13,20 @@ from ringattn.timing.metered import within_reach
 LENGTHS = [900, 200, 4000, 1500, 92, 700, 3000, 1992, 3000, 1000]
 SIZES = {"tokens": 1 << 14, "heads": 8, "head_dim": 64, "dtype": "bfloat16"}
 #: Times of visits and of messages that are near each other, so that schedules differ.
-NODES = Machine(flops=2e13, alpha=1e-5, beta=4e9, inner=4, inner_alpha=2e-6, inner_beta=4e10, merge=5e11, gamma=0.05)
-ONE_CARD = Machine(flops=2e13, alpha=1e-5, beta=8e9, inner=4, inner_alpha=2e-6, inner_beta=4e10, shared=True)
-FLAT = Machine(flops=2e13, alpha=1e-5, beta=4e9)
+NODES = Machine(
+    flops=2e13,
+    latency=1e-5,
+    bandwidth=4e9,
+    ranks_per_node=4,
+    node_latency=2e-6,
+    node_bandwidth=4e10,
+    merge=5e11,
+    gamma=0.05,
+)
+ONE_CARD = Machine(
+    flops=2e13, latency=1e-5, bandwidth=8e9, ranks_per_node=4, node_latency=2e-6, node_bandwidth=4e10, shared_nic=True
+)
+FLAT = Machine(flops=2e13, latency=1e-5, bandwidth=4e9)
 
 
 def chosen(pattern: Pattern, ranks: int, machine: Machine | str, **options: object) -> Plan:

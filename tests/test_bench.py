@@ -1,4 +1,4 @@
-"""The benchmark runner, with a false clock and with two real ranks; no time is asserted."""
+"""The benchmark runner, with a false step and with two real ranks; no time is asserted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringattn.config.schema import BenchConfig
 from ringattn.errors import InvalidInput
 from ringattn.experiments.bench import SUITES, get_cases, ring
 from ringattn.experiments.bench import runner as bench_runner
-from ringattn.experiments.bench.case import Case, Column, Ratio
+from ringattn.experiments.bench.case import BenchCase, BenchColumn, Ratio
 from ringattn.transport.launcher import run_local
 
 
@@ -25,14 +25,14 @@ def test_columns_take_turns_and_every_raw_number_is_kept() -> None:
     def column(name: str):  # type: ignore[no-untyped-def]
         return lambda: order.append(name)
 
-    times = bench_runner.rounds({n: (1, column(n)) for n in "abc"}, 3, clock=lambda: next(ticks))
+    times = bench_runner.rounds({n: (1, column(n)) for n in "abc"}, 3, step=lambda: next(ticks))
     assert order == list("abc" * 3)
     assert times == {n: [1, 1, 1] for n in "abc"}
 
 
-def case(target: float) -> Case:
-    columns = (Column("single", 2, lambda c: None), Column("ring", 1, lambda c: None))
-    return Case("x", 2, {"tokens": 4}, columns, (Ratio("single", "ring", target),))
+def case(target: float) -> BenchCase:
+    columns = (BenchColumn("single", 2, lambda c: None), BenchColumn("ring", 1, lambda c: None))
+    return BenchCase("x", 2, {"tokens": 4}, columns, (Ratio("single", "ring", target),))
 
 
 @pytest.mark.parametrize(("target", "met"), [(1.9, True), (2.1, False)])
@@ -76,7 +76,7 @@ def test_a_bad_output_is_refused_before_anything_is_measured(tmp_path: Path) -> 
     assert not (tmp_path / "new").exists()
 
 
-def small() -> list[Case]:
+def small() -> list[BenchCase]:
     """The kinds of cases of suite "ring", at sizes for tests. The memory case needs a process with a fresh heap."""
     return [
         ring._memory(2, rows=1024),

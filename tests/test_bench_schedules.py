@@ -11,7 +11,7 @@ import torch
 from ringattn.cli.run_job import Run
 from ringattn.config.schema import RunConfig
 from ringattn.experiments.bench import SUITES, get_cases, runner, schedules
-from ringattn.experiments.bench.case import Case
+from ringattn.experiments.bench.case import BenchCase
 from ringattn.experiments.bench.links import Links
 from ringattn.experiments.bench.network import run_nodes
 from ringattn.transport.base import Post, Transport
@@ -20,7 +20,7 @@ from ringattn.transport.records import PREFIX
 LINKS = Links(2, 2, 1e9, 1e10)
 
 
-def small() -> list[Case]:
+def small() -> list[BenchCase]:
     """The kinds of cases of the suite, at sizes for tests."""
     return [
         schedules._moving("moving", LINKS, "Causal() & Window(9)", tokens=130, layout="zigzag", backward=True),
@@ -124,7 +124,7 @@ def test_what_is_timed_is_right(name: str, columns: list[str], measured: list[di
     assert record["links"]["outer"] == 1e9 and any(note.startswith("network: ") for note in record["notes"])
 
 
-@pytest.mark.parametrize(("nodes", "inner"), [(2, 2), (2, 4), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 4), (3, 2), (4, 4)])
 def test_outer_bytes_are_those_of_the_formula(nodes: int, inner: int) -> None:
     links = Links(nodes, inner, 1e9, 1e10)
     tokens = 16 * links.ranks

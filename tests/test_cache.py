@@ -18,9 +18,9 @@ from ringattn.cache import ENTRY, Cache, weigh
 from ringattn.layout.regular import Layout, make_layout
 from ringattn.machine.presets import get_machine
 from ringattn.pattern import Pattern
-from ringattn.plan.block_demand import Wanted
-from ringattn.plan.key_demand import Demand
-from ringattn.plan.query_demand import Transposed
+from ringattn.plan.block_demand import BlockDemand
+from ringattn.plan.key_demand import KeyDemand
+from ringattn.plan.query_demand import QueryDemand
 from ringattn.plan.schedules.relay import Way, rows_along, sampled, sizes, ways
 
 RANKS = 12
@@ -120,13 +120,13 @@ def test_a_used_plan_is_pickled_and_copied_without_its_caches(name: str, schedul
         [plan.for_rank(rank) for rank in range(4)],
         plan.hash,
         plan.bytes_sent(),
-        plan.member(0)[0].demand.works(0, 0),
+        plan.ring_plan(0)[0].demand.works(0, 0),
     )
     again = duplicate(plan)
     assert set(vars(again)) == set(plan.__dataclass_fields__)
     assert again == plan and hash(again) == hash(plan) and again.choice == plan.choice
     assert used == (
-        [again.for_rank(rank) for rank in range(4)], again.hash, again.bytes_sent(), again.member(0)[0].demand.works(0, 0)
+        [again.for_rank(rank) for rank in range(4)], again.hash, again.bytes_sent(), again.ring_plan(0)[0].demand.works(0, 0)
     )  # fmt: skip
 
 
@@ -191,8 +191,8 @@ def test_patterns_with_holes_have_no_runs(pattern: Pattern) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_rows_along_a_ring_counted_at_once_are_those_of_the_search(name: str, layout: str) -> None:
     made: Layout = make_layout(layout, tokens=96, ranks=RANKS, pattern=RUNS[name], heads=2)
-    demand = Demand(RUNS[name], made, 2, 1)
-    sides: tuple[Wanted, ...] = (demand, Transposed(demand))
+    demand = KeyDemand(RUNS[name], made, 2, 1)
+    sides: tuple[BlockDemand, ...] = (demand, QueryDemand(demand))
     for wanted in sides:
         for way in {Way(+1, 5), Way(-1, RANKS - 1), Way(+1, RANKS - 1), *ways(wanted)}:
             for owner in sampled(RANKS):
@@ -202,7 +202,7 @@ def test_rows_along_a_ring_counted_at_once_are_those_of_the_search(name: str, la
                 assert rows_along(wanted, owner, way) == searched_rows == brute(demand, wanted, owner, way)
 
 
-def brute(demand: Demand, wanted: Wanted, owner: int, way: Way) -> int:
+def brute(demand: KeyDemand, wanted: BlockDemand, owner: int, way: Way) -> int:
     """From the mask: a hop carries the rows that its target, or a rank beyond it, needs."""
     mask = demand.pattern.mask(96)[0] > 0
     seen = mask if wanted is demand else mask.T

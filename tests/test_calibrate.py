@@ -13,17 +13,17 @@ from ringattn.cli.calibrate import _show as show_calibration
 from ringattn.errors import InvalidInput
 from ringattn.experiments.calibrate import fits, noise, validate
 from ringattn.experiments.calibrate.measure import Calibration, measured
-from ringattn.experiments.calibrate.passes import Case, Pass
+from ringattn.experiments.calibrate.passes import Pass, PassCase
 from ringattn.experiments.calibrate.published import published
 from ringattn.machine.kernel_times import SHAPES
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e8, 1e11))
-def test_a_line_recovers_alpha_and_beta(alpha: float, beta: float) -> None:
+def test_a_line_recovers_alpha_and_beta(latency: float, bandwidth: float) -> None:
     sizes = [256, 4096, 1 << 20, 1 << 24, 1 << 28]
-    found = fits.line(sizes, [alpha + m / beta for m in sizes])
-    assert found.alpha == pytest.approx(alpha, rel=1e-3, abs=1e-9)
-    assert found.beta == pytest.approx(beta, rel=1e-3)
+    found = fits.line(sizes, [latency + m / bandwidth for m in sizes])
+    assert found.latency == pytest.approx(latency, rel=1e-3, abs=1e-9)
+    assert found.bandwidth == pytest.approx(bandwidth, rel=1e-3)
     assert found.worst_error < 1e-3
 
 
@@ -32,20 +32,20 @@ def test_a_line_is_the_best_in_relative_squares() -> None:
     sizes, seconds = [1e3, 1e5, 1e6, 1e7], [1.1e-4, 1.6e-4, 1.3e-3, 0.9e-2]
     found = fits.line(sizes, seconds)
 
-    def loss(alpha: float, beta: float) -> float:
-        return sum(((alpha + m / beta) / t - 1) ** 2 for m, t in zip(sizes, seconds, strict=True))
+    def loss(latency: float, bandwidth: float) -> float:
+        return sum(((latency + m / bandwidth) / t - 1) ** 2 for m, t in zip(sizes, seconds, strict=True))
 
-    best = loss(found.alpha, found.beta)
+    best = loss(found.latency, found.bandwidth)
     for a in (0.97, 1.0, 1.03):
         for b in (0.97, 1.0, 1.03):
-            assert loss(found.alpha * a, found.beta * b) >= best * (1 - 1e-9)
-    worst = max(abs((found.alpha + m / found.beta) / t - 1) for m, t in zip(sizes, seconds, strict=True))
+            assert loss(found.latency * a, found.bandwidth * b) >= best * (1 - 1e-9)
+    worst = max(abs((found.latency + m / found.bandwidth) / t - 1) for m, t in zip(sizes, seconds, strict=True))
     assert found.worst_error == pytest.approx(worst)
 
 
 def test_a_line_has_no_negative_start_and_needs_growing_times() -> None:
     found = fits.line([1e6, 2e6, 4e6], [0.8e-3, 2e-3, 4.4e-3])
-    assert found.alpha == 0.0 and found.beta > 0
+    assert found.latency == 0.0 and found.bandwidth > 0
     with pytest.raises(InvalidInput, match="do not grow"):
         fits.line([1e3, 1e6], [2.0, 1.0])
     with pytest.raises(InvalidInput, match="at least two sizes"):
@@ -104,7 +104,7 @@ def test_held_out_sizes_are_held_out() -> None:
 
 def test_errors_are_those_of_a_plain_count() -> None:
     source = random.Random(5)
-    case = Case("Full()", "contiguous", 64, False)
+    case = PassCase("Full()", "contiguous", 64, False)
     passes = [
         Pass(case, tuple(source.uniform(0.5, 2.0) for _ in range(5)), source.uniform(0.8, 1.2)) for _ in range(11)
     ]
@@ -123,9 +123,9 @@ def test_errors_are_those_of_a_plain_count() -> None:
 
 def test_what_nothing_measures_is_not_said_to_be_measured() -> None:
     """On one node every link is within it; how many ranks a node has, and what they share, shows between nodes alone."""
-    values = {"flops": 1e9, "beta": 1e9, "inner": 1, "shared": False, "inner_beta": None}
-    assert measured(values, 1) == ["flops", "beta"]
-    assert measured(values, 2) == ["flops", "beta", "inner", "shared"]
+    values = {"flops": 1e9, "bandwidth": 1e9, "ranks_per_node": 1, "shared_nic": False, "node_bandwidth": None}
+    assert measured(values, 1) == ["flops", "bandwidth"]
+    assert measured(values, 2) == ["flops", "bandwidth", "ranks_per_node", "shared_nic"]
 
 
 def test_oversubscribed_cores_are_shared() -> None:
@@ -149,7 +149,7 @@ def test_published_rings_are_predicted_without_a_fit() -> None:
 
 @pytest.mark.parametrize("repeat", [1, 2])
 def test_one_run_of_each_pass_is_told(repeat: int, capsys: pytest.CaptureFixture[str]) -> None:
-    passes = [Pass(Case("Full()", "contiguous", 64, False), (1.0,) * repeat, 1.0)]
+    passes = [Pass(PassCase("Full()", "contiguous", 64, False), (1.0,) * repeat, 1.0)]
     found = Calibration(machine(times(), residuals=(1.0,) * repeat), {}, {}, passes)
     show_calibration(found, repeat)
     told = capsys.readouterr().out

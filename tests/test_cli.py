@@ -67,7 +67,7 @@ def test_written_groups(override: str, wanted: list[str]) -> None:
         ("run", "transport=glo", "did you mean 'gloo'?"),
         ("bench", "suit=ring", "did you mean 'suite'?"),
         ("plan", "pattern.left=5", "pattern.left=5 has no meaning with pattern=causal; patterns that take left: "),
-        ("run", "schedule.inner=2", "schedules that take inner: double_ring"),
+        ("run", "schedule.ranks_per_node=2", "schedules that take ranks_per_node: double_ring"),
         ("run", "layout.block=3", "has no meaning with layout=contiguous; layouts that take block: striped"),
     ],
 )
@@ -85,13 +85,13 @@ def test_sizes_are_understood_everywhere() -> None:
             "pattern=window",
             "pattern.left=4k",
             "kv_heads=null",
-            "machine.inner=1e1",
+            "machine.ranks_per_node=1e1",
             "tokens=1M",
             "ranks=range(1,3)",
         ],
     )
     assert found == [
-        "ranks=2,8192", "pattern=window", "pattern.left=4096", "kv_heads=null", "machine.inner=10", "tokens=1M", "ranks=range(1,3)"
+        "ranks=2,8192", "pattern=window", "pattern.left=4096", "kv_heads=null", "machine.ranks_per_node=10", "tokens=1M", "ranks=range(1,3)"
     ]  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),
         (("plan", "pattern=documents"), 2, "needs pattern.lengths=..., such as"),
         (("plan", "experiment=window_64k"), 0, "over 65,536 tokens, contiguous on 4 ranks"),
-        (("plan", "machine.inner=3", "tokens=64"), 2, "8 ranks do not fill nodes of 3 evenly"),
+        (("plan", "machine.ranks_per_node=3", "tokens=64"), 2, "8 ranks do not fill nodes of 3 evenly"),
         (("plan", "ranks=2", "output.path=no/such/p.json"), 2, "the folder no/such does not exist"),
         (("simulate", "backward=maybe"), 2, "ringattn: backward=maybe: expected true or false; try backward=false"),
         (("calibrate", "rows=5"), 2, "rows=5: expected a list; try 'rows=[64,256,1024,4096]'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ringattn.plan.row_sets import Cut, cover, covered, minus
+from ringattn.plan.row_sets import RowSet, cover, covered, minus
 
 
 def test_rows_of_step_one_are_counted_and_taken_away_like_sets() -> None:
@@ -23,7 +23,7 @@ def test_rows_of_step_one_are_counted_and_taken_away_like_sets() -> None:
         cuts = [cover(((range(1), part) for part in parts), 1, rows) for parts in (held, gone)]
         left = minus(cuts[0], [cuts[1]], 1, rows)
         members = [
-            row for cut in left for part in (cut.of(0) if isinstance(cut, Cut) else [range(rows)]) for row in part
+            row for cut in left for part in (cut.of(0) if isinstance(cut, RowSet) else [range(rows)]) for row in part
         ]
         assert members == sorted(union - {row for part in gone for row in part})
     assert covered([(range(1), range(0, 1 << 40)), (range(1), range(1 << 39, 1 << 41))], 1, 1 << 42) == 1 << 41

@@ -16,12 +16,12 @@ from ringattn.timing.solvers import folding
 from ringattn.timing.solvers.events import events
 
 CLOSE = 1e-12
-EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)
+EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
 MACHINES = (
     EVEN,
     replace(EVEN, flops=1e6),
-    replace(EVEN, inner=2, inner_beta=1e9),
-    replace(EVEN, inner=4, inner_alpha=0),
+    replace(EVEN, ranks_per_node=2, node_bandwidth=1e9),
+    replace(EVEN, ranks_per_node=4, node_latency=0),
 )
 LOCAL: tuple[Pattern, ...] = (
     Causal() & Window(9),
@@ -83,7 +83,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @settings(max_examples=12)
-@given(plans(), st.sampled_from((*MACHINES, replace(EVEN, inner=2, shared=True))), st.booleans())
+@given(plans(), st.sampled_from((*MACHINES, replace(EVEN, ranks_per_node=2, shared_nic=True))), st.booleans())
 def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward: bool) -> None:
     rates = Rates(plan, machine, backward)
     found = folding.folded(rates, "")
@@ -114,10 +114,13 @@ SIZES = {"layout": "contiguous", "schedule": "ring", "heads": 8, "kv_heads": 2, 
 @pytest.mark.parametrize("pattern", [Causal() & Window(9000), Dilated(), ra.local_window(128, blocks=8)], ids=repr)
 def test_a_billion_tokens_by_few(pattern: Pattern, backward: bool) -> None:
     """As long as on 64 ranks, where all steps are simulated."""
-    machine = Machine(5e14, 1e-5, 5e10, inner=4, inner_beta=4e11, gamma=0.1, merge=1e12)
+    machine = Machine(5e14, 1e-5, 5e10, ranks_per_node=4, node_bandwidth=4e11, gamma=0.1, merge=1e12)
     many, few = (make_plan(pattern, tokens=n << 12, ranks=n, **SIZES) for n in (1 << 18, 64))  # type: ignore[arg-type]
-    found, whole = simulate(many, machine, backward=backward), simulate(few, machine, backward=backward, tier="F")
-    assert found.tier == ("D" if isinstance(pattern, type(Causal() & Full())) else "F folded")
+    found, whole = (
+        simulate(many, machine, backward=backward),
+        simulate(few, machine, backward=backward, solver="events"),
+    )
+    assert found.solver == ("stencil" if isinstance(pattern, type(Causal() & Full())) else "events, folded")
     assert found.seconds == pytest.approx(whole.seconds, rel=CLOSE)
     assert found.finish is not None and len(found.finish) == 1 << 18 and found.traffic is not None
     ends = [*range(8), *range(-8, 0)]
@@ -126,11 +129,11 @@ def test_a_billion_tokens_by_few(pattern: Pattern, backward: bool) -> None:
 
 def test_what_is_not_folded() -> None:
     plan = make_plan(Dilated(), tokens=1 << 25, ranks=1 << 13, **SIZES)  # type: ignore[arg-type]
-    assert simulate(plan, EVEN).tier == "F folded"
+    assert simulate(plan, EVEN).solver == "events, folded"
     for machine, options, words in (
         (EVEN, {"slow": {1: 2.0}}, "slow ranks, stalls and jitter have no copies"),
         (replace(EVEN, jitter=0.1), {}, "slow ranks, stalls and jitter have no copies"),
-        (replace(EVEN, inner=1 << 9), {}, "the mask and the nodes repeat every 512 ranks, and 32"),
+        (replace(EVEN, ranks_per_node=1 << 9), {}, "the mask and the nodes repeat every 512 ranks, and 32"),
     ):
         with pytest.raises(Unsupported, match=f"8,192 ranks are more than the 4,096 .*{words}"):
             simulate(plan, machine, **options)  # type: ignore[arg-type]

@@ -40,9 +40,11 @@ def test_intervals_cover_what_they_promise_whatever_the_law(seed: int) -> None:
 
 
 def measured_machine() -> ra.Machine:
-    sources = tuple((name, "measured") for name in ("flops", "alpha", "beta", "merge", "gamma", "kernel", "residuals"))
+    sources = tuple(
+        (name, "measured") for name in ("flops", "latency", "bandwidth", "merge", "gamma", "kernel", "residuals")
+    )
     return machine(
-        replace(times(3.25e10, 1.5e-5, triangle=2e10), heads=8), flops_dtype="float32", merge=1e10, gamma=0.03, inner=2, shared=True, watts=700.0,
+        replace(times(3.25e10, 1.5e-5, triangle=2e10), heads=8), flops_dtype="float32", merge=1e10, gamma=0.03, ranks_per_node=2, shared_nic=True, watts=700.0,
         residuals=(0.9, 1.0, 1.05), sources=(*sources, ("watts", "cited")),
     )  # fmt: skip
 
@@ -53,7 +55,8 @@ def test_a_machine_reads_back_as_it_was(tmp_path: Path) -> None:
     back = read_machine(path)
     assert replace(back, sources=()) == replace(measured_machine(), sources=())
     assert all(
-        back.source(n) == measured_machine().source(n) for n in ("flops", "watts", "inner", "kernel", "residuals")
+        back.source(n) == measured_machine().source(n)
+        for n in ("flops", "watts", "ranks_per_node", "kernel", "residuals")
     )
     assert read_record(path)["samples"]["shift"] == [1.0]
     for name, entry in read_record(path)["values"].items():
@@ -71,7 +74,7 @@ BROKEN = [
         lambda text: text.replace("unit: bytes per", "unit: bits per").replace("unit: bytes/s", "unit: bits/s"),
         "is in 'bits/s'",
     ),
-    (lambda text: text.replace("  alpha:", "  alfa:"), "did you mean 'alpha'"),
+    (lambda text: text.replace("  latency:", "  latncy:"), "did you mean 'latency'"),
     (lambda text: text.replace("ringattn machine 1", "ringattn machine 9"), "is no machine file"),
     (lambda text: "a: [", "is no YAML"),
     (lambda text: text.replace("overhead:", "overheat:"), "a part is missing"),
@@ -101,9 +104,9 @@ def test_a_file_is_a_machine_of_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     write_machine(path, measured_machine())
     assert MachineGroup("file", path=str(path)).made().kernel == measured_machine().kernel
-    flagged = MachineGroup("file", path=str(path), extrapolate=True, beta=5.0).made()
-    assert flagged.kernel is not None and flagged.kernel.extrapolate and flagged.beta == 5.0
-    assert flagged.source("beta") == "assumed" and flagged.source("alpha") == "measured"
+    flagged = MachineGroup("file", path=str(path), extrapolate=True, bandwidth=5.0).made()
+    assert flagged.kernel is not None and flagged.kernel.extrapolate and flagged.bandwidth == 5.0
+    assert flagged.source("bandwidth") == "assumed" and flagged.source("latency") == "measured"
     assert MachineGroup("file", path=str(path), flops=1e9).made().kernel is None
     for wrong in (MachineGroup("file"), MachineGroup("cpu", path=str(path))):
         with pytest.raises(InvalidInput, match="needs both machine=file and its path"):

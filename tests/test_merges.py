@@ -13,7 +13,7 @@ from ringattn.timing.rates import Faults, Rates
 from ringattn.timing.simulation import simulate
 from ringattn.timing.solvers.events import events
 
-EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8)
+EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8)
 PATTERNS = (Full(), Causal(), Causal() & Window(63), Window(300, 200), Dilated((256,), (2,), causal=True))
 
 
@@ -43,6 +43,6 @@ def test_rows_that_are_merged(pattern: Pattern, layout: str, ranks: int, monkeyp
     else:
         assert counted == pytest.approx(merged)
     if isinstance(problem(rates, Faults()), Problem):
-        assert simulate(plan, EVEN, tier="D").exposed["merge"] == pytest.approx(
-            simulate(plan, EVEN, tier="F").exposed["merge"], abs=1e-15
+        assert simulate(plan, EVEN, solver="D").exposed["merge"] == pytest.approx(
+            simulate(plan, EVEN, solver="F").exposed["merge"], abs=1e-15
         )

@@ -16,9 +16,9 @@ from strategies import problems
 
 from ringattn import Causal, Dilated, InvalidInput, Pattern, Plan, Window, make_layout, make_plan  # fmt: skip
 from ringattn.kernels import get_kernel
-from ringattn.plan.key_demand import Demand
+from ringattn.plan.key_demand import KeyDemand
 from ringattn.plan.row_overlap import moves
-from ringattn.plan.row_sets import Cut, cover, decode, minus, places, total
+from ringattn.plan.row_sets import RowSet, cover, decode, minus, places, total
 from ringattn.plan.steps import Part
 from ringattn.runtime.executor import Job
 from ringattn.runtime.head_exchange import forward
@@ -186,7 +186,7 @@ def test_works_on_a_cut_hold_the_pairs_of_its_rows(
     pattern, tokens, ranks, name = case
     heads, kv_heads = counts
     layout = make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads)
-    demand = Demand(pattern.bind(heads, tokens), layout, heads, kv_heads)
+    demand = KeyDemand(pattern.bind(heads, tokens), layout, heads, kv_heads)
     mask = pattern.mask(tokens, heads)
     rank, owner = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
     first = data.draw(st.integers(0, rank))
@@ -194,7 +194,7 @@ def test_works_on_a_cut_hold_the_pairs_of_its_rows(
     wanted = mask[:, layout.positions(rank)][:, :, layout.positions(owner)]
     found = np.zeros_like(wanted)
     for cut in demand.cuts(queriers, owner):
-        whole = Cut(tuple(range(kv_heads)), ((range(layout.rows(owner)),),))
+        whole = RowSet(tuple(range(kv_heads)), ((range(layout.rows(owner)),),))
         cut = whole if cut is None else cut
         inside = np.zeros((heads, wanted.shape[1], cut.count), dtype=wanted.dtype)
         for work in demand.batched(rank, owner, cut):

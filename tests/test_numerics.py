@@ -25,7 +25,7 @@ from ringattn.numerics import (
     FAULTS,
     GRADIENTS,
     Mutation,
-    Whole,
+    TensorSource,
     chosen_rows,
     execute,
     make_groups,
@@ -34,7 +34,7 @@ from ringattn.numerics import (
     whole,
 )
 from ringattn.numerics.exact import Queries, exact_keys, exact_rows
-from ringattn.numerics.ledger import Book, expect, expected_counts, weights
+from ringattn.numerics.ledger import PairLedger, expect, expected_counts, weights
 from ringattn.numerics.oracle import exact_gradients, exact_row
 from ringattn.numerics.sampled import sample
 from ringattn.pattern import Pattern
@@ -132,7 +132,7 @@ def mixed(x: int) -> int:
 def test_the_expected_ledger_is_that_of_the_mask(pattern: Pattern, layout: str) -> None:
     plan = make(pattern, layout=layout)
     mask = pattern.mask(256, 4)
-    book = Book(np.arange(256), 4)
+    book = PairLedger(np.arange(256), 4)
     met = {r: expect(plan.pattern, plan.layout, range(r, r + 1), 4, book).tolist() for r in range(0, 256, 2)}
     for start in (1, 129):  # many rows at a time
         expect(plan.pattern, plan.layout, range(start, start + 128, 2), 4, book)
@@ -257,7 +257,7 @@ def test_lockstep_is_the_virtual_ring_up_to_rounding() -> None:
     out = ra.virtual_attention(q, k, v, plan.pattern, ranks=16, schedule="ring")
     kernel = get_kernel("auto", q, k, v)
     for group in make_groups(plan, range(16), backward=False):
-        for outcome in execute(group, Whole.of(source), lambda: kernel, 8**-0.5, grads=False)[0]:
+        for outcome in execute(group, TensorSource.of(source), lambda: kernel, 8**-0.5, grads=False)[0]:
             for i, rank in enumerate(outcome.ranks):
                 worst = (outcome.out[i] - plan.layout.shard_tensor(out, rank)[0]).abs().max()
                 assert worst <= 4 * torch.finfo(torch.float64).eps  # products of a batch may be summed in another order
@@ -418,7 +418,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(Unsupported, match="all blocks at once"):
         numerics(make(ra.Full(), schedule="allgather"), period=PERIOD)
     with pytest.raises(Unsupported, match="would round the tags"):
-        numerics(make(ra.Full(), dtype="float32", wire_dtype="bfloat16"), mode="all", period=PERIOD)
+        numerics(make(ra.Full(), dtype="float32", comm_dtype="bfloat16"), mode="all", period=PERIOD)
 
 
 def config(**options: object) -> SimulateConfig:

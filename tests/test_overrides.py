@@ -131,19 +131,19 @@ def test_an_experiment_is_for_verbs_that_have_its_keys(path: Path) -> None:
 
 def test_nodes_must_fit() -> None:
     with pytest.raises(
-        InvalidInput, match=r"machine.inner=3: 8 ranks do not fill nodes of 3 evenly; give a divisor of 8"
+        InvalidInput, match=r"machine.ranks_per_node=3: 8 ranks do not fill nodes of 3 evenly; give a divisor of 8"
     ):
-        MachineGroup("cpu", inner=3).made(ranks=8)
+        MachineGroup("cpu", ranks_per_node=3).made(ranks=8)
     for inner in (1, 2, 4, 8, 16):  # ranks of one node need not be all that it has room for
-        assert MachineGroup("cpu", inner=inner).made(ranks=8).inner == inner
-    assert MachineGroup("h100_nvlink_ib").made(ranks=12).inner == 8, "a preset's nodes are not the user's"
-    for name, value in (("inner_alpha", 1e-6), ("inner_beta", 1e11), ("shared", True)):
+        assert MachineGroup("cpu", ranks_per_node=inner).made(ranks=8).ranks_per_node == inner
+    assert MachineGroup("h100_nvlink_ib").made(ranks=12).ranks_per_node == 8, "a preset's nodes are not the user's"
+    for name, value in (("node_latency", 1e-6), ("node_bandwidth", 1e11), ("shared_nic", True)):
         with pytest.raises(
-            InvalidInput, match=rf"machine\.{name}=.* every rank is a node by itself; give machine\.inner="
+            InvalidInput, match=rf"machine\.{name}=.* every rank is a node by itself; give machine\.ranks_per_node="
         ):
             MachineGroup("cpu", **{name: value}).made(ranks=8)
-        assert getattr(MachineGroup("cpu", inner=2, **{name: value}).made(ranks=8), name) == value
-        assert MachineGroup("h100_nvlink_ib", **{name: value}).made().inner == 8
+        assert getattr(MachineGroup("cpu", ranks_per_node=2, **{name: value}).made(ranks=8), name) == value
+        assert MachineGroup("h100_nvlink_ib", **{name: value}).made().ranks_per_node == 8
 
 
 def test_one_rank_or_one_head_makes_no_team() -> None:

@@ -18,7 +18,7 @@ from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Plan, Sinks
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.layout.regular import make_layout
 from ringattn.pattern.base import And
-from ringattn.plan.key_demand import Demand
+from ringattn.plan.key_demand import KeyDemand
 from ringattn.plan.steps import Step
 from ringattn.plan.work import Work
 
@@ -32,7 +32,7 @@ def test_works_hold_every_pair_once(case: tuple[Pattern, int, int, str], counts:
     pattern, tokens, ranks, name = case
     heads, kv_heads = counts
     layout = make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads)
-    demand = Demand(pattern, layout, heads, kv_heads)
+    demand = KeyDemand(pattern, layout, heads, kv_heads)
     mask = pattern.mask(tokens, heads)
     positions = [layout.positions(rank) for rank in range(ranks)]
     for rank in range(ranks):

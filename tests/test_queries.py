@@ -19,7 +19,7 @@ from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Pl
 from ringattn.kernels.base import wide
 from ringattn.kernels.pad import EXTRA, delta, with_delta
 from ringattn.plan.query_demand import _relocated
-from ringattn.plan.row_sets import Cut, decode, places
+from ringattn.plan.row_sets import RowSet, decode, places
 from ringattn.plan.steps import Part, RankPlan
 from ringattn.plan.work import Work
 from ringattn.runtime.message_buffers import Buffer
@@ -140,7 +140,7 @@ def test_works_on_a_cut_of_queries_hold_the_pairs_of_its_rows(
     wanted = mask[:, layout.positions(owner)][:, :, layout.positions(rank)]
     found = np.zeros_like(wanted)
     for cut in plan.transposed.cuts(behind, owner):
-        cut = Cut(tuple(range(heads)), ((range(layout.rows(owner)),),)) if cut is None else cut
+        cut = RowSet(tuple(range(heads)), ((range(layout.rows(owner)),),)) if cut is None else cut
         inside = np.zeros((heads, cut.count, wanted.shape[2]), dtype=wanted.dtype)
         for work in plan.transposed.batched(rank, owner, cut):
             group = len(work.heads) // len(work.kv)
@@ -166,7 +166,7 @@ def test_a_work_is_split_where_a_cut_holds_its_rows_apart(
         ]
         if not np.any(seen, axis=1).all():
             continue
-        cut = Cut((0, 2, 3), (decode(np.array(sorted(others | set(rows)))),))
+        cut = RowSet((0, 2, 3), (decode(np.array(sorted(others | set(rows)))),))
         found = np.zeros((count, stop), dtype=int)
         index = {row: place for place, row in enumerate(places(cut.rows[0]))}
         for part in _relocated(work, cut, {}):
@@ -207,7 +207,7 @@ def test_bytes_of_a_dense_backward(schedule: str) -> None:
     )
     shared = make_plan(Full(), heads=8, kv_heads=1, **options)
     assert shared.rotates == "keys"
-    assert make_plan(Full(), heads=8, wire_dtype="bfloat16", **options).rotates == "keys"
+    assert make_plan(Full(), heads=8, comm_dtype="bfloat16", **options).rotates == "keys"
 
 
 @given(problems(), head_counts, st.data())
@@ -268,7 +268,7 @@ def test_rotate_is_an_input_of_the_plan() -> None:
 def test_members_of_teams_choose_for_themselves() -> None:
     for kv_heads, rotates in ((8, "queries"), (2, "keys")):
         plan = make_plan(Full(), tokens=64, ranks=8, schedule="ulysses(2)", heads=8, kv_heads=kv_heads)
-        assert plan.rotates == plan.member(1)[0].rotates == rotates
+        assert plan.rotates == plan.ring_plan(1)[0].rotates == rotates
         kinds = {part.kind for step in plan.for_rank(1).backward for hop in step.sends for part in hop.parts}
         assert ("dq" in kinds) == (rotates == "queries")
 
@@ -301,10 +301,10 @@ def test_rounded_queries_are_exact_up_to_their_rounding() -> None:
     case = make_case(96, 2, 2, torch.float32, batch=1, dim=8)
     oracle = dense(case, torch.from_numpy(Causal().mask(96, 2)))
     q, k, v = case.leaves()
-    out = ra.virtual_attention(q, k, v, Causal(), ranks=4, wire_dtype="bfloat16", rotate="queries")
+    out = ra.virtual_attention(q, k, v, Causal(), ranks=4, comm_dtype="bfloat16", rotate="queries")
     grads = torch.autograd.grad(out, (q, k, v), case.grad)
     assert 1e-6 < max(errors(Result(out, oracle.lse, grads), oracle)) < 0.02
-    plan = make_plan(Causal(), tokens=96, ranks=4, heads=2, head_dim=8, wire_dtype="bfloat16", rotate="queries")
+    plan = make_plan(Causal(), tokens=96, ranks=4, heads=2, head_dim=8, comm_dtype="bfloat16", rotate="queries")
     part = Part("row", 1)
     assert plan.part_dtype(part) == "float32" and plan.part_bytes(part) == 24 * 2 * 2 * 4
     assert plan.part_bytes(Part("q", 1)) == 24 * 2 * 16 * 2 and plan.part_bytes(Part("dq", 1)) == 24 * 2 * 8 * 2
@@ -334,7 +334,7 @@ def test_parts_of_a_message_are_aligned_whatever_the_sizes(ranks: int, dim: int)
     truth = torch.autograd.grad(ra.attention(*wanted, Causal()).sum(), wanted)
     for schedule in ("ring", "direct"):
         out = ra.virtual_attention(
-            *wanted, Causal(), ranks=ranks, schedule=schedule, rotate="queries", wire_dtype="bfloat16"
+            *wanted, Causal(), ranks=ranks, schedule=schedule, rotate="queries", comm_dtype="bfloat16"
         )
         for a, b in zip(torch.autograd.grad(out.sum(), wanted), truth, strict=True):
             assert (a - b).abs().max() <= 0.05 * b.abs().max()

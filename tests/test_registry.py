@@ -16,7 +16,7 @@ import numpy as np
 
 from ringattn.pattern import Pattern
 from ringattn.pattern.tile import make
-from ringattn.plan.schedules.direct import Direct
+from ringattn.plan.schedules.direct import DirectSchedule
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Recent(Pattern):
         return (q - k >= 0) & (q - k <= 1)
 
 
-class Star(Direct):
-    """Direct under another name."""
+class Star(DirectSchedule):
+    """DirectSchedule under another name."""
 '''
 USE = """
 import torch, ringattn as ra

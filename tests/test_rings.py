@@ -1,4 +1,4 @@
-"""The tiers of the ring recurrence against plain Python, against each other where they overlap, and closed forms."""
+"""The solvers of the ring recurrence against plain Python, against each other where they overlap, and closed forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ring_oracle import Clock, starts
+from ring_oracle import Step, starts
 
 from ringattn import InvalidInput
 from ringattn.timing.solvers import stencil as tier_d
@@ -46,22 +46,22 @@ def rings(draw: st.DrawFn) -> Ring:
         Phase(draw(st.integers(0, 6)), draw(values(ranks)), draw(times), draw(lanes(ranks)))
         for _ in range(draw(st.integers(1, 3)))
     )
-    clocks = sum(phase.clocks for phase in phases)
-    stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, clocks - 1), times)
+    steps = sum(phase.steps for phase in phases)
+    stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, steps - 1), times)
     return Ring(
         ranks, phases, draw(st.integers(1, 4)), draw(st.sampled_from([0.0, 0.25])), draw(st.booleans()),
-        tuple(draw(st.lists(stalls, max_size=2))) if clocks else (),
+        tuple(draw(st.lists(stalls, max_size=2))) if steps else (),
     )  # fmt: skip
 
 
-def clocks_of(ring: Ring) -> list[Clock]:
+def clocks_of(ring: Ring) -> list[Step]:
     found = []
 
     def at(value: float | np.ndarray, rank: int) -> float:
         return float(value[rank]) if isinstance(value, np.ndarray) else float(value)
 
     for phase in ring.phases:
-        for _ in range(phase.clocks):
+        for _ in range(phase.steps):
             messages = {
                 lane.sign: [
                     (at(lane.seconds, r), at(lane.gap, r)) if at(lane.seconds, r) != NEVER else None
@@ -77,11 +77,11 @@ def clocks_of(ring: Ring) -> list[Clock]:
                     for both in (row[r], row[(r - sign) % ring.ranks])
                     if both is not None
                 ]
-                late = sum(s.seconds for s in ring.stalls if (s.rank, s.clock) == (r, len(found)))
+                late = sum(s.seconds for s in ring.stalls if (s.rank, s.step) == (r, len(found)))
                 visit = at(phase.compute, r)
                 taken = ring.gamma * min(visit, max(travels)) if travels else 0.0
                 busy.append(visit + taken + at(phase.merge, r) + late)
-            found.append(Clock(busy, messages))
+            found.append(Step(busy, messages))
     return found
 
 
@@ -119,18 +119,18 @@ def test_blocks_do_not_show(ring: Ring, block: int, depth: int) -> None:
     st.sampled_from([1, -1]),
 )
 def test_alike_ranks_have_a_closed_form(
-    compute: float, merge: float, message: float, ranks: int, clocks: int, buffers: int, waits: bool, sign: int
+    compute: float, merge: float, message: float, ranks: int, steps: int, buffers: int, waits: bool, sign: int
 ) -> None:
     """Homogeneous: T = (P - 1) max(c + mu, l) + c + mu, exposed (P - 1) (l - c - mu)."""
     lane = Lane(sign, message, message / 2)
-    ring = Ring(ranks, (Phase(clocks - 1, compute, merge, (lane,)), Phase(1, compute, merge)), buffers, waits=waits)
+    ring = Ring(ranks, (Phase(steps - 1, compute, merge, (lane,)), Phase(1, compute, merge)), buffers, waits=waits)
     busy = compute + merge
-    wanted = (clocks - 1) * max(busy, message) + busy
+    wanted = (steps - 1) * max(busy, message) + busy
     assert truth(ring) == pytest.approx([wanted] * ranks, rel=CLOSE, abs=CLOSE)
     for found in (closed(ring), dense(ring)):
         assert found is not None and found.seconds == pytest.approx(wanted, rel=CLOSE, abs=CLOSE)
-    exposed = wanted - clocks * busy
-    assert exposed == pytest.approx((clocks - 1) * max(message - busy, 0.0), abs=1e-9)
+    exposed = wanted - steps * busy
+    assert exposed == pytest.approx((steps - 1) * max(message - busy, 0.0), abs=1e-9)
 
 
 @given(rings())
@@ -172,20 +172,20 @@ def test_the_quotient_is_the_ring(ring: Ring) -> None:
 
 
 def test_the_quotient_jumps() -> None:
-    """262,144 clocks of nodes of eight are a few; the result is that of all of them."""
-    ranks, clocks = 64, 5000
+    """262,144 steps of nodes of eight are a few; the result is that of all of them."""
+    ranks, steps = 64, 5000
     message = np.tile(np.array([0.1] * 7 + [0.9]), ranks // 8)
-    ring = Ring(ranks, (Phase(clocks - 1, 0.5, 0.0, (Lane(1, message, message),)), Phase(1, 0.5, 0.0)))
+    ring = Ring(ranks, (Phase(steps - 1, 0.5, 0.0, (Lane(1, message, message),)), Phase(1, 0.5, 0.0)))
     found = quotient(ring)
-    assert found is not None and "clocks are jumped over" in found.why
-    assert int(found.why.split(";")[1].split(" of ")[0].replace(",", "")) > 0.99 * clocks
+    assert found is not None and "steps are jumped over" in found.why
+    assert int(found.why.split(";")[1].split(" of ")[0].replace(",", "")) > 0.99 * steps
     assert found.finish == pytest.approx(dense(ring).finish, rel=CLOSE)
     assert quotient(Ring(7, (Phase(3, np.arange(7.0), 0.0),))) is None
 
 
 @st.composite
 def perturbed(draw: st.DrawFn) -> Ring:
-    ranks, clocks = draw(st.integers(2, 9)), draw(st.integers(2, 14))
+    ranks, steps = draw(st.integers(2, 9)), draw(st.integers(2, 14))
     usual, message = draw(times), draw(times)
     compute: float | np.ndarray = usual
     if draw(st.booleans()):
@@ -194,10 +194,10 @@ def perturbed(draw: st.DrawFn) -> Ring:
             compute[draw(st.integers(0, ranks - 1))] += draw(times)
     signs = draw(st.sampled_from([(1,), (-1,), (1, -1)]))
     phases = (
-        Phase(clocks - 1, compute, 0.25, tuple(Lane(sign, message, message) for sign in signs)),
+        Phase(steps - 1, compute, 0.25, tuple(Lane(sign, message, message) for sign in signs)),
         Phase(1, compute, 0.25),
     )
-    stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, clocks - 1), times)
+    stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, steps - 1), times)
     return Ring(ranks, phases, 1, 0.0, draw(st.booleans()), tuple(draw(st.lists(stalls, max_size=4))))
 
 
@@ -218,17 +218,17 @@ def test_one_slow_rank() -> None:
     compute[3] = slow
     ring = Ring(ranks, (Phase(ranks - 1, compute, 0.0, (Lane(1, message, message),)), Phase(1, compute)), waits=False)
     found = cones(ring)
-    assert found is not None and found.tier == "C"
+    assert found is not None and found.solver == "perturbation"
     for d in range(ranks):
         late = (ranks - d) * slow + d * message if d else ranks * slow
-        # The last clock is the rank's own: a slow one is slow in it, the others are not.
+        # The last step is the rank's own: a slow one is slow in it, the others are not.
         late -= 0 if d == 0 else slow - usual
         assert found.finish[(3 + d) % ranks] == pytest.approx(max(ranks * usual, late))
     assert found.seconds == pytest.approx(ranks * slow)
 
 
 def test_one_stall() -> None:
-    """delay_d = (D - d (c - l))+, one hop per clock; ranks that wait for sends pass it on both ways."""
+    """delay_d = (D - d (c - l))+, one hop per step; ranks that wait for sends pass it on both ways."""
     ranks, message, stall = 20, 0.75, 1.0
     for waits in (False, True):
         phases = (Phase(ranks - 1, 1.0, 0.0, (Lane(1, message, message),)), Phase(1, 1.0))
@@ -244,17 +244,17 @@ def test_one_stall() -> None:
 @pytest.mark.parametrize(("buffers", "wanted"), [(1, 3.0), (2, 1.5), (3, 1.0), (4, 1.0)])
 def test_more_slots_hide_a_slow_latency(buffers: int, wanted: float) -> None:
     """One link of l = 3 where c = 1: the rate is max(c, l / B); a link that is occupied for as long is never hidden."""
-    ranks, clocks = 12, 600
+    ranks, steps = 12, 600
     seconds, gap = np.full(ranks, 0.1), np.full(ranks, 0.1)
     seconds[4] = 3.0
     for occupied in (0.1, 3.0):
         gap[4] = occupied
-        ring = Ring(ranks, (Phase(clocks, 1.0, 0.0, (Lane(1, seconds, gap.copy()),)),), buffers, waits=False)
+        ring = Ring(ranks, (Phase(steps, 1.0, 0.0, (Lane(1, seconds, gap.copy()),)),), buffers, waits=False)
         expected = max(wanted, occupied, 1.0)
         assert rate(ring) == pytest.approx(expected)
-        half = Ring(ranks, (replace(ring.phases[0], clocks=clocks // 2),), buffers, waits=False)
-        per_clock = (dense(ring).seconds - dense(half).seconds) / (clocks // 2)
-        assert per_clock == pytest.approx(expected, rel=1e-9)
+        half = Ring(ranks, (replace(ring.phases[0], steps=steps // 2),), buffers, waits=False)
+        per_step = (dense(ring).seconds - dense(half).seconds) / (steps // 2)
+        assert per_step == pytest.approx(expected, rel=1e-9)
 
 
 @given(st.integers(2, 5), st.integers(1, 3), st.data())
@@ -268,15 +268,15 @@ def test_the_rate_is_the_largest_cycle_mean(ranks: int, buffers: int, data: st.D
 
 
 def test_long_runs_lose_nothing() -> None:
-    """After 200,000 clocks of 8 ms, plain Python with exact fractions agrees to 1e-12."""
+    """After 200,000 steps of 8 ms, plain Python with exact fractions agrees to 1e-12."""
     from fractions import Fraction
 
-    ranks, clocks = 3, 20_000
+    ranks, steps = 3, 20_000
     compute, message = np.array([0.008, 0.0081, 0.0079]), np.array([0.002, 0.0083, 0.001])
-    found = dense(Ring(ranks, (Phase(clocks, compute, 0.0, (Lane(1, message, message),)),)))
+    found = dense(Ring(ranks, (Phase(steps, compute, 0.0, (Lane(1, message, message),)),)))
     now = [Fraction(0)] * ranks
     busy, moved = [Fraction(x) for x in compute], [Fraction(x) for x in message]
-    for _ in range(clocks):
+    for _ in range(steps):
         ends = [max(now[r], now[(r + 1) % ranks]) + moved[r] for r in range(ranks)]
         now = [max(now[r] + busy[r], ends[r], ends[r - 1]) for r in range(ranks)]
     assert found.finish == pytest.approx([float(x) for x in now], rel=CLOSE)
@@ -288,7 +288,7 @@ def test_wrong_rings() -> None:
         (lambda: Ring(2, (Phase(1, np.zeros(3)),)), r"shape \[2\], got \(3,\)"),
         (lambda: Ring(2, (Phase(1, 1.0, 0.0, (Lane(2, 1.0),)),)), "sign"),
         (lambda: Ring(2, (Phase(1, 1.0, 0.0, (Lane(1, 1.0, 2.0),)),)), "no longer"),
-        (lambda: Ring(2, (Phase(1, 1.0),), stalls=(Stall(0, 1, 1.0),)), r"a clock 0 \.\. 0"),
+        (lambda: Ring(2, (Phase(1, 1.0),), stalls=(Stall(0, 1, 1.0),)), r"a step 0 \.\. 0"),
     ):
         with pytest.raises(InvalidInput, match=words):
             make()

@@ -53,7 +53,7 @@ def test_a_script_copies_first_and_merges_after(
         plan.memory.clear()
 
 
-def check(found: script.Script, plan: ra.Plan, rank: int) -> None:
+def check(found: script.MergePlan, plan: ra.Plan, rank: int) -> None:
     size = plan.layout.rows(rank)
     partials = np.zeros((plan.heads, size), dtype=int)
     closed: set[range] = set()

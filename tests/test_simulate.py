@@ -1,4 +1,4 @@
-"""simulate: tiers on real plans against each other and by hand, counts against the plan, budgets, errors, the command."""
+"""simulate: solvers on real plans against each other and by hand, counts against the plan, budgets, errors, the command."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from test_cli import ringattn
 
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
-from ringattn.timing import forecast as predict
 from ringattn.timing import problem as problems_of
 from ringattn.timing.band.banded import banded
 from ringattn.timing.costs import expected, failures, memory, young_daly
-from ringattn.timing.forecast import BACKWARD
+from ringattn.timing.forecast import BACKWARD, predict
 from ringattn.timing.solvers.jitter import varied
 from ringattn.timing.solvers.recurrence import Lane, Phase, Ring
 
 CLOSE = 1e-12
 #: A machine on which visits and messages of these small plans take about as long.
-EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)
-MACHINES = (EVEN, replace(EVEN, flops=1e9), replace(EVEN, inner=2, inner_beta=1e9), replace(EVEN, alpha=0.0, beta=1e6))
+EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
+MACHINES = (
+    EVEN,
+    replace(EVEN, flops=1e9),
+    replace(EVEN, ranks_per_node=2, node_bandwidth=1e9),
+    replace(EVEN, latency=0.0, bandwidth=1e6),
+)
 BANDS = (Full(), Causal(), Causal() & Window(20), Window(7, 11), Window(60, 60))
 
 bands = st.builds(
@@ -51,11 +55,11 @@ def test_counts_of_all_ranks_at_once_are_those_of_the_plan(plan: Plan) -> None:
 
 @given(bands, st.sampled_from(MACHINES), st.booleans(), st.data())
 def test_events_and_rings_agree(plan: Plan, machine: Machine, backward: bool, data: st.DataObject) -> None:
-    """F, which runs the plan's own steps, equals what the ring tiers make of the same plan; traffic is the plan's."""
+    """F, which runs the plan's own steps, equals what the ring solvers make of the same plan; traffic is the plan's."""
     factors = st.dictionaries(st.integers(0, plan.ranks - 1), st.sampled_from([0.5, 1.0, 3.0]), max_size=2)
     options = {"slow": data.draw(factors), "slow_links": data.draw(factors)}
     found = simulate(plan, machine, backward=backward, **options)  # type: ignore[arg-type]
-    steps = simulate(plan, machine, backward=backward, tier="F", **options)  # type: ignore[arg-type]
+    steps = simulate(plan, machine, backward=backward, solver="events", **options)  # type: ignore[arg-type]
     assert found.seconds == pytest.approx(steps.seconds, rel=CLOSE)
     assert steps.finish is not None and steps.traffic is not None
     assert found.finish == pytest.approx(steps.finish, rel=CLOSE)
@@ -71,13 +75,13 @@ def test_events_and_rings_agree(plan: Plan, machine: Machine, backward: bool, da
 @given(bands, st.sampled_from([1e6, 3e7, 1e8]))
 def test_a_busiest_rank_tells_the_makespan(plan: Plan, flops: float) -> None:
     """What many ranks are judged by, on few: the same seconds as those of the plan's own steps, or no judgement."""
-    machine = Machine(flops, alpha=1e-5, beta=2e7)
+    machine = Machine(flops, latency=1e-5, bandwidth=2e7)
     known, problems_of.SMALL = problems_of.SMALL, 0
     try:
         found = simulate(plan, machine)
     finally:
         problems_of.SMALL = known
-    steps = simulate(plan, machine, tier="F")
+    steps = simulate(plan, machine, solver="events")
     assert found.seconds == pytest.approx(steps.seconds, rel=CLOSE)
     assert found.compute == pytest.approx(steps.compute, rel=1e-9)
     event("judged" if found.traffic is None else "counted")
@@ -86,26 +90,32 @@ def test_a_busiest_rank_tells_the_makespan(plan: Plan, flops: float) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_busiest_rank_is_found_where_messages_are_hidden(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(Causal(), tokens=1 << 10, ranks=8, layout=layout, schedule="ring")
-    machine = Machine(1e6, alpha=1e-5, beta=1e8)
-    steps = simulate(plan, machine, tier="F")
+    machine = Machine(1e6, latency=1e-5, bandwidth=1e8)
+    steps = simulate(plan, machine, solver="events")
     monkeypatch.setattr(problems_of, "SMALL", 0)
     found = simulate(plan, machine)
-    assert found.traffic is None and found.tier == "A" and "busiest" in found.why
+    assert found.traffic is None and found.solver == "closed_form" and "busiest" in found.why
     assert found.seconds == pytest.approx(steps.seconds, rel=CLOSE)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_dense_plans_on_every_tier(backward: bool) -> None:
     plan = make_plan(Full(), tokens=8 * 6, ranks=8, schedule="ring", heads=2)
-    alike, nodes = EVEN, replace(EVEN, inner=2, inner_beta=1e9)
-    for machine, tiers in ((alike, "ABDF"), (nodes, "BDF")):
-        seconds = [simulate(plan, machine, backward=backward, tier=tier).seconds for tier in tiers]
-        assert simulate(plan, machine, backward=backward).tier == tiers[0]
+    alike, nodes = EVEN, replace(EVEN, ranks_per_node=2, node_bandwidth=1e9)
+    for machine, solvers in (
+        (alike, ("closed_form", "periodic", "stencil", "events")),
+        (nodes, ("periodic", "stencil", "events")),
+    ):
+        seconds = [simulate(plan, machine, backward=backward, solver=solver).seconds for solver in solvers]
+        assert simulate(plan, machine, backward=backward).solver == solvers[0]
         assert seconds == pytest.approx([seconds[0]] * len(seconds), rel=CLOSE)
     if not backward:
-        found = [simulate(plan, alike, slow={3: 1.5}, stalls=[Stall(6, 2, 0.1)], tier=tier) for tier in "CD"]
+        found = [
+            simulate(plan, alike, slow={3: 1.5}, stalls=[Stall(6, 2, 0.1)], solver=solver)
+            for solver in ("perturbation", "stencil")
+        ]
         assert found[0].finish == pytest.approx(found[1].finish, rel=CLOSE)
-        assert simulate(plan, alike, slow={3: 1.5}).tier == "C"
+        assert simulate(plan, alike, slow={3: 1.5}).solver == "perturbation"
 
 
 @given(
@@ -117,10 +127,12 @@ def test_any_plan_has_a_time(case: tuple[Pattern, int, int, str], schedule: str,
     """Bounds that hold for every plan: the busiest rank's visits below, everything one after another above."""
     pattern, tokens, ranks, layout = case
     plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule, heads=2)
-    machine = Machine(flops=1e6, alpha=1e-3, beta=1e6)
+    machine = Machine(flops=1e6, latency=1e-3, bandwidth=1e6)
     found = simulate(plan, machine, backward=backward)
     each = [predict_compute(plan, machine, rank, backward) for rank in range(ranks)]
-    messages = plan.messages(backward=backward) * machine.alpha + plan.bytes_sent(backward=backward) / machine.beta
+    messages = (
+        plan.messages(backward=backward) * machine.latency + plan.bytes_sent(backward=backward) / machine.bandwidth
+    )
     if not (backward and plan.rotates == "queries"):
         assert found.seconds >= max(each) * (1 - 1e-9)
     # A message ends with the others of its step at its sender or its receiver.
@@ -147,27 +159,29 @@ def test_in_step_ranks_take_what_predict_says() -> None:
 def test_shared_ways_out_take_one_message_after_another() -> None:
     """Two nodes of two, an all-gather: each rank sends two messages of 100 s out of its node, which has one way out."""
     plan = make_plan(Full(), tokens=8, ranks=4, head_dim=1, value_dim=3, schedule="allgather")
-    machine = Machine(flops=1.0, alpha=98.0, beta=16.0, inner=2, inner_alpha=0.0, inner_beta=1e9)
+    machine = Machine(flops=1.0, latency=98.0, bandwidth=16.0, ranks_per_node=2, node_latency=0.0, node_bandwidth=1e9)
     assert simulate(plan, machine).seconds == pytest.approx(200 + 3 * 32)
-    assert simulate(plan, replace(machine, shared=True)).seconds == pytest.approx(400 + 3 * 32)
+    assert simulate(plan, replace(machine, shared_nic=True)).seconds == pytest.approx(400 + 3 * 32)
     # A ring sends once out of each node in a step: nothing to share.
     ring = make_plan(Full(), tokens=8, ranks=4, head_dim=1, value_dim=3, schedule="ring")
-    assert simulate(ring, machine).seconds == simulate(ring, replace(machine, shared=True)).seconds
+    assert simulate(ring, machine).seconds == simulate(ring, replace(machine, shared_nic=True)).seconds
 
 
 def test_double_ring_by_hand() -> None:
     """(P / w) max(w max(c, l_in), l_out) less the wait after the last cycle: the outer message has the inner cycle."""
     plan = make_plan(Full(), tokens=16, ranks=8, head_dim=1, value_dim=3, schedule="double_ring(4)")
-    for alpha, cycle in ((198.0, 200.0), (50.0, 4 * 32.0)):  # a visit is 32 s, a block 2 s on the outer link
-        machine = Machine(flops=1.0, alpha=alpha, beta=16.0, inner=4, inner_alpha=0.0, inner_beta=32.0)
+    for latency, cycle in ((198.0, 200.0), (50.0, 4 * 32.0)):  # a visit is 32 s, a block 2 s on the outer link
+        machine = Machine(
+            flops=1.0, latency=latency, bandwidth=16.0, ranks_per_node=4, node_latency=0.0, node_bandwidth=32.0
+        )
         assert simulate(plan, machine).seconds == pytest.approx(cycle + 4 * 32)
 
 
 @pytest.mark.parametrize(("per_rank", "hidden"), [(190, False), (210, True)])
 def test_when_messages_hide(per_rank: int, hidden: bool) -> None:
-    """n >= (b / 2) (H_kv / H_q) F / beta tokens per rank hide the messages of a dense ring (without latency)."""
-    machine = Machine(flops=1e9, alpha=0.0, beta=1e7)
-    least = 4 / 2 * 2 / 2 * machine.flops / machine.beta  # fp32, as many key/value heads as query heads
+    """n >= (b / 2) (H_kv / H_q) F / bandwidth tokens per rank hide the messages of a dense ring (without latency)."""
+    machine = Machine(flops=1e9, latency=0.0, bandwidth=1e7)
+    least = 4 / 2 * 2 / 2 * machine.flops / machine.bandwidth  # fp32, as many key/value heads as query heads
     plan = make_plan(Full(), tokens=4 * per_rank, ranks=4, schedule="ring", heads=2, kv_heads=2)
     assert (per_rank >= least) is hidden
     assert (simulate(plan, machine).exposed["wait"] < 1e-9) is hidden
@@ -176,23 +190,25 @@ def test_when_messages_hide(per_rank: int, hidden: bool) -> None:
 def test_262144_ranks_at_once() -> None:
     """Dense, causal and local plans are seen to be regular from counts of all ranks; what is not is refused."""
     sizes = {"tokens": 1 << 30, "ranks": 1 << 18, "heads": 8, "head_dim": 128, "dtype": "bfloat16", "schedule": "ring"}
-    machine = Machine(flops=5e14, alpha=1e-5, beta=5e10)
+    machine = Machine(flops=5e14, latency=1e-5, bandwidth=5e10)
     pairs = (1 << 12) ** 2 * 8
-    visit, block = pairs * 4 * 128 / machine.flops, 1e-5 + (1 << 12) * 8 * 256 * 2 / machine.beta
+    visit, block = pairs * 4 * 128 / machine.flops, 1e-5 + (1 << 12) * 8 * 256 * 2 / machine.bandwidth
     full = simulate(make_plan(Full(), **sizes), machine)  # type: ignore[arg-type]
-    assert full.tier == "A" and full.seconds == pytest.approx(((1 << 18) - 1) * max(visit, block) + visit, rel=CLOSE)
+    assert full.solver == "closed_form" and full.seconds == pytest.approx(
+        ((1 << 18) - 1) * max(visit, block) + visit, rel=CLOSE
+    )
     nodes = simulate(make_plan(Full(), **sizes), "cuda")  # type: ignore[arg-type]
-    assert nodes.tier == "B" and nodes.traffic == full.traffic
-    fast = replace(machine, alpha=0.0, beta=1e14)
+    assert nodes.solver == "periodic" and nodes.traffic == full.traffic
+    fast = replace(machine, latency=0.0, bandwidth=1e14)
     causal = simulate(make_plan(Causal(), layout="contiguous", **sizes), fast)  # type: ignore[arg-type]
     own = (1 << 12) * ((1 << 12) + 1) // 2 * 8 * 512 / machine.flops
-    assert causal.tier == "A" and causal.seconds == pytest.approx(own + ((1 << 18) - 1) * visit, rel=CLOSE)
+    assert causal.solver == "closed_form" and causal.seconds == pytest.approx(own + ((1 << 18) - 1) * visit, rel=CLOSE)
     zigzag = simulate(make_plan(Causal(), layout="zigzag", **sizes), fast)  # type: ignore[arg-type]
     assert zigzag.seconds == pytest.approx(causal.seconds / 2, rel=1e-4) and zigzag.exposed["wait"] == 0
-    with pytest.raises(Unsupported, match=r"262,144 clocks with 2 receive slots are more than"):
+    with pytest.raises(Unsupported, match=r"262,144 steps with 2 receive slots are more than"):
         simulate(make_plan(Causal(), layout="zigzag", **sizes), replace(machine, buffers=2))  # type: ignore[arg-type]
     local = simulate(make_plan(Causal() & Window(4095), layout="contiguous", **sizes), machine)  # type: ignore[arg-type]
-    assert local.tier == "D" and local.traffic is not None and local.traffic.messages == (1 << 18) - 1
+    assert local.solver == "stencil" and local.traffic is not None and local.traffic.messages == (1 << 18) - 1
     assert local.seconds == pytest.approx(block + (1 << 12) * ((1 << 12) - 1) // 2 * 8 * 512 / machine.flops, rel=1e-3)
 
 
@@ -207,7 +223,7 @@ def test_sampled_jitter_of_ranks_that_do_not_wait(jitter: float, seed: int) -> N
 
 
 def test_jitter_of_exponential_times() -> None:
-    """A ring in which every clock waits for a neighbour, with exponential visits and no messages' time: each clock takes
+    """A ring in which every step waits for a neighbour, with exponential visits and no messages' time: each step takes
     more than twice the mean and less than the mean of the largest of three; extrapolation agrees with a run."""
     lane = Lane(1, 0.0, 0.0)
     small = varied(Ring(512, (Phase(512, 1.0, 0.0, (lane,)),), waits=False), 1.0, 1)
@@ -219,14 +235,14 @@ def test_jitter_of_exponential_times() -> None:
 
 def test_jitter_of_plans() -> None:
     plan = make_plan(Full(), tokens=64, ranks=4, schedule="ring")
-    for tier in ("auto", "F"):
-        found = simulate(plan, replace(EVEN, jitter=0.3), tier=tier)
-        calm = simulate(plan, EVEN, tier=tier)
-        assert found.tier == calm.tier + " + E" and found.interval is not None and found.kind == "modelled"
+    for solver in ("auto", "events"):
+        found = simulate(plan, replace(EVEN, jitter=0.3), solver=solver)
+        calm = simulate(plan, EVEN, solver=solver)
+        assert found.solver == calm.solver + " + jitter" and found.interval is not None and found.kind == "modelled"
         assert found.seconds == pytest.approx(calm.seconds + found.exposed["jitter"]) and found.exposed["jitter"] > 0
-        again = simulate(plan, replace(EVEN, jitter=0.3), tier=tier)
+        again = simulate(plan, replace(EVEN, jitter=0.3), solver=solver)
         assert again.seconds == found.seconds
-        assert simulate(plan, replace(EVEN, jitter=0.3), tier=tier, seed=5).seconds != found.seconds
+        assert simulate(plan, replace(EVEN, jitter=0.3), solver=solver, seed=5).seconds != found.seconds
 
 
 def test_memory_by_hand() -> None:
@@ -316,7 +332,7 @@ def test_wrong_requests() -> None:
     many = make_plan(ra.Documents([64] * 8192), tokens=1 << 19, ranks=8192, schedule="ring", layout="contiguous")
     big = make_plan(Full(), tokens=1 << 14, ranks=2048, schedule="allgather")
     for call, kind, words in (
-        (lambda: simulate(plan, EVEN, tier="X"), InvalidInput, "tier='X': expected one of auto, A"),
+        (lambda: simulate(plan, EVEN, solver="X"), InvalidInput, "solver='X': expected one of auto, closed_form"),
         (lambda: simulate(plan, EVEN, passes=0), InvalidInput, "passes=0"),
         (lambda: simulate(plan, EVEN, passes=10**300), InvalidInput, r"passes: .* at most 1e\+15, and this is more$"),
         (lambda: simulate(none, EVEN), InvalidInput, "batch=0: without a sequence there is nothing"),
@@ -327,10 +343,14 @@ def test_wrong_requests() -> None:
         (lambda: simulate(plan, EVEN, slow={1: "x"}), InvalidInput, "the factor 'x'"),  # type: ignore[dict-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(9, 0, 1.0)]), InvalidInput, r"expected a rank 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is no Stall"),  # type: ignore[list-item]
-        (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"a clock 0 \.\. 3"),
+        (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"a step 0 \.\. 3"),
         (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"rank 0 has the steps 0 \.\. 3"),
-        (lambda: simulate(plan, EVEN, slow={1: 2.0}, tier="A"), Unsupported, "tier=A needs all ranks and links alike"),
-        (lambda: simulate(direct, EVEN, tier="D"), Unsupported, "the schedule direct is no ring"),
+        (
+            lambda: simulate(plan, EVEN, slow={1: 2.0}, solver="closed_form"),
+            Unsupported,
+            "solver=A needs all ranks and links alike",
+        ),
+        (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is no ring"),
         (
             lambda: simulate(direct, replace(EVEN, buffers=2)),
             Unsupported,
@@ -350,8 +370,11 @@ def test_wrong_requests() -> None:
 
 def test_sources_follow_their_numbers() -> None:
     cpu = ra.MACHINES["cpu"]
-    assert cpu.source("beta") == "measured" and cpu.source("inner") == "assumed"
-    assert cpu.changed(beta=1e9).source("beta") == "assumed" and cpu.changed(beta=1e9).source("alpha") == "measured"
+    assert cpu.source("bandwidth") == "measured" and cpu.source("ranks_per_node") == "assumed"
+    assert (
+        cpu.changed(bandwidth=1e9).source("bandwidth") == "assumed"
+        and cpu.changed(bandwidth=1e9).source("latency") == "measured"
+    )
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -365,8 +388,8 @@ def test_the_command(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "t.json").read_text())
     for backward, name in ((False, "forward"), (True, "backward")):
         one = simulate(plan, machine, backward=backward, slow={1: 1.5}, stalls=[Stall(2, 1, 0.01)], passes=3)
-        assert found["passes"][name]["seconds"] == one.seconds and found["passes"][name]["tier"] == one.tier
-        assert f"{one.tier}: {one.why[:20]}" in done.stdout
+        assert found["passes"][name]["seconds"] == one.seconds and found["passes"][name]["solver"] == one.solver
+        assert f"{one.solver}: {one.why[:20]}" in done.stdout
         assert (
             found["passes"][name]["words"]["bytes"] == "counted"
             and found["passes"][name]["words"]["cost of the job"] == "modelled"
@@ -393,7 +416,7 @@ def test_wrong_commands(tmp_path: Path) -> None:
             ("experiment=validate", "passes=3"),
             "passes=3 has no meaning with mode=validate; leave it out, or try mode=timing",
         ),
-        (("stalls=[[1, 2]]",), "is not [rank, clock, seconds]"),
+        (("stalls=[[1, 2]]",), "is not [rank, step, seconds]"),
         (("slow=3",), "slow=3: expected factors by rank"),
         (("ranks=262144", "tokens=1G", "machine.buffers=2"), "receive slots are more than"),
     ):

@@ -12,8 +12,8 @@ from measured import ROWS, machine, times
 import ringattn as ra
 from ringattn.errors import InvalidInput, Unsupported
 from ringattn.experiments.calibrate import kernels
-from ringattn.experiments.calibrate.measure import Sizes
-from ringattn.machine.kernel_times import Grid, KernelTimes
+from ringattn.experiments.calibrate.measure import CalibrationSizes
+from ringattn.machine.kernel_times import KernelTimes, TimeGrid
 from ringattn.plan.work import Work
 from ringattn.timing.kernel_seconds import lowered
 
@@ -25,14 +25,14 @@ def test_interpolation_follows_power_laws(p: float, q: float, rows: int, keys: i
     def law(n: float, m: float) -> float:
         return 1e9 * n**p * m**q
 
-    grid = Grid("dense", False, ROWS, ROWS, tuple(tuple(law(n, m) for m in ROWS) for n in ROWS))
+    grid = TimeGrid("dense", False, ROWS, ROWS, tuple(tuple(law(n, m) for m in ROWS) for n in ROWS))
     assert grid.rate(rows, keys) == pytest.approx(law(rows, keys))
     assert grid.rate(1, 10**6) == pytest.approx(law(64, 1024))
 
 
 @given(st.lists(st.floats(1e8, 1e12), min_size=9, max_size=9), st.integers(1, 4000), st.integers(1, 4000))
 def test_interpolation_never_leaves_its_neighbours(rates: list[float], rows: int, keys: int) -> None:
-    grid = Grid("dense", False, ROWS, ROWS, tuple(tuple(rates[3 * i : 3 * i + 3]) for i in range(3)))
+    grid = TimeGrid("dense", False, ROWS, ROWS, tuple(tuple(rates[3 * i : 3 * i + 3]) for i in range(3)))
     near = [
         rates[3 * i + j]
         for i in range(3) for j in range(3)
@@ -120,15 +120,15 @@ def test_what_was_not_measured_is_refused_unless_flagged() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda: Grid("dence", False, ROWS, ROWS, ()), "did you mean 'dense'"),
-        (lambda: Grid("dense", False, (64, 64), ROWS, ()), "ascending"),
-        (lambda: Grid("dense", False, ROWS, ROWS, ((1.0,),)), "a rate for each"),
-        (lambda: Grid("band", False, (1,), (1,), ((0.0,),)), "FLOP/s > 0"),
+        (lambda: TimeGrid("dence", False, ROWS, ROWS, ()), "did you mean 'dense'"),
+        (lambda: TimeGrid("dense", False, (64, 64), ROWS, ()), "ascending"),
+        (lambda: TimeGrid("dense", False, ROWS, ROWS, ((1.0,),)), "a rate for each"),
+        (lambda: TimeGrid("band", False, (1,), (1,), ((0.0,),)), "FLOP/s > 0"),
         (lambda: KernelTimes(64, "float32", (0.0, 0.0), times().grids[1:]), "dense forward missing"),
         (lambda: replace(times(), overhead=(-1.0, 0.0)), "two times >= 0"),
         (lambda: machine(residuals=(1.0, 0.0)), "ratios > 0"),
-        (lambda: Sizes([64], [1], [1, 2]), "rows=.*at least 2 ascending"),
-        (lambda: Sizes([64, 32], [1], [1, 2]), "rows=.*at least 2 ascending"),
+        (lambda: CalibrationSizes([64], [1], [1, 2]), "rows=.*at least 2 ascending"),
+        (lambda: CalibrationSizes([64, 32], [1], [1, 2]), "rows=.*at least 2 ascending"),
     ],
 )
 def test_wrong_tables_are_refused(change: object, words: str) -> None:

@@ -32,7 +32,7 @@ from ringattn import (
 from ringattn.cli.stored import create_safetensors, read_safetensors
 from ringattn.reporting.peak_memory import available
 from ringattn.runtime.handshake import Call
-from ringattn.runtime.offload import Stream, Whole, chunk_rows, make_stream, row_bytes
+from ringattn.runtime.offload import HostStream, HostTensors, chunk_rows, make_stream, row_bytes
 
 TOKENS, HEADS, KV_HEADS = 101, 4, 2
 CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
     names = ("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
     sums = [torch.full_like(x, torch.nan, dtype=torch.float32) for x in case.inputs]
     stored = dict(zip(names, (*case.inputs, case.grad, result.out, result.lse, *sums), strict=True))
-    stream.differentiate(Whole(stored))
+    stream.differentiate(HostTensors(stored))
     assert error(stored["dv"], truth.grads[2]) <= 1e-6
     for name, x in zip(("dq", "dk"), truth.grads, strict=False):
         assert error(stored[name], x) <= 2.0**-7
@@ -173,7 +173,7 @@ def test_no_tokens_and_no_batch() -> None:
 # -- bytes ----------------------------------------------------------------------------------------------------
 
 
-def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> Stream:
+def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> HostStream:
     call = Call(pattern, "contiguous", "direct", "auto", tensors[0].shape[-1] ** -0.5, False)
     return make_stream(call, *tensors, chunk=chunk, device=CPU, backward=backward)
 
@@ -233,7 +233,7 @@ class Live(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Apart(Whole):
+class Apart(HostTensors):
     """What a rank reads of its own rows is a copy, as on a device that has memory of its own."""
 
     def rows(self, name: str, r: range) -> torch.Tensor:

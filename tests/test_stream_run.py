@@ -19,7 +19,7 @@ from ringattn.cli.inputs import open_source
 from ringattn.cli.run import main
 from ringattn.config.overrides import prepare
 from ringattn.config.schema import (
-    Group,
+    ConfigGroup,
     InputGroup,
     LayoutGroup,
     MachineGroup,
@@ -159,7 +159,7 @@ def config(**options: object) -> RunConfig:
     path = options.pop("path", None)
     groups = {
         "pattern": PatternGroup("Causal()"), "layout": LayoutGroup("zigzag"), "schedule": ScheduleGroup("auto"),
-        "machine": MachineGroup("auto"), "transport": TransportGroup("gloo"), "kernel": Group("auto"),
+        "machine": MachineGroup("auto"), "transport": TransportGroup("gloo"), "kernel": ConfigGroup("auto"),
         "input": InputGroup("file", "in.safetensors"), "threads": torch.get_num_threads(), "repeat": 1, "chunk": 64,
         "output": RunOutputGroup(None if path is None else str(path)),
     }  # fmt: skip
@@ -180,7 +180,7 @@ def config(**options: object) -> RunConfig:
         ({"stream": "host", "chunk": "many"}, "chunk=many: not a whole number"),
         ({"stream": "host", "device": "tpu"}, "device='tpu' is no device"),
         ({"stream": "host", "ranks": 4}, "ranks=4 has no meaning with stream=host"),
-        ({"stream": "host", "wire_dtype": "bfloat16"}, "wire_dtype=bfloat16 has no meaning with stream=host"),
+        ({"stream": "host", "comm_dtype": "bfloat16"}, "comm_dtype=bfloat16 has no meaning with stream=host"),
         ({"stream": "host", "transport": TransportGroup("virtual")}, "transport=virtual has no meaning with stream=host"),
         ({}, "chunk=64 is an option of stream=host and stream=disk"),
         ({"chunk": None, "device": "cpu"}, "device=cpu is an option of stream=host and stream=disk"),
@@ -200,7 +200,7 @@ def test_wrong_calls(options: dict[str, object], words: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     "override", ["ranks=2", "transport=gloo", "transport.gpu_aware=false", "layout=zigzag", "schedule=ring",
-                 "machine.beta=1e9", "wire_dtype=bfloat16", "rotate=keys", "timeout=5", "progress=true"],
+                 "machine.bandwidth=1e9", "comm_dtype=bfloat16", "rotate=keys", "timeout=5", "progress=true"],
 )  # fmt: skip
 def test_what_rings_know_is_refused_with_stream(override: str) -> None:
     with pytest.raises(InvalidInput) as caught:

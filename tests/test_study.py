@@ -22,18 +22,23 @@ from ringattn.experiments.study.sweep import as_study, split
 
 def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
     """Numbers of the CSV are those of ra.simulate on a plan that this test makes itself; rows are in the axes' order."""
-    axes = {"pattern": ["window", "Full()"], "ranks": [2, 8], "machine.beta": [1e9, 5e10], "layout": ["contiguous"]}
+    axes = {
+        "pattern": ["window", "Full()"],
+        "ranks": [2, 8],
+        "machine.bandwidth": [1e9, 5e10],
+        "layout": ["contiguous"],
+    }
     run(study(tmp_path / "s", axes, backward=True, heads=4, slow={1: 1.5}, tokens=512))
     rows = read(tmp_path / "s" / "sweep.csv")
     place = 0
     for pattern in (ra.Causal() & ra.Window(4095), ra.Full()):
         for ranks in (2, 8):
-            for beta in (1e9, 5e10):
+            for bandwidth in (1e9, 5e10):
                 row = rows[place]
                 plan = ra.make_plan(
                     pattern, tokens=512, ranks=ranks, layout="contiguous", schedule="ring", heads=4, dtype="float32"
                 )
-                machine = ra.get_machine("h100_nvlink_ib").changed(beta=beta)
+                machine = ra.get_machine("h100_nvlink_ib").changed(bandwidth=bandwidth)
                 for backward, name in ((False, "forward"), (True, "backward")):
                     found = ra.simulate(plan, machine, backward=backward, slow={1: 1.5})
                     assert float(row[f"{name} time [s]"]) == found.seconds
@@ -41,10 +46,10 @@ def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
                     assert float(row[f"{name} rate [tokens/s]"]) == 512 / found.seconds
                     assert int(row[f"{name} bytes [bytes]"]) == plan.bytes_sent(backward=backward)
                     assert int(row[f"{name} memory [bytes per rank]"]) == sum(found.memory.values())
-                    assert row[f"{name} tier"] == found.tier
+                    assert row[f"{name} solver"] == found.solver
                 mask = plan.pattern.mask(512)
                 assert int(row["pairs [(query, key, head) pairs]"]) == 4 * int(mask.sum())
-                assert (row["point"], row["machine.beta [bytes/s]"]) == (str(place), repr(beta))
+                assert (row["point"], row["machine.bandwidth [bytes/s]"]) == (str(place), repr(bandwidth))
                 place += 1
     assert place == len(rows)
 
@@ -102,7 +107,7 @@ def test_axes_are_checked() -> None:
     for axes, words in (
         ({"rank": [1]}, "did you mean 'ranks'"),
         ({"pattern": ["windo"]}, "did you mean 'window'"),
-        ({"machine.bta": [1]}, "did you mean 'beta'"),
+        ({"machine.bta": [1]}, "did you mean 'bandwidth'"),
         ({"ranks": 4}, "expected a list"),
         ({"ranks": [1.5]}, "not a whole number"),
         ({"backward": ["maybe"]}, "expected true or false"),
@@ -110,7 +115,7 @@ def test_axes_are_checked() -> None:
         ({"shard": [1], "tokens": [2]}, "not both"),
         ({"ranks": [[1]]}, "not a whole number"),
         ({"pattern.block": [1, 2]}, "no meaning with pattern=window"),
-        ({"machine.beta": ["fast"]}, "fast"),
+        ({"machine.bandwidth": ["fast"]}, "fast"),
         ({"tokens.x": [1]}, "cannot be an axis"),
         ({"ranks": [8, "8"]}, r"the points 0 and 1 are the same \(ranks=8\)"),
         ({"tokens": ["1k", "4k", 1024]}, r"the points 0 and 2 are the same \(tokens=1024\)"),
@@ -126,16 +131,18 @@ def test_axes_are_checked() -> None:
     assert len(made({"heads": [1, 2]}, together=twice)) == 4, "labels tell points apart"
     with pytest.raises(InvalidInput, match="the points 0 and 1 are the same"):
         made({}, together=[{"ranks": 2}, {"ranks": 2}])
-    sizes = made({"pattern.left": ["1k", "2k"], "machine.beta": ["1e9"], "backward": ["true"], "slow": ["{0: 2.0}"]})
-    assert sizes[1].settings == {"pattern.left": 2048, "machine.beta": 1e9, "backward": True, "slow": {0: 2.0}}
+    sizes = made(
+        {"pattern.left": ["1k", "2k"], "machine.bandwidth": ["1e9"], "backward": ["true"], "slow": ["{0: 2.0}"]}
+    )
+    assert sizes[1].settings == {"pattern.left": 2048, "machine.bandwidth": 1e9, "backward": True, "slow": {0: 2.0}}
     found = made({"pattern.left": [7, 9], "shard": ["1k"], "ranks": ["2"], "slow": ["{0: 2.0}", None]})
     assert [one.config.pattern.spec for one in found[::2]] == ["Causal() & Window(7)", "Causal() & Window(9)"]
     assert [one.config.slow for one in found[:2]] == [{0: 2.0}, None]
     assert {one.config.size() for one in found} == {2048}
     # Parts of a group that the command line gives hold for every option.
-    both = made({"machine": ["cpu", "a100_pcie"]}, ("machine.beta=7e9",))
-    assert [one.config.machine.made().beta for one in both] == [7e9, 7e9]
-    assert both[1].config.machine.made().inner == 4
+    both = made({"machine": ["cpu", "a100_pcie"]}, ("machine.bandwidth=7e9",))
+    assert [one.config.machine.made().bandwidth for one in both] == [7e9, 7e9]
+    assert both[1].config.machine.made().ranks_per_node == 4
     paired = made({"heads": [1, 2]}, together=[{"ranks": 2, "label.name": "a"}, {"ranks": 4}])
     assert [(one.config.ranks, one.config.heads, one.labels) for one in paired] == [
         (2, 1, {"name": "a"}), (2, 2, {"name": "a"}), (4, 1, {}), (4, 2, {})
@@ -143,7 +150,7 @@ def test_axes_are_checked() -> None:
 
 
 def test_points_of_one_plan_follow_each_other() -> None:
-    made = points(config(study=StudyGroup(axes={"machine.beta": [1e9, 2e9], "ranks": [2, 4]})))
+    made = points(config(study=StudyGroup(axes={"machine.bandwidth": [1e9, 2e9], "ranks": [2, 4]})))
     assert [point.config.ranks for point in made] == [2, 4, 2, 4]
     assert [point.config.ranks for point in in_order(made)] == [2, 2, 4, 4]
     assert sorted(point.number for point in in_order(made)) == [0, 1, 2, 3]
@@ -200,7 +207,7 @@ def test_what_is_known_before_the_first_point_is_said_before_it(
         ({"plots": ["crossover"]}, "a crossover map needs a second axis"),
         ({"window": WindowGroup(point=4)}, "the study has the points 0 .. 3"),
         ({"window": WindowGroup(point=0, first_rank=2)}, "the point has the ranks 0 .. 1"),
-        ({"window": WindowGroup(point=0, clocks=0)}, "study.window.clocks=0: must be at least 1"),
+        ({"window": WindowGroup(point=0, steps=0)}, "study.window.steps=0: must be at least 1"),
         ({"execute": ExecuteGroup(budget=-1.0)}, "expected seconds >= 0"),
         ({"execute": ExecuteGroup(budget=float("nan"))}, "expected seconds >= 0"),
         ({"execute": ExecuteGroup(budget=1.0, rows=0)}, "study.execute.rows=0: must be at least 1"),
@@ -221,21 +228,23 @@ def test_what_is_known_before_the_first_point_is_said_before_it(
 
 def test_numbers_of_machines_are_axes_of_plots_however_they_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    axes = {"machine.beta": ["1e9", "5e10"], "passes": ["1", "1k"]}
-    table = run(study(tmp_path / "s", axes, study={"plots": ["stack"], "x": "machine.beta", "y": "passes"}))
-    assert [(row["machine.beta"], row["passes"]) for row in table.rows] == [
+    axes = {"machine.bandwidth": ["1e9", "5e10"], "passes": ["1", "1k"]}
+    table = run(study(tmp_path / "s", axes, study={"plots": ["stack"], "x": "machine.bandwidth", "y": "passes"}))
+    assert [(row["machine.bandwidth"], row["passes"]) for row in table.rows] == [
         (1e9, 1), (1e9, 1024), (5e10, 1), (5e10, 1024)
     ]  # fmt: skip
     report = (tmp_path / "s" / "report.md").read_text()
     assert "h100_nvlink_ib: flops=5e+14 flop/s [assumed]" in report
-    assert "beta=1e+09 .. 5e+10 bytes/s, by point" in report
-    assert "| point | machine.beta [bytes/s] | passes |" in report and "| 3 | 5e+10 | 1024 |" in report.replace(",", "")
+    assert "bandwidth=1e+09 .. 5e+10 bytes/s, by point" in report
+    assert "| point | machine.bandwidth [bytes/s] | passes |" in report and "| 3 | 5e+10 | 1024 |" in report.replace(
+        ",", ""
+    )
 
 
 def test_nodes_that_do_not_fit_are_refused_as_in_one_simulation(tmp_path: Path, inside: Inside) -> None:
-    table = run(study(tmp_path / "s", {"ranks": [6, 8]}, machine=MachineGroup("cpu", inner=4)))
+    table = run(study(tmp_path / "s", {"ranks": [6, 8]}, machine=MachineGroup("cpu", ranks_per_node=4)))
     assert [row["status"] for row in table.rows] == ["refused", "ok"]
-    one = inside("simulate", "ranks=6", "machine=cpu", "machine.inner=4", cwd=tmp_path)
+    one = inside("simulate", "ranks=6", "machine=cpu", "machine.ranks_per_node=4", cwd=tmp_path)
     assert one.returncode == 2 and one.stderr == f"ringattn: {table.rows[0]['why']}\n"
 
 

@@ -85,7 +85,7 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = {
         "plots": ["stack", "efficiency", "memory", "crossover"],
-        "window": WindowGroup(point=0, ranks=2, clocks=2),
+        "window": WindowGroup(point=0, ranks=2, steps=2),
     }
     axes = {"ranks": [2, 4], "tokens": [4096, 8192], "layout": ["contiguous", "zigzag"]}
     done = study(tmp_path / "a", axes, study=options, slow={1: 2.0})

@@ -1,4 +1,4 @@
-"""Bands whose numbers change from clock to clock: what is counted anew, against counts of every rank at every clock; and
+"""Bands whose numbers change from step to step: what is counted anew, against counts of every rank at every step; and
 the times, loads and traffic that follow, against plain Python."""
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from ringattn.timing.solvers import incremental as sweeps
 from ringattn.timing.solvers import stencil as tier_d
 
 CLOSE = 1e-12
-EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)
-MACHINES = (EVEN, replace(EVEN, gamma=None, flops=3e8), replace(EVEN, inner=2, inner_beta=1e9), replace(EVEN, inner=3))
+EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
+MACHINES = (
+    EVEN,
+    replace(EVEN, gamma=None, flops=3e8),
+    replace(EVEN, ranks_per_node=2, node_bandwidth=1e9),
+    replace(EVEN, ranks_per_node=3),
+)
 
 
 @st.composite
@@ -48,7 +53,7 @@ def counted(draw: st.DrawFn) -> Counted:
 
 
 def every(one: Counted) -> list[np.ndarray]:
-    """Pairs and rows of all ranks, clock by clock, until nothing is sent."""
+    """Pairs and rows of all ranks, step by step, until nothing is sent."""
     found = []
     while not found or found[-1][2:].any():
         found.append(one.at(one.ranks, np.asarray(len(found))))
@@ -58,14 +63,14 @@ def every(one: Counted) -> list[np.ndarray]:
 @given(counted())
 def test_pairs_and_rows_of_every_clock_are_those_of_the_plan(one: Counted) -> None:
     demand = one.rates.plan.demand
-    for clock, counts in enumerate(every(one)):
+    for step, counts in enumerate(every(one)):
         for rank in range(one.band.ranks):
-            owners = {(rank - way.sign * clock) % one.band.ranks for way in one.ways if clock <= way.limit}
-            owners = owners if clock else {rank}
+            owners = {(rank - way.sign * step) % one.band.ranks for way in one.ways if step <= way.limit}
+            owners = owners if step else {rank}
             assert counts[0, rank] * one.band.heads == sum(demand.pairs(rank, owner) for owner in owners)
             for index, way in enumerate(one.ways):
-                owner = (rank - way.sign * clock) % one.band.ranks
-                there = [(owner + way.sign * d) % one.band.ranks for d in range(clock + 1, way.limit + 1)]
+                owner = (rank - way.sign * step) % one.band.ranks
+                there = [(owner + way.sign * d) % one.band.ranks for d in range(step + 1, way.limit + 1)]
                 rows = demand.size(tuple(range(r, r + 1) for r in there), owner) // demand.block_heads
                 assert counts[2 + index, rank] == rows * one.course.cargo[0].row_bytes
 
@@ -78,13 +83,13 @@ def test_what_changes_is_found_at_few_places(one: Counted) -> None:
     marks = np.zeros((len(counts), one.band.ranks), dtype=bool)
     for row, start, stop in zip(found.row, found.start, found.stop, strict=True):
         marks[row, start:stop] = True
-    for clock in range(1, len(counts)):
-        assert (marks[clock] == (counts[clock] != counts[clock - 1]).any(axis=0)).all()
+    for step in range(1, len(counts)):
+        assert (marks[step] == (counts[step] != counts[step - 1]).any(axis=0)).all()
 
 
 @given(counted(), st.sampled_from([1, 3, 16384]), st.sampled_from([1, 4, 128]), st.sampled_from([0, 4, 4096]))
 def test_a_sweep_is_the_recurrence(one: Counted, block: int, depth: int, many: int) -> None:
-    """Finish times against plain Python, loads and traffic against sums over all clocks, for any sizes of blocks."""
+    """Finish times against plain Python, loads and traffic against sums over all steps, for any sizes of blocks."""
     ring = one.ring()
     assert callable(ring.phases)
     whole = replace(ring, phases=tuple(ring.phases()))
@@ -105,7 +110,7 @@ def test_a_sweep_is_the_recurrence(one: Counted, block: int, depth: int, many: i
 def test_blocks_that_repeat_are_gone_through_once(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 ranks in nodes of 8, in blocks of 64: bitwise what they are where nothing is taken to repeat."""
     plan = make_plan(Causal(), tokens=512 * 64, ranks=512, layout=layout, schedule="ring", heads=4, dtype="bfloat16")
-    machine = Machine(5e10, 1e-5, 2e9, inner=8, inner_beta=2e10, gamma=0.05, merge=1e11)
+    machine = Machine(5e10, 1e-5, 2e9, ranks_per_node=8, node_bandwidth=2e10, gamma=0.05, merge=1e11)
     monkeypatch.setattr(tier_d, "BLOCK", 64)
     monkeypatch.setattr(tier_d, "DEPTH", 16)
     short, gone = 0, tier_d._block
@@ -116,9 +121,9 @@ def test_blocks_that_repeat_are_gone_through_once(layout: str, monkeypatch: pyte
         return gone(around, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tier_d, "_block", counting)
-    found = simulate(plan, machine, tier="D")
+    found = simulate(plan, machine, solver="stencil")
     monkeypatch.setattr(tier_d, "_repeats", lambda rows, period: False)
-    whole = simulate(plan, machine, tier="D")
+    whole = simulate(plan, machine, solver="stencil")
     assert short and found.finish is not None and (found.finish == whole.finish).all()
 
 
@@ -127,7 +132,7 @@ def test_many_ranks_are_swept() -> None:
     plan = make_plan(Causal(), tokens=8192 * 64, ranks=8192, layout="zigzag", schedule="ring", heads=8, kv_heads=2)
     machine = Machine(1e11, 1e-5, 5e10)
     told, found = simulate(plan, machine), simulate(plan, machine, slow_links={0: 1.0 + 1e-15})
-    assert told.finish is None and found.finish is not None and found.tier == "D"
+    assert told.finish is None and found.finish is not None and found.solver == "stencil"
     assert found.seconds == pytest.approx(told.seconds, rel=CLOSE)
     assert found.compute == pytest.approx(told.compute, rel=1e-9)
     slow = simulate(plan, machine, slow={5: 1.5})

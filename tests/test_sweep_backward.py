@@ -21,18 +21,18 @@ from ringattn.timing.resources import Traffic
 from ringattn.timing.solvers import incremental as sweeps
 from ringattn.timing.solvers import stencil as tier_d
 from ringattn.timing.solvers.changes import Changes
-from ringattn.timing.solvers.direct_messages import Chords
+from ringattn.timing.solvers.direct_messages import DirectMessages
 from ringattn.timing.solvers.recurrence import NEVER
 from ringattn.timing.window import window
 
 CLOSE = 1e-12
-EVEN = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)
+EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
 MACHINES = (
     EVEN,
     replace(EVEN, gamma=None, flops=3e8),
-    replace(EVEN, inner=2, inner_beta=1e9),
-    replace(EVEN, inner=3, inner_alpha=2e-5, flops=1e9),
-    replace(EVEN, alpha=0.0, beta=1e6),
+    replace(EVEN, ranks_per_node=2, node_bandwidth=1e9),
+    replace(EVEN, ranks_per_node=3, node_latency=2e-5, flops=1e9),
+    replace(EVEN, latency=0.0, bandwidth=1e6),
 )
 
 
@@ -53,7 +53,7 @@ def plans(draw: st.DrawFn, most: int = 20) -> Plan:
     return make_plan(
         pattern, tokens=tokens, ranks=ranks, layout=draw(st.sampled_from(["contiguous", "zigzag"])), schedule="ring",
         heads=4, kv_heads=draw(st.sampled_from([1, 2, 4])), head_dim=8, value_dim=draw(st.sampled_from([4, 8])),
-        dtype=dtype, wire_dtype=draw(st.none() | st.just("bfloat16")), rotate=draw(st.sampled_from(["keys", "queries"])),
+        dtype=dtype, comm_dtype=draw(st.none() | st.just("bfloat16")), rotate=draw(st.sampled_from(["keys", "queries"])),
     )  # fmt: skip
 
 
@@ -66,18 +66,18 @@ def counted(plan: Plan, machine: Machine = EVEN, **faults: object) -> Counted | 
 
 @dataclass
 class Pass:
-    """The backward of a plan clock by clock: by clock, the pairs of each rank's visits (one entry for each that there
+    """The backward of a plan step by step: by step, the pairs of each rank's visits (one entry for each that there
     is), the (query row, head) of all of them that see a key, and the bytes of each message by its ends."""
 
     ranks: int
-    clocks: int
+    steps: int
     pairs: list[list[list[int]]]
     rows: list[list[int]]
     messages: list[dict[tuple[int, int], int]]
 
 
 def whole_pass(plan: Plan, one: Counted) -> Pass:
-    """Messages from the steps of all ranks, whose tags say at which clock; pairs from the dense mask. `one` says only
+    """Messages from the steps of all ranks, whose tags say at which step; pairs from the dense mask. `one` says only
     along which ways, and how far, blocks go."""
     heads = plan.pattern.mask(plan.tokens, plan.heads)
     mask = heads.sum(0)
@@ -93,15 +93,15 @@ def whole_pass(plan: Plan, one: Counted) -> Pass:
     last = max(one.reach, *sent) if sent else 0
     pairs: list[list[list[int]]] = []
     rows: list[list[int]] = []
-    for clock in range(last + 1):
+    for step in range(last + 1):
         pairs.append([])
         rows.append([])
         for rank in range(plan.ranks):
-            owners = [(rank - way.sign * clock) % plan.ranks for way in one.ways if clock <= way.limit]
-            found = [seen[rank][o] if keys else seen[o][rank] for o in (owners if clock else [rank])]
+            owners = [(rank - way.sign * step) % plan.ranks for way in one.ways if step <= way.limit]
+            found = [seen[rank][o] if keys else seen[o][rank] for o in (owners if step else [rank])]
             pairs[-1].append([count for count in found if count])
-            rows[-1].append(sum(seeing[rank][o] if keys else seeing[o][rank] for o in (owners if clock else [rank])))
-    messages = [sent[clock] for clock in range(last + 1)]
+            rows[-1].append(sum(seeing[rank][o] if keys else seeing[o][rank] for o in (owners if step else [rank])))
+    messages = [sent[step] for step in range(last + 1)]
     if keys:
         pairs, rows, messages = pairs[::-1], rows[::-1], messages[::-1]
     return Pass(plan.ranks, last + 1, pairs, rows, messages)
@@ -110,14 +110,14 @@ def whole_pass(plan: Plan, one: Counted) -> Pass:
 def starts(
     plan: Plan, done: Pass, machine: Machine, slow: dict[int, float], links: dict[int, float], stalls: list[Stall]
 ) -> tuple[list[list[float]], list[dict[tuple[int, int], float]]]:
-    """S[k][r], when rank r begins clock k, the last when it has finished; and the seconds of messages by clock."""
+    """S[k][r], when rank r begins step k, the last when it has finished; and the seconds of messages by step."""
     begun, taken = [[0.0] * plan.ranks], []
     rates = Rates(plan, machine, True)
-    for k in range(done.clocks):
+    for k in range(done.steps):
         totals: defaultdict[tuple[int, bool, bool], float] = defaultdict(float)
         for (source, target), size in done.messages[k].items():
-            near, alpha, beta = machine.link(source, target)
-            alone = links.get(source, 1.0) * (alpha + size / beta)
+            near, latency, bandwidth = machine.link(source, target)
+            alone = links.get(source, 1.0) * (latency + size / bandwidth)
             totals[source, True, near] += alone
             totals[target, False, near] += alone
         seconds = {}
@@ -128,7 +128,7 @@ def starts(
         for rank in range(plan.ranks):
             visit = slow.get(rank, 1.0) * rates.pair * sum(done.pairs[k][rank])
             longest = max((value for ends, value in seconds.items() if rank in ends), default=0.0)
-            late = sum(s.seconds for s in stalls if (s.rank, s.clock) == (rank, k))
+            late = sum(s.seconds for s in stalls if (s.rank, s.step) == (rank, k))
             merged = slow.get(rank, 1.0) * rates.merge(done.rows[k][rank])
             busy = visit + (machine.gamma or 0.0) * min(visit, longest) + merged + late
             ended = [max(now[a], now[b]) + value for (a, b), value in seconds.items() if rank in (a, b)]
@@ -155,22 +155,22 @@ def test_pairs_and_messages_of_every_clock_are_those_of_the_plan(plan: Plan) -> 
     if one is None:
         return
     done = whole_pass(plan, one)
-    assert one.clocks == done.clocks
-    for clock in range(one.clocks):
-        counts = one.at(one.ranks, np.asarray(clock))
-        assert (counts[0] * plan.heads).tolist() == [sum(found) for found in done.pairs[clock]]
-        assert (counts[1] * plan.heads).tolist() == done.rows[clock]
+    assert one.steps == done.steps
+    for step in range(one.steps):
+        counts = one.at(one.ranks, np.asarray(step))
+        assert (counts[0] * plan.heads).tolist() == [sum(found) for found in done.pairs[step]]
+        assert (counts[1] * plan.heads).tolist() == done.rows[step]
         sent = {
             (rank, (rank + sign) % plan.ranks): size
             for sign, row in zip(one.signs, counts[2:].tolist(), strict=True)
             for rank, size in enumerate(row)
             if size
         }
-        across = one.across.between(clock, clock + 1)
+        across = one.across.between(step, step + 1)
         far = dict(
             zip(zip(across.source.tolist(), across.target.tolist(), strict=True), across.bytes.tolist(), strict=True)
         )
-        assert not set(sent) & set(far) and {**sent, **far} == done.messages[clock]
+        assert not set(sent) & set(far) and {**sent, **far} == done.messages[step]
 
 
 @settings(max_examples=50)
@@ -179,13 +179,13 @@ def test_what_changes_is_found_at_few_places(plan: Plan) -> None:
     one = counted(plan)
     if one is None:
         return
-    counts = [one.at(one.ranks, np.asarray(clock)) for clock in range(one.clocks)]
-    found = sweeps.changed(one, np.arange(one.clocks))
-    marks = np.zeros((one.clocks, plan.ranks), dtype=bool)
+    counts = [one.at(one.ranks, np.asarray(step)) for step in range(one.steps)]
+    found = sweeps.changed(one, np.arange(one.steps))
+    marks = np.zeros((one.steps, plan.ranks), dtype=bool)
     for row, start, stop in zip(found.row, found.start, found.stop, strict=True):
         marks[row, start:stop] = True
-    for clock in range(1, one.clocks):
-        assert (marks[clock] == (counts[clock] != counts[clock - 1]).any(axis=0)).all()
+    for step in range(1, one.steps):
+        assert (marks[step] == (counts[step] != counts[step - 1]).any(axis=0)).all()
 
 
 @settings(max_examples=80)
@@ -197,26 +197,26 @@ def test_a_sweep_is_the_recurrence(
     plan: Plan, machine: Machine, block: int, depth: int, many: int, data: st.DataObject
 ) -> None:
     """Finish times against plain Python on the plan's own messages, with slow ranks, slow links and stalls, for any sizes
-    of blocks; the same of the ring's phases, clock by clock, and of the window that shows them."""
+    of blocks; the same of the ring's phases, step by step, and of the window that shows them."""
     one = counted(plan)
     if one is None:
         return
     slow, links = data.draw(factors(plan.ranks)), data.draw(factors(plan.ranks))
     one_stall = st.builds(
-        Stall, st.integers(0, plan.ranks - 1), st.integers(0, one.clocks - 1), st.sampled_from([0.01, 1.0])
+        Stall, st.integers(0, plan.ranks - 1), st.integers(0, one.steps - 1), st.sampled_from([0.01, 1.0])
     )
     stalls = data.draw(st.lists(one_stall, max_size=2))
     done = whole_pass(plan, one)
     begun, seconds = starts(plan, done, machine, slow, links, stalls)
     with sizes(block, depth, many):
-        found = simulate(plan, machine, backward=True, tier="D", slow=slow, slow_links=links, stalls=stalls)
+        found = simulate(plan, machine, backward=True, solver="stencil", slow=slow, slow_links=links, stalls=stalls)
     assert found.finish == pytest.approx(np.array(begun[-1]), rel=CLOSE, abs=CLOSE)
     seen = window(
-        plan, machine, backward=True, ranks=range(plan.ranks), clocks=range(one.clocks), slow=slow, slow_links=links,
+        plan, machine, backward=True, ranks=range(plan.ranks), steps=range(one.steps), slow=slow, slow_links=links,
         stalls=stalls,
     )  # fmt: skip
     assert seen.begun == pytest.approx(np.array(begun), rel=CLOSE, abs=CLOSE) and seen.messages is not None
-    shown = {(m.clock, m.source, m.target): (m.begun, m.seconds) for m in seen.messages}
+    shown = {(m.step, m.source, m.target): (m.begun, m.seconds) for m in seen.messages}
     assert len(shown) == len(seen.messages) == sum(map(len, seconds))
     for k, row in enumerate(seconds):
         for (a, b), value in row.items():
@@ -226,11 +226,11 @@ def test_a_sweep_is_the_recurrence(
 @settings(max_examples=40)
 @given(plans(24), st.sampled_from(MACHINES), st.data())
 def test_all_that_is_told_is_what_the_steps_tell(plan: Plan, machine: Machine, data: st.DataObject) -> None:
-    """Seconds, causes and links against tier F, on the plan's own steps; bytes and messages against the plan."""
+    """Seconds, causes and links against solver events, on the plan's own steps; bytes and messages against the plan."""
     options = {"slow": data.draw(factors(plan.ranks)), "slow_links": data.draw(factors(plan.ranks))}
     found = simulate(plan, machine, backward=True, **options)  # type: ignore[arg-type]
-    steps = simulate(plan, machine, backward=True, tier="F", **options)  # type: ignore[arg-type]
-    assert found.tier != "F" and steps.finish is not None
+    steps = simulate(plan, machine, backward=True, solver="events", **options)  # type: ignore[arg-type]
+    assert found.solver != "events" and steps.finish is not None
     assert found.finish == pytest.approx(steps.finish, rel=CLOSE)
     assert found.traffic == steps.traffic and found.traffic is not None
     assert (found.traffic.total, found.traffic.messages) == (
@@ -248,29 +248,29 @@ def test_48_ranks_step_by_step(layout: str, rotate: str) -> None:
         plan = make_plan(
             pattern, tokens=48 * 16, ranks=48, layout=layout, schedule="ring", heads=4, kv_heads=2, rotate=rotate
         )
-        machine = Machine(2e9, 1e-5, 2e8, inner=8, inner_beta=2e9, gamma=0.05, merge=1e10)
+        machine = Machine(2e9, 1e-5, 2e8, ranks_per_node=8, node_bandwidth=2e9, gamma=0.05, merge=1e10)
         options = {"slow": {3: 1.5, 40: 0.7}, "slow_links": {47: 2.0}, "backward": True}
         with sizes(16, 8, 4096):
-            found = simulate(plan, machine, tier="D", **options)  # type: ignore[arg-type]
-        steps = simulate(plan, machine, tier="F", **options)  # type: ignore[arg-type]
+            found = simulate(plan, machine, solver="stencil", **options)  # type: ignore[arg-type]
+        steps = simulate(plan, machine, solver="events", **options)  # type: ignore[arg-type]
         assert found.finish == pytest.approx(steps.finish, rel=CLOSE) and found.traffic == steps.traffic
 
 
 @given(st.integers(3, 12), st.integers(1, 9), st.sampled_from([1, 4, 16384]), st.sampled_from([1, 3, 128]), st.data())
-def test_chords_reach_as_far_as_they_do(ranks: int, clocks: int, block: int, depth: int, data: st.DataObject) -> None:
-    """The stencil with any chords and changes, in blocks, against every rank at every clock in plain Python."""
+def test_chords_reach_as_far_as_they_do(ranks: int, steps: int, block: int, depth: int, data: st.DataObject) -> None:
+    """The stencil with any chords and changes, in blocks, against every rank at every step in plain Python."""
     number = st.floats(-4.0, 4.0)
     row = st.lists(number, min_size=ranks, max_size=ranks).map(np.array)
     now, *whole = (data.draw(row) for _ in range(4))
     whole[1][data.draw(st.integers(0, ranks - 1))] = NEVER
     place = st.integers(0, ranks - 1)
-    chord = st.tuples(st.integers(0, clocks - 1), place, place, number).filter(lambda x: x[1] != x[2])
+    chord = st.tuples(st.integers(0, steps - 1), place, place, number).filter(lambda x: x[1] != x[2])
     chords = sorted(data.draw(st.lists(chord, max_size=6)), key=lambda x: x[0])
-    point = st.tuples(st.integers(0, clocks - 1), place, number, number, number)
+    point = st.tuples(st.integers(0, steps - 1), place, number, number, number)
     points = sorted(data.draw(st.lists(point, max_size=4, unique_by=lambda x: x[:2])), key=lambda x: x[0])
     own, left, right = (value.tolist() for value in whole)
     expected = now.tolist()
-    for k in range(clocks):
+    for k in range(steps):
         for at, rank, *values in points:
             if at == k:
                 own[rank], left[rank], right[rank] = values
@@ -281,13 +281,13 @@ def test_chords_reach_as_far_as_they_do(ranks: int, clocks: int, block: int, dep
                 ended = max(old[a], old[b]) + seconds
                 expected[a], expected[b] = max(expected[a], ended), max(expected[b], ended)
     at, source, target = (np.array([x[i] for x in chords], dtype=np.int64) for i in range(3))
-    across = Chords(at, source, target, 0 * at, np.array([x[3] for x in chords]))
+    across = DirectMessages(at, source, target, 0 * at, np.array([x[3] for x in chords]))
     changes = Changes(
-        clocks, None, *(np.array([x[i] for x in points], dtype=np.int64) for i in range(2)),
+        steps, None, *(np.array([x[i] for x in points], dtype=np.int64) for i in range(2)),
         np.array([x[2:] for x in points]).reshape(-1, 3).T, across,
     )  # fmt: skip
     with sizes(block, depth, 4096):
-        found = tier_d._blocked(now, clocks, whole, 1, changes, across)
+        found = tier_d._blocked(now, steps, whole, 1, changes, across)
     assert found == pytest.approx(np.array(expected), rel=CLOSE, abs=CLOSE)
 
 
@@ -297,8 +297,8 @@ def test_chords_do_not_depend_on_blocks(layout: str, monkeypatch: pytest.MonkeyP
     plan = make_plan(
         Causal(), tokens=512 * 64, ranks=512, layout=layout, schedule="ring", heads=8, kv_heads=1, dtype="bfloat16"
     )
-    machine = Machine(5e10, 1e-5, 2e9, inner=8, inner_beta=2e10, gamma=0.05, merge=1e11)
-    options = {"backward": True, "tier": "D", "slow": {100: 2.0}}
+    machine = Machine(5e10, 1e-5, 2e9, ranks_per_node=8, node_bandwidth=2e10, gamma=0.05, merge=1e11)
+    options = {"backward": True, "solver": "stencil", "slow": {100: 2.0}}
     whole = simulate(plan, machine, **options)  # type: ignore[arg-type]
     for block, depth in ((64, 16), (100, 7)):
         with sizes(block, depth, 4096):
@@ -310,8 +310,8 @@ def test_chords_do_not_depend_on_blocks(layout: str, monkeypatch: pytest.MonkeyP
 
 
 def test_many_ranks_by_hand() -> None:
-    """2,048 causal ranks of one head. Where messages take no time, the last of contiguous ranks visits at every clock.
-    Where only their latency a does, keys go to its neighbour and come from one owner at every clock t but the first and
+    """2,048 causal ranks of one head. Where messages take no time, the last of contiguous ranks visits at every step.
+    Where only their latency a does, keys go to its neighbour and come from one owner at every step t but the first and
     the last two, both beside each other where that owner, rank P - t, has a block to pass on: it does from P / 2 on down.
     """
     ranks, rows = 2048, 64
@@ -321,15 +321,15 @@ def test_many_ranks_by_hand() -> None:
     fast = simulate(plan, Machine(1e9, 0.0, 1e15), backward=True)
     visit = 2.5 * 4 * 64 * rows**2 / 1e9
     own = 2.5 * 4 * 64 * rows * (rows + 1) / 2 / 1e9
-    assert fast.tier == "D" and fast.seconds == pytest.approx(own + (ranks - 1) * visit, rel=1e-9)
+    assert fast.solver == "stencil" and fast.seconds == pytest.approx(own + (ranks - 1) * visit, rel=1e-9)
     late = simulate(plan, Machine(1e30, 1e-3, 1e30), backward=True)
     assert late.seconds == pytest.approx(1e-3 * (ranks + ranks // 2 - 1), rel=1e-9)
     zigzag = make_plan(
         Causal(), tokens=ranks * rows, ranks=ranks, layout="zigzag", schedule="ring", rotate="queries", head_dim=64
     )
     even = simulate(zigzag, Machine(1e9, 0.0, 1e15), backward=True)
-    assert even.tier == "D" and even.compute == pytest.approx(fast.compute, rel=1e-9)
-    # All ranks have about as much to do at every clock.
+    assert even.solver == "stencil" and even.compute == pytest.approx(fast.compute, rel=1e-9)
+    # All ranks have about as much to do at every step.
     assert even.seconds == pytest.approx(even.compute, rel=1e-3)
 
 
@@ -342,11 +342,11 @@ def test_sums_of_bytes_are_exact() -> None:
 def test_what_is_not_modelled_is_told() -> None:
     sizes_of = {"tokens": 64 * 8, "ranks": 64, "schedule": "ring", "layout": "contiguous", "rotate": "keys"}
     plan = make_plan(Causal(), **sizes_of)  # type: ignore[arg-type]
-    with pytest.raises(Unsupported, match=r"tier=D: .* but what goes straight between ranks that are no neighbours"):
-        simulate(plan, replace(EVEN, buffers=2), backward=True, tier="D")
+    with pytest.raises(Unsupported, match=r"solver=D: .* but what goes straight between ranks that are no neighbours"):
+        simulate(plan, replace(EVEN, buffers=2), backward=True, solver="stencil")
     with pytest.raises(Unsupported, match="buffers=2: plans that are simulated step by step"):
         simulate(plan, replace(EVEN, buffers=2), backward=True)
-    shared = simulate(plan, replace(EVEN, inner=4, shared=True), backward=True)
-    assert shared.tier == "F" and "share the way out" in shared.why
+    shared = simulate(plan, replace(EVEN, ranks_per_node=4, shared_nic=True), backward=True)
+    assert shared.solver == "events" and "share the way out" in shared.why
     jitter = simulate(plan, replace(EVEN, jitter=0.2), backward=True)
-    assert jitter.tier == "D + E" and jitter.exposed["jitter"] > 0
+    assert jitter.solver == "D + jitter" and jitter.exposed["jitter"] > 0

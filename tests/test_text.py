@@ -37,7 +37,7 @@ def test_rates(value: float, unit: str, text: str) -> None:
 
 
 def test_numbers_of_a_machine() -> None:
-    found = {"mtbf": 1.8e8, "beta": 4e10, "flops": 5e14, "memory": 80 * 2**30, "inner": 1, "gamma": 0.05}
+    found = {"mtbf": 1.8e8, "bandwidth": 4e10, "flops": 5e14, "memory": 80 * 2**30, "ranks_per_node": 1, "gamma": 0.05}
     assert [quantity(name, value) for name, value in found.items()] == [
         "5.7 years", "40 GB/s", "500 TFLOP/s", "80.0 GiB", "1 rank per node", "0.05 part of a message's time",
     ]  # fmt: skip

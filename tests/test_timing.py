@@ -21,7 +21,7 @@ from ringattn.timing.auto import EQUAL
 from ringattn.timing.forecast import BACKWARD, sampled
 
 #: Numbers that are easy to multiply: 1 flop takes 1 s, a message 10 s, a byte 1/16 s.
-SLOW = Machine(flops=1.0, alpha=10.0, beta=16.0)
+SLOW = Machine(flops=1.0, latency=10.0, bandwidth=16.0)
 
 
 def tiny(schedule: str, ranks: int = 2, **more: object) -> Plan:
@@ -35,7 +35,7 @@ def test_two_ranks_by_hand() -> None:
         assert (found.seconds, found.compute, found.exposed) == (64.0, 64.0, 0.0)
         assert (found.bytes, found.messages) == (32, 1)
     # Ten times the latency: 100 + 2 s of messages, of which the first visit hides 32.
-    assert predict(tiny("ring"), replace(SLOW, alpha=100.0)).exposed == 70.0
+    assert predict(tiny("ring"), replace(SLOW, latency=100.0)).exposed == 70.0
     # The backward: own gradients move under a visit of 80 s; no K/V has to.
     back = predict(tiny("ring"), SLOW, backward=True)
     assert back.compute == BACKWARD * 64.0 and back.exposed == 0.0
@@ -43,22 +43,22 @@ def test_two_ranks_by_hand() -> None:
 
 def test_four_ranks_by_hand() -> None:
     """The ring exposes each of its 3 messages, all-gather their sum, less the visits under them."""
-    machine = replace(SLOW, alpha=98.0)  # 100 s a message, 32 s a visit
+    machine = replace(SLOW, latency=98.0)  # 100 s a message, 32 s a visit
     assert predict(tiny("ring", 4), machine).seconds == 3 * 100 + 32
     assert predict(tiny("allgather", 4), machine).seconds == 300 + 3 * 32
     # Two nodes of two with links of 1 s inside: the outer message has both steps of the inner cycle.
-    nodes = replace(machine, inner=2, inner_alpha=0.0, inner_beta=32.0)
+    nodes = replace(machine, ranks_per_node=2, node_latency=0.0, node_bandwidth=32.0)
     assert predict(tiny("double_ring(2)", 4), nodes).seconds == pytest.approx(100 + 64)
     assert predict(tiny("ring", 4), nodes).seconds == 3 * 100 + 32
 
 
 def test_pairs_of_teams_and_of_rotating_queries_are_those_of_the_plan() -> None:
-    machine = Machine(flops=1.0, alpha=0.0, beta=1e30)
+    machine = Machine(flops=1.0, latency=0.0, bandwidth=1e30)
     options = {"tokens": 64, "ranks": 4, "heads": 4, "head_dim": 1, "value_dim": 1}
-    teams = make_plan(Causal(), schedule="ulysses(2)", **options)  # type: ignore[arg-type]
-    busiest = max(map(teams.pairs, range(4)))
-    assert predict(teams, machine).compute == 4 * busiest
-    assert predict(teams, machine, backward=True).compute == pytest.approx(4 * BACKWARD * busiest)
+    split_ulysses = make_plan(Causal(), schedule="ulysses(2)", **options)  # type: ignore[arg-type]
+    busiest = max(map(split_ulysses.pairs, range(4)))
+    assert predict(split_ulysses, machine).compute == 4 * busiest
+    assert predict(split_ulysses, machine, backward=True).compute == pytest.approx(4 * BACKWARD * busiest)
     for rotate in ("keys", "queries"):  # with the keys that it owns rank 0 meets the queries of all
         plan = make_plan(Causal(), schedule="ring", rotate=rotate, **options)  # type: ignore[arg-type]
         mask = Causal().mask(64)[0]
@@ -72,8 +72,10 @@ def test_pairs_of_teams_and_of_rotating_queries_are_those_of_the_plan() -> None:
 
 def test_a_shared_way_out_by_hand() -> None:
     """Nodes of two: of a ring only one rank of a node sends out in a step, of an all-gather both, to two ranks each."""
-    machine = Machine(flops=1.0, alpha=98.0, beta=16.0, inner=2, inner_alpha=0.0, inner_beta=1e9)  # 100 s a message
-    shared = replace(machine, shared=True)
+    machine = Machine(
+        flops=1.0, latency=98.0, bandwidth=16.0, ranks_per_node=2, node_latency=0.0, node_bandwidth=1e9
+    )  # 100 s a message
+    shared = replace(machine, shared_nic=True)
     assert [predict(tiny("ring", 4), m).seconds for m in (machine, shared)] == pytest.approx([332, 332])
     assert [predict(tiny("allgather", 4), m).seconds for m in (machine, shared)] == pytest.approx([296, 496])
 
@@ -82,9 +84,9 @@ def test_a_shared_way_out_by_hand() -> None:
 def test_better_machines_are_not_slower(case: tuple[Pattern, int, int, str], schedule: str, backward: bool) -> None:
     pattern, tokens, ranks, layout = case
     plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule)
-    machine = Machine(flops=1e6, alpha=1e-4, beta=1e6)
+    machine = Machine(flops=1e6, latency=1e-4, bandwidth=1e6)
     slow = predict(plan, machine, backward=backward)
-    for better in ({"flops": 1e7}, {"beta": 1e7}, {"alpha": 1e-5}):
+    for better in ({"flops": 1e7}, {"bandwidth": 1e7}, {"latency": 1e-5}):
         fast = predict(plan, replace(machine, **better), backward=backward)
         assert fast.seconds <= slow.seconds * EQUAL and fast.bytes == slow.bytes
     assert slow.seconds == pytest.approx(slow.compute + slow.exposed) and slow.exposed >= -1e-9 * slow.seconds
@@ -108,9 +110,9 @@ def test_what_auto_picks() -> None:
     assert picked(Window(200, 200))[0] == "contiguous"
     lengths = [9000, *[300] * 24, 184]
     assert picked(Causal() & Documents(lengths))[0].startswith(("balanced", "striped", "zigzag"))
-    slow = Machine(flops=1e13, alpha=1e-5, beta=1e9)
+    slow = Machine(flops=1e13, latency=1e-5, bandwidth=1e9)
     assert picked(ra.dilated_blocks(128, offsets=(48,)), slow, layout="contiguous")[1] == "direct"
-    nodes = Machine(flops=1e13, alpha=1e-6, beta=1e9, inner=4, inner_alpha=1e-6, inner_beta=1e10)
+    nodes = Machine(flops=1e13, latency=1e-6, bandwidth=1e9, ranks_per_node=4, node_latency=1e-6, node_bandwidth=1e10)
     assert picked(Full(), nodes, layout="contiguous") == ("contiguous", "double_ring(4)")
     # Named layouts and schedules stay; only what is left to auto is compared.
     assert picked(Causal(), schedule="direct") == ("zigzag", "direct")
@@ -159,13 +161,13 @@ LOCAL = (Causal() & Window(4095), ra.Dilated((2048, 4096), (1, 2)), ra.dilated_b
 
 @pytest.mark.parametrize("pattern", [*LOCAL, Full()], ids=["window", "dilated", "blocks", "dense"])
 def test_a_choice_for_many_ranks_looks_at_few_tiles(pattern: Pattern) -> None:
-    """Not at O(P), for a dense pattern either: clocks of few ranks stand for all."""
+    """Not at O(P), for a dense pattern either: steps of few ranks stand for all."""
     CALLS.clear()
     plan = make_plan(Counted(pattern, Full()), tokens=1 << 30, ranks=1 << 18)
     assert len(CALLS) < 12_000 and plan.choice is not None
     if pattern == Full():
         assert plan.schedule == "ring" and plan.choice.picked.prediction is not None
-        assert "of 262,144 clocks" in plan.choice.picked.basis
+        assert "of 262,144 steps" in plan.choice.picked.basis
     else:
         assert len(plan.for_rank(1 << 17).forward) <= 8
 
@@ -179,14 +181,14 @@ def test_sampled_ranks() -> None:
 def test_wrong_machines() -> None:
     for options, words in (
         ({"flops": 0}, "flops=0 must be useful .* try flops=5e"),
-        ({"alpha": -1.0}, "alpha=-1.0 must be seconds"),
-        ({"beta": float("nan")}, "beta=nan"),
-        ({"inner": 0}, "inner=0 must be a number of ranks"),
-        ({"inner_beta": 0.0}, "inner_beta=0.0"),
-        ({"shared": 1}, "shared=1 must be True or False"),
+        ({"latency": -1.0}, "latency=-1.0 must be seconds"),
+        ({"bandwidth": float("nan")}, "bandwidth=nan"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0 must be a number of ranks"),
+        ({"node_bandwidth": 0.0}, "node_bandwidth=0.0"),
+        ({"shared_nic": 1}, "shared_nic=1 must be True or False"),
     ):
         with pytest.raises(InvalidInput, match=words):
-            Machine(**{"flops": 1.0, "alpha": 0.0, "beta": 1.0, **options})  # type: ignore[arg-type]
+            Machine(**{"flops": 1.0, "latency": 0.0, "bandwidth": 1.0, **options})  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="unknown machine 'cudo'; did you mean 'cuda'"):
         make_plan(Causal(), tokens=64, ranks=2, machine="cudo")
     assert get_machine(None, "cuda") == MACHINES["cuda"] and get_machine(None, "mps") == MACHINES["cpu"]
@@ -213,7 +215,7 @@ def _disagree(rank: int, what: str) -> str:
     torch.distributed.barrier()
     q = torch.randn(1, 1, 4, 8)
     options: dict[str, object] = (
-        {"layout": "auto"} if what == "layout" else {"layout": "zigzag", "machine": replace(SLOW, alpha=1.0 + rank)}
+        {"layout": "auto"} if what == "layout" else {"layout": "zigzag", "machine": replace(SLOW, latency=1.0 + rank)}
     )
     with pytest.raises(ra.RingAttentionError) as caught:
         ra.ring_attention(q, q, q, Causal(), **options)  # type: ignore[arg-type]

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ring_oracle import Clock, starts
+from ring_oracle import Step, starts
 
 import ringattn as ra
 from ringattn import InvalidInput, Machine, Unsupported
 from ringattn.experiments.study import trace
 from ringattn.timing.window import window
 
-MACHINE = Machine(flops=1e8, alpha=1e-4, beta=2e7, merge=1e8, gamma=0.1)
+MACHINE = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
 
 
-@pytest.mark.parametrize(("slow", "tier"), [({2: 3.0}, "D"), ({2: 3.0}, "F")])
-def test_windows_and_traces_are_the_plain_recurrence(slow: dict[int, float], tier: str) -> None:
+@pytest.mark.parametrize(("slow", "solver"), [({2: 3.0}, "stencil"), ({2: 3.0}, "events")])
+def test_windows_and_traces_are_the_plain_recurrence(slow: dict[int, float], solver: str) -> None:
     """Five ranks, all pairs: the seconds of every event, from formulas written out here."""
     ranks, rows, heads, dim = 5, 16, 2, 8
-    schedule = "ring" if tier == "D" else "double_ring(1)"
+    schedule = "ring" if solver == "stencil" else "double_ring(1)"
     plan = ra.make_plan(ra.Full(), tokens=ranks * rows, ranks=ranks, heads=heads, head_dim=dim, schedule=schedule)
-    found = window(plan, MACHINE, ranks=range(1, 5), clocks=range(1, 4), slow=slow)
-    assert found.tier == tier
+    found = window(plan, MACHINE, ranks=range(1, 5), steps=range(1, 4), slow=slow)
+    assert found.solver == solver
     visit = rows * rows * heads * 4 * dim / MACHINE.flops
     merging = 3 * rows * heads * (dim + 1) * 4 / 1e8
-    message = 1e-4 + 2 * rows * heads * dim * 4 / MACHINE.beta
+    message = 1e-4 + 2 * rows * heads * dim * 4 / MACHINE.bandwidth
 
-    def times(factors: dict[int, float]) -> tuple[list[list[float]], list[Clock]]:
-        clocks = []
+    def times(factors: dict[int, float]) -> tuple[list[list[float]], list[Step]]:
+        steps = []
         for k in range(ranks):
             moving = k < ranks - 1
             busy = []
             for factor in (factors.get(r, 1.0) for r in range(ranks)):
                 busy.append(factor * (visit + (k > 0) * merging) + 0.1 * moving * min(factor * visit, message))
-            clocks.append(Clock(busy, {1: [(message, message - 1e-4)] * ranks} if moving else {}))
-        return starts(ranks, clocks), clocks
+            steps.append(Step(busy, {1: [(message, message - 1e-4)] * ranks} if moving else {}))
+        return starts(ranks, steps), steps
 
-    expected, clocks = times(slow)
+    expected, steps = times(slow)
     plain, _ = times({})
     assert found.begun == pytest.approx(np.array([row[1:] for row in expected[1:5]]), rel=1e-12)
     assert found.late == pytest.approx(
@@ -47,13 +47,13 @@ def test_windows_and_traces_are_the_plain_recurrence(slow: dict[int, float], tie
     assert all(event.keys() >= {"ph", "ts", "dur", "pid", "tid", "name"} for event in made)
     for k in range(1, 4):
         for rank in range(1, 5):
-            (busy,) = [e for e in done if (e["name"], e["tid"], e["pid"], e["args"]["clock"]) == ("busy", rank, 0, k)]
-            assert (busy["ts"], busy["dur"]) == pytest.approx((1e6 * expected[k][rank], 1e6 * clocks[k].busy[rank]))
-            waits = [e for e in done if (e["name"], e["tid"], e["args"]["clock"]) == ("wait", rank, k)]
-            gap = expected[k + 1][rank] - expected[k][rank] - clocks[k].busy[rank]
+            (busy,) = [e for e in done if (e["name"], e["tid"], e["pid"], e["args"]["step"]) == ("busy", rank, 0, k)]
+            assert (busy["ts"], busy["dur"]) == pytest.approx((1e6 * expected[k][rank], 1e6 * steps[k].busy[rank]))
+            waits = [e for e in done if (e["name"], e["tid"], e["args"]["step"]) == ("wait", rank, k)]
+            gap = expected[k + 1][rank] - expected[k][rank] - steps[k].busy[rank]
             assert sum(e["dur"] for e in waits) == pytest.approx(1e6 * gap, abs=1e-6)
-            if tier == "D" and k < 4:
-                (sent,) = [e for e in done if e["pid"] == 1 and (e["tid"], e["args"]["clock"]) == (rank, k)]
+            if solver == "stencil" and k < 4:
+                (sent,) = [e for e in done if e["pid"] == 1 and (e["tid"], e["args"]["step"]) == (rank, k)]
                 target = (rank + 1) % ranks
                 assert sent["name"] == f"to rank {target}"
                 assert sent["ts"] == pytest.approx(1e6 * max(expected[k][rank], expected[k][target]))
@@ -62,9 +62,9 @@ def test_windows_and_traces_are_the_plain_recurrence(slow: dict[int, float], tie
 
 def test_windows_that_nobody_knows_are_refused() -> None:
     plan = ra.make_plan(ra.Full(), tokens=64, ranks=4, schedule="ring")
-    for ranks, clocks in ((range(0, 5), range(2)), (range(2), range(7, 9)), (range(0), range(2))):
+    for ranks, steps in ((range(0, 5), range(2)), (range(2), range(7, 9)), (range(0), range(2))):
         with pytest.raises(InvalidInput, match="the pass has"):
-            window(plan, MACHINE, ranks=ranks, clocks=clocks)
+            window(plan, MACHINE, ranks=ranks, steps=steps)
     many = ra.make_plan(ra.Causal(), tokens=1 << 30, ranks=1 << 18, heads=8, layout="zigzag", schedule="ring")
     with pytest.raises(Unsupported):
-        window(many, Machine(1e12, 1e-6, 1e12), ranks=range(4), clocks=range(4))
+        window(many, Machine(1e12, 1e-6, 1e12), ranks=range(4), steps=range(4))

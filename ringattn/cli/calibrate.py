@@ -14,7 +14,7 @@ from ..config.schema import CalibrateConfig, parse_size
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, did_you_mean, plural
 from ..experiments.bench.runner import machine as hardware
-from ..experiments.calibrate.measure import Calibration, Sizes, calibrate
+from ..experiments.calibrate.measure import Calibration, CalibrationSizes, calibrate
 from ..experiments.calibrate.passes import Settings
 from ..experiments.calibrate.team import Team
 from ..files import check_writable
@@ -49,7 +49,7 @@ def measure(config: CalibrateConfig) -> None:
     _measure(config, None, torch.device(config.device))
 
 
-def _before(config: CalibrateConfig) -> tuple[Sizes, Settings]:
+def _before(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings]:
     """What can be wrong is said before minutes are spent on measuring."""
     check_needs("calibrate", config)
     for name in ("repeat", "heads", "head_dim"):
@@ -66,7 +66,7 @@ def _before(config: CalibrateConfig) -> tuple[Sizes, Settings]:
     if config.output.path is None:
         raise InvalidInput("output.path is missing: the machine file to write, such as output.path=machine.yaml")
     check_writable(Path(config.output.path))
-    sizes = Sizes(*(_sizes(config, name) for name in ("rows", "widths", "messages")))
+    sizes = CalibrationSizes(*(_sizes(config, name) for name in ("rows", "widths", "messages")))
     return sizes, Settings(config.heads, config.head_dim, config.dtype, config.kernel.spec, config.repeat)
 
 

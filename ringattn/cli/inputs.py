@@ -29,7 +29,7 @@ CHUNK = 1 << 14
 
 
 @dataclass(frozen=True)
-class Shape:
+class InputShape:
     """Sizes of a whole input: q [batch, heads, tokens, head_dim], k [.., kv_heads, ..], v [.., value_dim]."""
 
     batch: int
@@ -41,17 +41,17 @@ class Shape:
     dtype: torch.dtype
 
 
-class Source(Protocol):
+class Input(Protocol):
     """An input that can be read by rows."""
 
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> InputShape: ...
 
     def rows(self, name: str, r: range) -> torch.Tensor:
         """Rows `r` of q, k or v: [batch, heads, len(r), dim]."""
 
 
-def open_source(config: RunConfig) -> Source:
+def open_source(config: RunConfig) -> Input:
     """The input that a config names, checked as far as can be without reading its numbers."""
     if config.input.name == "file":
         if config.input.path is None:
@@ -63,7 +63,7 @@ def open_source(config: RunConfig) -> Source:
     return _Random(shape, config.input.seed)
 
 
-def shards(source: Source, layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
+def shards(source: Input, layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
     """(q, k, v) of one rank, in the local order of its shard."""
     result = []
     for name in NAMES:
@@ -72,13 +72,13 @@ def shards(source: Source, layout: Layout, rank: int) -> tuple[torch.Tensor, ...
     return tuple(result)
 
 
-def _asked(config: RunConfig) -> Shape:
+def _asked(config: RunConfig) -> InputShape:
     kv_heads = config.heads if config.kv_heads is None else config.kv_heads
     dtype: Any = getattr(torch, config.dtype, None)
     if dtype not in DTYPES.values():
         names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES.values())
         raise InvalidInput(f"dtype={config.dtype}: not supported; expected one of {names}")
-    return Shape(config.batch, config.heads, kv_heads, config.size(), config.head_dim, config.head_dim, dtype)
+    return InputShape(config.batch, config.heads, kv_heads, config.size(), config.head_dim, config.head_dim, dtype)
 
 
 def _by_chunks(r: range) -> Iterator[range]:
@@ -109,7 +109,7 @@ def _read_text(path: str | None, tokens: int) -> np.ndarray:
 class _Text:
     """Bytes through an embedding and projections that a seed fixes, with rotary positions on q and k."""
 
-    shape: Shape
+    shape: InputShape
     data: np.ndarray
     seed: int
 
@@ -154,7 +154,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0) -> 
 class _Random:
     """Standard normal numbers, each a pure function of (seed, tensor, batch, head, position, column)."""
 
-    shape: Shape
+    shape: InputShape
     seed: int
 
     def rows(self, name: str, r: range) -> torch.Tensor:
@@ -173,7 +173,7 @@ class _Random:
         return out
 
 
-def random_source(shape: Shape, seed: int) -> Source:
+def random_source(shape: InputShape, seed: int) -> Input:
     """Standard normal inputs of any shape."""
     return _Random(shape, seed)
 
@@ -185,7 +185,7 @@ def random_source(shape: Shape, seed: int) -> Source:
 class File:
     """q, k and v in a file, and dout where it has that."""
 
-    shape: Shape
+    shape: InputShape
     tensors: dict[str, Stored]
 
     def rows(self, name: str, r: range) -> torch.Tensor:
@@ -217,5 +217,5 @@ def _open_file(path: Path) -> File:
         raise InvalidInput(f"input.path={path}: q, k and v do not fit each other: {shapes}")
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         raise InvalidInput(f"input.path={path}: an empty tensor: {shapes}")
-    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype)
+    shape = InputShape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype)
     return File(shape, found)

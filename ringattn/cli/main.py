@@ -187,7 +187,7 @@ def _run(verb: str, overrides: list[str]) -> None:
         prepared += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     with ExitStack() as ended:
         if launch.rank > 0 and launch.kind in ("mpich", "openmpi"):
-            # No name of the job is in their environment, and clocks differ. Hydra writes into the folder of a sweep.
+            # No name of the job is in their environment, and steps differ. Hydra writes into the folder of a sweep.
             scratch = ended.enter_context(TemporaryDirectory(prefix="ringattn-")) if swept(overrides) else "."
             prepared += ["hydra.run.dir=.", f"hydra.sweep.dir={scratch}"]
         _hand_to_hydra(verb, prepared)

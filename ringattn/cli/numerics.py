@@ -67,7 +67,7 @@ def main(config: SimulateConfig) -> NumericsReport:
 def _plan(config: SimulateConfig) -> Plan:
     """The plan that is asked for. schedule=auto takes the fastest schedule without teams: only such a schedule is executed."""
     plan = asked_plan(config)
-    if plan.team == 1 or config.schedule.spec != "auto":
+    if plan.ulysses_size == 1 or config.schedule.spec != "auto":
         return plan
     assert plan.choice is not None, "the schedule was chosen"
     best = plan.choice.without_teams()

@@ -37,7 +37,7 @@ def progress(on: Console, *, wanted: bool = True, lines: bool = False) -> Iterat
 
 
 class Lines:
-    """Progress as lines of text; `tenths`: at every tenth of the work, beside those of the clock."""
+    """Progress as lines of text; `tenths`: at every tenth of the work, beside those of the step."""
 
     def __init__(self, on: Console, tenths: bool) -> None:
         self.on, self.tenths = on, tenths

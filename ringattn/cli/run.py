@@ -26,7 +26,7 @@ from .inputs import open_source, shards
 from .progress import progress
 from .ranks import check, device, start
 from .run_job import Measured, Run, check_memory, plan_of, save
-from .streamed import Streamed
+from .streamed import StreamedRun
 
 
 def main(config: RunConfig) -> None:
@@ -54,7 +54,7 @@ def main(config: RunConfig) -> None:
         raise InvalidInput(f"{single} is one process, not {kind}'s; start ringattn run without it")
     if config.stream is not None:
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
-        Streamed(config).run()
+        StreamedRun(config).run()
         return
     for name, given in (("chunk", config.chunk), ("device", config.device)):
         if given is not None:

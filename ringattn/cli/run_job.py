@@ -27,10 +27,10 @@ from ..plan.plan import Plan
 from ..reporting import peak_memory as memory
 from ..reporting.console import Number, choice_data, shape, show, show_choice
 from ..text import duration, rate, size
-from .inputs import Source, open_source
+from .inputs import Input, open_source
 
 
-def plan_of(config: RunConfig, source: Source, ranks: int) -> Plan:
+def plan_of(config: RunConfig, source: Input, ranks: int) -> Plan:
     """The plan of a configuration over what an input holds, which has sizes of its own."""
     shape = source.shape
     cuda = config.transport.spec == "nccl" or config.transport.gpu_aware
@@ -120,7 +120,7 @@ class Run:
         # The plan's: `auto` has been resolved.
         return {
             "layout": self.plan.layout, "schedule": self.plan.schedule, "kernel": c.kernel.spec, "scale": c.scale,
-            "return_lse": True, "deterministic": c.deterministic, "wire_dtype": c.wire_dtype,
+            "return_lse": True, "deterministic": c.deterministic, "comm_dtype": c.comm_dtype,
             "rotate": c.rotate,
         }  # fmt: skip
 

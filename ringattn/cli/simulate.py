@@ -82,7 +82,7 @@ def _machine(machine: Machine) -> list[Number]:
 def _numbers(one: Timeline) -> list[Number]:
     """What a timeline says, each number with its word."""
     numbers = [
-        Number("tier", f"{one.tier}: {one.why}"),
+        Number("solver", f"{one.solver}: {one.why}"),
         *([Number("compared", one.compared, "counted")] if one.compared else []),
         Number("time", duration(one.seconds), one.kind),
         Number("  compute, mean", _share(one.compute, one), "modelled"),
@@ -107,7 +107,7 @@ def _numbers(one: Timeline) -> list[Number]:
             Number("bytes", f"{size(links.total)}, {size(links.busiest)} on the busiest link", "counted"),
         ]
     else:
-        numbers.append(Number("bytes", "not counted by this tier; ringattn plan counts those of a rank"))
+        numbers.append(Number("bytes", "not counted by this solver; ringattn plan counts those of a rank"))
     numbers += [Number(f"  {name}", size(value), "modelled") for name, value in one.memory.items()]
     fits = {None: "", True: ", fits", False: ", does not fit"}[one.fits]
     numbers.append(Number("memory of a rank", size(sum(one.memory.values())) + fits, "modelled"))
@@ -156,7 +156,7 @@ def _written(
         "machine": {name: {"value": getattr(machine, name), "source": machine.source(name)} for name in machine_fields()},
         "passes": {
             one.direction: {
-                "tier": one.tier, "why": one.why, "compared": one.compared, "kind": one.kind,
+                "solver": one.solver, "why": one.why, "compared": one.compared, "kind": one.kind,
                 "seconds": one.seconds, "compute": one.compute, "exposed": one.exposed, "interval": one.interval,
                 "traffic": None if one.traffic is None else vars(one.traffic), "memory": one.memory,
                 "job": one.passes, "failures": None if one.failures is None else vars(one.failures), "total": one.total,

@@ -153,28 +153,28 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, raw: BinaryIO, path
         raise zipfile.BadZipFile(
             f"{name} is stored as it is, and has two sizes, {info.compress_size} and {info.file_size}"
         )
-    with archive.open(info) as member:  # compares the two headers of the member
-        version = np.lib.format.read_magic(member)
+    with archive.open(info) as ring_plan:  # compares the two headers of the member
+        version = np.lib.format.read_magic(ring_plan)
         if version not in HEADERS:
             raise InvalidInput(
                 f"input.path={path}: {name} has version {version[0]}.{version[1]} of the npy format; expected 1.0, 2.0 or 3.0"
             )
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # numpy's word on headers of Python 2
-            shape, fortran, dtype = HEADERS[version](member)
+            shape, fortran, dtype = HEADERS[version](ring_plan)
         if fortran or dtype not in (np.float64, np.float32, np.float16) or not dtype.isnative:
             raise InvalidInput(
                 f"input.path={path}: {name} must be a C-ordered array of native float64, float32 or float16"
             )
         if not all(type(n) is int and n >= 0 for n in shape):  # numpy takes True and -1
             raise InvalidInput(f"input.path={path}: {name} has the shape {shape}; expected whole numbers >= 0")
-        start, held = member.tell(), info.file_size - member.tell()
+        start, held = ring_plan.tell(), info.file_size - ring_plan.tell()
         if prod(shape) * dtype.itemsize != held:
             raise InvalidInput(
                 f"input.path={path}: {name} with shape {shape} and {dtype.name} is {prod(shape) * dtype.itemsize:,} bytes, and the "
                 f"file holds {held:,} of it; write it again with numpy.savez"
             )
-        while member.read(PIECE):  # at the end zipfile compares the checksum
+        while ring_plan.read(PIECE):  # at the end zipfile compares the checksum
             pass
     raw.seek(info.header_offset + 26)
     name_length, extra_length = struct.unpack("<HH", raw.read(4))

@@ -20,7 +20,7 @@ from ..kernels.base import wide
 from ..pattern import parse_pattern
 from ..runtime.handshake import Call
 from ..runtime.host import Storage
-from ..runtime.offload import Whole, check_chunk, get_device, make_stream
+from ..runtime.offload import HostTensors, check_chunk, get_device, make_stream
 from .inputs import NAMES, File, open_source, random_source
 from .run_job import Measured, Run, check_memory, save
 from .stored import Stored, create_safetensors
@@ -41,7 +41,7 @@ class _Files:
         return x * self.output_scale if name == "dout" and self.output_scale != 1 else x
 
 
-class Streamed(Run):
+class StreamedRun(Run):
     """One process with one device."""
 
     moved = "copied"
@@ -60,7 +60,7 @@ class Streamed(Run):
         if c.stream not in ("host", "disk"):
             raise InvalidInput(f"stream={c.stream}: expected host or disk")
         plain = RunConfig()  # an experiment may have set what `prepare` refuses
-        for name in ("ranks", "wire_dtype", "rotate"):
+        for name in ("ranks", "comm_dtype", "rotate"):
             if getattr(c, name) != getattr(plain, name):
                 raise without_meaning(f"{name}={getattr(c, name)}", c.stream)
         if c.transport.spec != "gloo":
@@ -100,7 +100,7 @@ class Streamed(Run):
             tensors["dout"] = noise.rows("v", whole).mul_(self.plan.pattern.output_scale)
         self.inputs = tuple(tensors[name] for name in NAMES)
         tensors |= {name: torch.empty(size, dtype=dtype, device="cpu") for name, (size, dtype) in results.items()}
-        self.storage = Whole(tensors)
+        self.storage = HostTensors(tensors)
 
     def _on_disk(self, results: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         c = self.config

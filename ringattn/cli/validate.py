@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..config.checks import check_needs
-from ..config.groups import Group, OutputGroup, TransportGroup
+from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
 from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
 from ..experiments.calibrate.noise import between
@@ -104,7 +104,7 @@ def _calibration(config: SimulateConfig, path: Path) -> CalibrateConfig:
     """A calibration on the first number of ranks."""
     options = config.validate
     return CalibrateConfig(
-        transport=TransportGroup("gloo"), kernel=Group("auto"), machine=config.machine, output=OutputGroup(str(path)),
+        transport=TransportGroup("gloo"), kernel=ConfigGroup("auto"), machine=config.machine, output=OutputGroup(str(path)),
         ranks=options.ranks[0], heads=config.heads, head_dim=config.head_dim, dtype=config.dtype, rows=options.rows,
         widths=options.widths, messages=options.messages, repeat=options.repeat, threads=options.threads,
         timeout=options.timeout,

@@ -9,7 +9,7 @@ from ..machine.machine import Machine
 from ..pattern import parse_pattern
 from ..plan.plan import Plan
 from ..planner import make_plan
-from .schema import Shape
+from .schema import ProblemSizes
 
 #: The most that plans are made for, and why. Models have some hundred heads.
 MOST = {
@@ -19,18 +19,18 @@ MOST = {
 }
 
 
-def asked_machine(config: Shape) -> Machine:
+def asked_machine(config: ProblemSizes) -> Machine:
     """The machine of a configuration. Raises InvalidInput where the nodes that it asks for do not fit its ranks."""
     return config.machine.made(ranks=config.ranks)
 
 
-def asked_plan(config: Shape, machine: Machine | None = None, **others: Any) -> Plan:
+def asked_plan(config: ProblemSizes, machine: Machine | None = None, **others: Any) -> Plan:
     """The plan of a configuration; `machine` is the one that it names, where that is made already. `others` are arguments
     of `make_plan` that replace those of the configuration, such as what an input says of itself."""
     asked: dict[str, Any] = {
         "ranks": config.ranks, "layout": config.layout.spec, "schedule": config.schedule.spec, "heads": config.heads,
         "kv_heads": config.kv_heads, "head_dim": config.head_dim, "dtype": config.dtype, "batch": config.batch,
-        "wire_dtype": config.wire_dtype, "rotate": config.rotate,
+        "comm_dtype": config.comm_dtype, "rotate": config.rotate,
     }  # fmt: skip
     asked = {"tokens": config.size(), **asked, **others}
     for name, (most, why) in MOST.items():

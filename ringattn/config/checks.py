@@ -14,10 +14,10 @@ from .folders import ConfigFolders
 from .groups import MachineGroup
 
 #: What only timing gives a meaning to, and what each mode of `simulate` leaves without one.
-_TIMED = ("slow", "slow_links", "stalls", "passes", "tier")
+_TIMED = ("slow", "slow_links", "stalls", "passes", "solver")
 MODES: dict[str, tuple[str, ...]] = {
     "timing": ("validate", "numerics"),
-    "validate": ("numerics", "study", "shard", "pattern", "layout", "schedule", "ranks", "tokens", "kv_heads", "batch", "wire_dtype",
+    "validate": ("numerics", "study", "shard", "pattern", "layout", "schedule", "ranks", "tokens", "kv_heads", "batch", "comm_dtype",
                  "rotate", "backward", "seed", *_TIMED),
     "numerics": ("validate", "study", "batch", *_TIMED),
 }  # fmt: skip
@@ -43,7 +43,7 @@ def _each(keys: Sequence[str], there: Callable[[Any], Any], where: str) -> tuple
 _ROTATE = Need("rotate", lambda c: c.backward, "without backward=true")
 #: Numbers of a machine that every calibration measures, and those that ranks which send to each other measure.
 _ALONE = ("flops", "merge", "jitter")
-_LINKS = ("alpha", "beta", "inner", "inner_alpha", "inner_beta", "shared", "gamma", "call")
+_LINKS = ("latency", "bandwidth", "ranks_per_node", "node_latency", "node_bandwidth", "shared_nic", "gamma", "call")
 #: By what a command does: the keys that it reads in some cases only.
 NEEDS: dict[str, tuple[Need, ...]] = {
     "timing": (

@@ -76,7 +76,7 @@ def _searched(entry: str) -> Path | None:
         return Path(rest).absolute()
     if scheme != "pkg":
         return None
-    root, *inner = rest.split(".")
+    root, *ranks_per_node = rest.split(".")
     spec = find_spec(root)
     places = [] if spec is None else [*(spec.submodule_search_locations or ())]
-    return Path(places[0], *inner) if places else None
+    return Path(places[0], *ranks_per_node) if places else None

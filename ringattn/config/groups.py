@@ -13,14 +13,14 @@ from ..machine.presets import get_machine
 
 
 @dataclass
-class Group:
+class ConfigGroup:
     """One choice of a config group; `spec` is what it stands for, the rest are its parameters."""
 
     spec: str = "???"
 
 
 @dataclass
-class PatternGroup(Group):
+class PatternGroup(ConfigGroup):
     left: int | None = None
     n: int | None = None
     step: int | None = None
@@ -34,31 +34,31 @@ class PatternGroup(Group):
 
 
 @dataclass
-class LayoutGroup(Group):
+class LayoutGroup(ConfigGroup):
     block: int | None = None
     chunk: Any = None
 
 
 @dataclass
-class ScheduleGroup(Group):
-    inner: int | None = None
+class ScheduleGroup(ConfigGroup):
+    ranks_per_node: int | None = None
     size: int | None = None
     between: str | None = None
 
 
 @dataclass
-class MachineGroup(Group):
+class MachineGroup(ConfigGroup):
     """A preset, or a file, and the values that are to replace its own."""
 
     path: str | None = None
     extrapolate: bool = False
     flops: float | None = None
-    alpha: float | None = None
-    beta: float | None = None
-    inner: int | None = None
-    inner_alpha: float | None = None
-    inner_beta: float | None = None
-    shared: bool | None = None
+    latency: float | None = None
+    bandwidth: float | None = None
+    ranks_per_node: int | None = None
+    node_latency: float | None = None
+    node_bandwidth: float | None = None
+    shared_nic: bool | None = None
     merge: float | None = None
     buffers: int | None = None
     gamma: float | None = None
@@ -96,22 +96,22 @@ class MachineGroup(Group):
 
 
 def _check_nodes(machine: Machine, given: dict[str, Any], ranks: int | None) -> None:
-    inner = machine.inner
-    if "inner" in given and ranks is not None and ranks > inner and ranks % inner:
+    ranks_per_node = machine.ranks_per_node
+    if "ranks_per_node" in given and ranks is not None and ranks > ranks_per_node and ranks % ranks_per_node:
         raise InvalidInput(
-            f"machine.inner={inner}: {ranks} ranks do not fill nodes of {inner} evenly; give a divisor of {ranks}, or another "
+            f"machine.ranks_per_node={ranks_per_node}: {ranks} ranks do not fill nodes of {ranks_per_node} evenly; give a divisor of {ranks}, or another "
             "number of ranks"
         )
-    for name in ("inner_alpha", "inner_beta", "shared"):
-        if given.get(name) not in (None, False) and inner == 1:
+    for name in ("node_latency", "node_bandwidth", "shared_nic"):
+        if given.get(name) not in (None, False) and ranks_per_node == 1:
             raise InvalidInput(
                 f"machine.{name}={given[name]} is of nodes with several ranks, and here every rank is a node by itself; "
-                "give machine.inner=, the ranks of a node"
+                "give machine.ranks_per_node=, the ranks of a node"
             )
 
 
 @dataclass
-class TransportGroup(Group):
+class TransportGroup(ConfigGroup):
     gpu_aware: bool = False
 
 
@@ -158,13 +158,13 @@ class RunOutputGroup(OutputGroup):
 
 @dataclass
 class WindowGroup:
-    """The point, the ranks and the clocks that the heat map and the trace of a study show; no point: neither is made."""
+    """The point, the ranks and the steps that the heat map and the trace of a study show; no point: neither is made."""
 
     point: int | None = None
     first_rank: int = 0
     ranks: int = 32
-    first_clock: int = 0
-    clocks: int = 64
+    first_step: int = 0
+    steps: int = 64
 
 
 @dataclass

@@ -27,7 +27,7 @@ PARAMETERS = ("pattern", "layout", "schedule", "input")
 #: Groups that a verb does without, unless they are given.
 OPTIONAL = ("experiment", "study")
 #: What `stream` leaves without a meaning: one process computes chunk after chunk, in order, and sends nothing.
-RINGS = ("transport", "ranks", "layout", "schedule", "machine", "wire_dtype", "rotate", "timeout", "progress")
+RINGS = ("transport", "ranks", "layout", "schedule", "machine", "comm_dtype", "rotate", "timeout", "progress")
 #: What a file says itself.
 FILES = ("tokens", "heads", "kv_heads", "head_dim", "batch", "dtype")
 #: What a value of a key is, by the annotation of the key.
@@ -339,13 +339,13 @@ def check_key(verb: str, schema: type, key: str) -> None:
             f"unknown key {first!r}; {did_you_mean(first, list(names))}keys of {verb}: {', '.join(names)} "
             f"(ringattn {verb} --cfg job shows their values)"
         )
-    inner = names[first].default_factory
-    while rest and dataclasses.is_dataclass(inner):
+    ranks_per_node = names[first].default_factory
+    while rest and dataclasses.is_dataclass(ranks_per_node):
         part, _, rest = rest.partition(".")
-        if part not in _names(inner):
-            shown = list(_names(inner))
+        if part not in _names(ranks_per_node):
+            shown = list(_names(ranks_per_node))
             raise InvalidInput(f"unknown key {key!r}; {did_you_mean(part, shown)}keys of {first}: {', '.join(shown)}")
-        first, inner = f"{first}.{part}", _names(inner)[part].default_factory
+        first, ranks_per_node = f"{first}.{part}", _names(ranks_per_node)[part].default_factory
 
 
 def _names(schema: Any) -> dict[str, Any]:

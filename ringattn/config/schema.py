@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .groups import (
-    Group,
+    ConfigGroup,
     InputGroup,
     LayoutGroup,
     MachineGroup,
@@ -64,7 +64,7 @@ def _too_large(value: str | int | float, name: str) -> InvalidInput:
 
 
 @dataclass
-class Shape:
+class ProblemSizes:
     """What `run`, `plan` and `simulate` share."""
 
     pattern: PatternGroup = field(default_factory=PatternGroup)
@@ -80,7 +80,7 @@ class Shape:
     head_dim: int = 64
     batch: int = 1
     dtype: str = "float32"
-    wire_dtype: str | None = None
+    comm_dtype: str | None = None
     rotate: str = "auto"
 
     def size(self) -> int:
@@ -88,10 +88,10 @@ class Shape:
 
 
 @dataclass
-class RunConfig(Shape):
+class RunConfig(ProblemSizes):
     output: RunOutputGroup = field(default_factory=RunOutputGroup)
     transport: TransportGroup = field(default_factory=TransportGroup)
-    kernel: Group = field(default_factory=Group)
+    kernel: ConfigGroup = field(default_factory=ConfigGroup)
     input: InputGroup = field(default_factory=InputGroup)
     stream: str | None = None
     chunk: Any = None
@@ -107,7 +107,7 @@ class RunConfig(Shape):
 
 
 @dataclass
-class PlanConfig(Shape):
+class PlanConfig(ProblemSizes):
     ascii: bool = False
 
 
@@ -129,7 +129,7 @@ class ValidateGroup:
 
 
 @dataclass
-class SimulateConfig(Shape):
+class SimulateConfig(ProblemSizes):
     mode: str = "timing"
     dtype: str = "auto"
     backward: bool = False
@@ -137,7 +137,7 @@ class SimulateConfig(Shape):
     slow_links: Any = None
     stalls: Any = None
     passes: int | None = None
-    tier: str = "auto"
+    solver: str = "auto"
     seed: int = 0
     shard: Any = None
     validate: ValidateGroup = field(default_factory=ValidateGroup)
@@ -178,7 +178,7 @@ class CalibrateConfig:
     """Sizes are lists of numbers, or of texts such as 64k."""
 
     transport: TransportGroup = field(default_factory=TransportGroup)
-    kernel: Group = field(default_factory=Group)
+    kernel: ConfigGroup = field(default_factory=ConfigGroup)
     machine: MachineGroup = field(default_factory=MachineGroup)
     output: OutputGroup = field(default_factory=OutputGroup)
     ranks: int = 2

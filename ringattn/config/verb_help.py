@@ -26,7 +26,7 @@ NARROW, WIDE = 60, 120
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a YAML file, with its value and comment as they stand there; `inner` for keys of a section."""
+    """A key of a YAML file, with its value and comment as they stand there; `ranks_per_node` for keys of a section."""
 
     name: str
     value: str

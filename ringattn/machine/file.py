@@ -9,21 +9,21 @@ from typing import Any, ClassVar
 
 from ..errors import InvalidInput, did_you_mean
 from ..files import check_readable, writing
-from .kernel_times import Grid, KernelTimes
+from .kernel_times import KernelTimes, TimeGrid
 from .machine import Machine
 
 #: The first key of a machine file; another number is another arrangement of the keys.
 FORMAT = "ringattn machine 1"
 #: Units of the values that a file may hold.
 UNITS = {
-    "flops": "flop/s", "alpha": "s", "beta": "bytes/s", "inner": "ranks per node", "inner_alpha": "s",
-    "inner_beta": "bytes/s", "shared": "true or false", "merge": "bytes/s", "buffers": "receive slots",
+    "flops": "flop/s", "latency": "s", "bandwidth": "bytes/s", "ranks_per_node": "ranks per node", "node_latency": "s",
+    "node_bandwidth": "bytes/s", "shared_nic": "true or false", "merge": "bytes/s", "buffers": "receive slots",
     "gamma": "part of a message's time", "jitter": "standard deviation / mean", "call": "s", "memory": "bytes", "watts": "W",
     "price": "currency / h", "mtbf": "s", "checkpoint": "bytes/s", "restart": "s",
 }  # fmt: skip
 #: What a file is bounded to: a calibration writes some 100 kB, and 5 levels.
 MOST_BYTES, MOST_DEEP = 1 << 24, 32
-REQUIRED = ("flops", "alpha", "beta")
+REQUIRED = ("flops", "latency", "bandwidth")
 #: Keys that a file must have, and those it may.
 NEEDED, ALLOWED = ("format", "values"), ("made", "flops_dtype", "kernel", "residuals", "samples", "fits")
 
@@ -188,7 +188,7 @@ def _machine(record: dict[str, Any]) -> Machine:
 def _kernel(part: dict[str, Any]) -> KernelTimes:
     forward, backward = part["overhead"]
     grids = tuple(
-        Grid(
+        TimeGrid(
             grid["shape"],
             grid["backward"],
             tuple(grid["rows"]),

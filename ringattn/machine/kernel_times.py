@@ -22,7 +22,7 @@ BEYOND = 2.0
 
 
 @dataclass(frozen=True)
-class Grid:
+class TimeGrid:
     """Useful FLOP/s of one tile shape in one direction, measured at rows x keys (a triangle: rows alone).
 
     `rows` and `keys` ascend; `rates[i][j]` belongs to rows[i], keys[j].
@@ -85,7 +85,7 @@ class KernelTimes(Value):
     head_dim: int
     dtype: str
     overhead: tuple[float, float]
-    grids: tuple[Grid, ...]
+    grids: tuple[TimeGrid, ...]
     extrapolate: bool = False
     #: Query heads of the measured tiles; None: not known.
     heads: int | None = None
@@ -108,10 +108,10 @@ class KernelTimes(Value):
         return self._hash
 
     @cached_property
-    def _grids(self) -> dict[tuple[str, bool], Grid]:
+    def _grids(self) -> dict[tuple[str, bool], TimeGrid]:
         return {(grid.shape, grid.backward): grid for grid in self.grids}
 
-    def grid(self, shape: str, backward: bool) -> Grid:
+    def grid(self, shape: str, backward: bool) -> TimeGrid:
         """The measured rates of a tile shape in one direction."""
         return self._grids[shape, backward]
 

@@ -15,10 +15,10 @@ SOURCES = ("cited", "assumed", "measured")
 #: Numbers of a machine: what a value must be, and one that is. Those with a default may also be None.
 _FIELDS = {
     "flops": ("useful floating-point operations per second, > 0", 5e10),
-    "alpha": ("seconds >= 0", 1e-4),
-    "beta": ("bytes per second, > 0", 1.5e9),
-    "inner_alpha": ("seconds >= 0, or None for alpha", 1e-5),
-    "inner_beta": ("bytes per second, > 0, or None for beta", 1e10),
+    "latency": ("seconds >= 0", 1e-4),
+    "bandwidth": ("bytes per second, > 0", 1.5e9),
+    "node_latency": ("seconds >= 0, or None for latency", 1e-5),
+    "node_bandwidth": ("bytes per second, > 0, or None for bandwidth", 1e10),
     "merge": ("bytes per second, > 0, or None: merging is not modelled", 1e10),
     "gamma": ("the part >= 0 of a message's time that it takes from a visit, or None: not modelled", 0.05),
     "jitter": ("standard deviation over mean of a visit's time, >= 0, or None: not modelled", 0.05),
@@ -33,7 +33,7 @@ _FIELDS = {
 #: Fields that hold many numbers.
 TABLES = ("kernel", "residuals")
 #: Numbers that may be 0.
-_ZERO = ("alpha", "inner_alpha", "gamma", "jitter", "call", "price", "restart")
+_ZERO = ("latency", "node_latency", "gamma", "jitter", "call", "price", "restart")
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Machine:
     #: Useful floating-point operations per second of one rank's attention kernel; pairs that a mask hides do not count.
     flops: float
     #: Seconds that a message takes beside its bytes.
-    alpha: float
+    latency: float
     #: Bytes per second that one rank can send, and receive at the same time, while all others do so too.
-    beta: float
+    bandwidth: float
     #: Ranks per node; 1: all links are alike.
-    inner: int = 1
-    #: `alpha` and `beta` of messages between ranks of one node; None: as between nodes.
-    inner_alpha: float | None = None
-    inner_beta: float | None = None
-    #: Whether the ranks of a node share its way to others, so that `beta` is that of the node.
-    shared: bool = False
+    ranks_per_node: int = 1
+    #: `latency` and `bandwidth` of messages between ranks of one node; None: as between nodes.
+    node_latency: float | None = None
+    node_bandwidth: float | None = None
+    #: Whether the ranks of a node share its way to others, so that `bandwidth` is that of the node.
+    shared_nic: bool = False
     #: Bytes per second at which a rank merges the partial result of a visit into what it has: reads and writes together.
     merge: float | None = None
     #: Receive slots beyond the block in use; None: 1, as the executor posts them.
@@ -90,15 +90,19 @@ class Machine:
     def __post_init__(self) -> None:
         for name, (wanted, example) in _FIELDS.items():
             value = getattr(self, name)
-            if value is None and name not in ("flops", "alpha", "beta"):
+            if value is None and name not in ("flops", "latency", "bandwidth"):
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and name not in _ZERO):
                 raise InvalidInput(f"machine: {name}={value!r} must be {wanted}; try {name}={example:g}")
-        if isinstance(self.inner, bool) or not isinstance(self.inner, int) or self.inner < 1:
-            raise InvalidInput(f"machine: inner={self.inner!r} must be a number of ranks per node >= 1; 1 is no nodes")
-        if not isinstance(self.shared, bool):
-            raise InvalidInput(f"machine: shared={self.shared!r} must be True or False; True: one way out for a node")
+        if isinstance(self.ranks_per_node, bool) or not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
+            raise InvalidInput(
+                f"machine: ranks_per_node={self.ranks_per_node!r} must be a number of ranks per node >= 1; 1 is no nodes"
+            )
+        if not isinstance(self.shared_nic, bool):
+            raise InvalidInput(
+                f"machine: shared_nic={self.shared_nic!r} must be True or False; True: one way out for a node"
+            )
         slots = self.buffers
         if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
             raise InvalidInput(
@@ -144,20 +148,20 @@ class Machine:
 
     def node(self, rank: int, ranks: int) -> range:
         """The ranks of the node of a rank."""
-        first = rank - rank % self.inner
-        return range(first, min(first + self.inner, ranks))
+        first = rank - rank % self.ranks_per_node
+        return range(first, min(first + self.ranks_per_node, ranks))
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
-        """Whether two ranks are on one node, and the alpha and beta of the link between them."""
-        near = rank // self.inner == peer // self.inner
+        """Whether two ranks are on one node, and the latency and bandwidth of the link between them."""
+        near = rank // self.ranks_per_node == peer // self.ranks_per_node
         return near, *self.rates(near)
 
     def rates(self, near: bool) -> tuple[float, float]:
-        """The alpha and beta of links within a node (near) or between nodes."""
+        """The latency and bandwidth of links within a node (near) or between nodes."""
         if not near:
-            return self.alpha, self.beta
-        alpha = self.alpha if self.inner_alpha is None else self.inner_alpha
-        return alpha, self.beta if self.inner_beta is None else self.inner_beta
+            return self.latency, self.bandwidth
+        latency = self.latency if self.node_latency is None else self.node_latency
+        return latency, self.bandwidth if self.node_bandwidth is None else self.node_bandwidth
 
 
 def machine_fields() -> tuple[str, ...]:

@@ -62,11 +62,11 @@ def _hopper(name: str, memory: float, bandwidth: float, price: float) -> Facts:
             f"half of the 989e12 dense bf16 flop/s in the NVIDIA {name} data sheet; FlashAttention-3 (Shah et al., 2024) "
             "reports up to 740e12 in its forward, torch's kernels less",
         ),
-        "alpha": _NCCL_FAR,
-        "beta": cited(5e10, "NVIDIA DGX H100/H200 data sheet: one 400 Gb/s ConnectX-7 per GPU"),
-        "inner": _NODE_OF_8,
-        "inner_alpha": _NCCL_NEAR,
-        "inner_beta": assumed(
+        "latency": _NCCL_FAR,
+        "bandwidth": cited(5e10, "NVIDIA DGX H100/H200 data sheet: one 400 Gb/s ConnectX-7 per GPU"),
+        "ranks_per_node": _NODE_OF_8,
+        "node_latency": _NCCL_NEAR,
+        "node_bandwidth": assumed(
             3.6e11,
             f"80 % of the 450e9 bytes/s each way that the NVIDIA {name} data sheet gives for NVLink (900 GB/s both ways)",
         ),
@@ -90,11 +90,11 @@ _A100: Facts = {
         "58 % of the 312e12 dense bf16 flop/s in the NVIDIA A100 data sheet; FlashAttention-2 (Dao, 2023) reports 50 to 73 % "
         "in its forward",
     ),
-    "alpha": _NCCL_FAR,
-    "beta": cited(2.5e10, "NVIDIA DGX A100 data sheet: one 200 Gb/s ConnectX-6 per GPU"),
-    "inner": _NODE_OF_8,
-    "inner_alpha": _NCCL_NEAR,
-    "inner_beta": assumed(
+    "latency": _NCCL_FAR,
+    "bandwidth": cited(2.5e10, "NVIDIA DGX A100 data sheet: one 200 Gb/s ConnectX-6 per GPU"),
+    "ranks_per_node": _NODE_OF_8,
+    "node_latency": _NCCL_NEAR,
+    "node_bandwidth": assumed(
         2.4e11,
         "80 % of the 300e9 bytes/s each way that the NVIDIA A100 data sheet gives for NVLink (600 GB/s both ways)",
     ),
@@ -109,20 +109,20 @@ _A100: Facts = {
 }
 _ETHERNET: Facts = {
     **_H100,
-    "alpha": assumed(5e-5, "TCP between nodes takes some 50 us per message with its copies"),
-    "beta": assumed(1e10, "80 % of one 100 Gb/s Ethernet card per node, which its 8 GPUs share"),
-    "shared": assumed(True, "one card per node"),
+    "latency": assumed(5e-5, "TCP between nodes takes some 50 us per message with its copies"),
+    "bandwidth": assumed(1e10, "80 % of one 100 Gb/s Ethernet card per node, which its 8 GPUs share"),
+    "shared_nic": assumed(True, "one card per node"),
 }
 _A100_PCIE: Facts = {
     "flops": assumed(
         1.4e14, "45 % of the 312e12 dense bf16 flop/s in the NVIDIA A100 data sheet: 300 W instead of 400 W"
     ),
-    "alpha": assumed(5e-5, "TCP between nodes takes some 50 us per message with its copies"),
-    "beta": assumed(1e10, "80 % of one 100 Gb/s Ethernet card per node, which its GPUs share"),
-    "inner": assumed(4, "a server with four cards and no NVLink bridges"),
-    "shared": assumed(True, "one card per node"),
-    "inner_alpha": assumed(1.5e-5, "a NCCL message through the host's PCIe switch"),
-    "inner_beta": assumed(
+    "latency": assumed(5e-5, "TCP between nodes takes some 50 us per message with its copies"),
+    "bandwidth": assumed(1e10, "80 % of one 100 Gb/s Ethernet card per node, which its GPUs share"),
+    "ranks_per_node": assumed(4, "a server with four cards and no NVLink bridges"),
+    "shared_nic": assumed(True, "one card per node"),
+    "node_latency": assumed(1.5e-5, "a NCCL message through the host's PCIe switch"),
+    "node_bandwidth": assumed(
         2e10, "two thirds of the 32e9 bytes/s each way of PCIe 4.0 x16 (PCI-SIG); less where it crosses sockets"
     ),
     "merge": assumed(9.7e11, "half of the memory bandwidth in the NVIDIA A100 80GB PCIe data sheet, 1.935e12 bytes/s"),
@@ -140,8 +140,8 @@ _GTX1080: Facts = {
         "35 % of 8.87e12 fp32 flop/s: 2,560 cores x 2 x 1.733 GHz, NVIDIA GeForce GTX 1080 whitepaper (2016); it has no tensor "
         "cores, and flash kernels do not run on it",
     ),
-    "alpha": assumed(5e-5, "a NCCL message between two cards through host memory"),
-    "beta": assumed(
+    "latency": assumed(5e-5, "a NCCL message between two cards through host memory"),
+    "bandwidth": assumed(
         6e9,
         "40 % of the 15.75e9 bytes/s each way of PCIe 3.0 x16 (PCI-SIG): cards without peer access copy "
         "through host memory",
@@ -159,11 +159,13 @@ _CPU: Facts = {
     "flops": Fact(
         5e10, "measured", "a flash call of 2,048 tokens in fp32 with one thread, on a virtual x86 server of 2 cores"
     ),
-    "alpha": Fact(1e-4, "measured", "Gloo between processes of that server: a message of 256 bytes took 90 us"),
-    "beta": Fact(1.5e9, "measured", "Gloo between processes of that server: 16 MiB both ways took 11 ms"),
+    "latency": Fact(1e-4, "measured", "Gloo between processes of that server: a message of 256 bytes took 90 us"),
+    "bandwidth": Fact(1.5e9, "measured", "Gloo between processes of that server: 16 MiB both ways took 11 ms"),
 }
-_CUDA: Facts = {name: _H100[name] for name in ("flops", "beta", "inner", "inner_alpha", "inner_beta")}
-_CUDA["alpha"] = _NCCL_NEAR
+_CUDA: Facts = {
+    name: _H100[name] for name in ("flops", "bandwidth", "ranks_per_node", "node_latency", "node_bandwidth")
+}
+_CUDA["latency"] = _NCCL_NEAR
 
 #: What is known of machines, by name. `cpu` and `cuda` are the defaults of device types.
 FACTS: dict[str, Facts] = {
@@ -200,6 +202,6 @@ def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
     if not isinstance(machine, str) or machine not in MACHINES:
         raise InvalidInput(
             f"unknown machine {machine!r}; {did_you_mean(machine, MACHINES)}expected {', '.join(MACHINES)}, or a "
-            "Machine such as ringattn.Machine(flops=5e10, alpha=1e-4, beta=1.5e9)"
+            "Machine such as ringattn.Machine(flops=5e10, latency=1e-4, bandwidth=1.5e9)"
         )
     return MACHINES[machine]

@@ -70,7 +70,7 @@ class RingAttention(nn.Module):
         kernel: str = "auto",
         scale: float | None = None,
         deterministic: bool = False,
-        wire_dtype: torch.dtype | str | None = None,
+        comm_dtype: torch.dtype | str | None = None,
         rotate: str = "auto",
         order: str = "BHND",
     ) -> None:
@@ -101,7 +101,7 @@ class RingAttention(nn.Module):
                     )
         self.pattern, self.order = pattern, order
         self._sharing: dict[str, Any] = {
-            "layout": DEFAULT_LAYOUT if layout is None else layout, "schedule": schedule, "wire_dtype": wire_dtype, "rotate": rotate,
+            "layout": DEFAULT_LAYOUT if layout is None else layout, "schedule": schedule, "comm_dtype": comm_dtype, "rotate": rotate,
         }  # fmt: skip
         self.options: dict[str, Any] = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
         self._causal: Pattern | None = None

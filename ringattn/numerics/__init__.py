@@ -4,7 +4,7 @@ from .mutate import FAULTS, GRADIENTS, Mutation
 from .numerics import MODES, numerics
 from .result import NumericsReport
 from .sampled import chosen_rows, sample
-from .source import PERIOD, Source, Whole, make_source
+from .source import PERIOD, RowSource, TensorSource, make_source
 from .whole import Outcome, execute, make_groups, whole
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "Mutation",
     "NumericsReport",
     "Outcome",
-    "Source",
-    "Whole",
+    "RowSource",
+    "TensorSource",
     "chosen_rows",
     "execute",
     "make_groups",

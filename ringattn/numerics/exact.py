@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from ..pattern import Pattern, Tile
-from .source import Source
+from .source import RowSource
 
 #: Keys, or queries, of a tile that are computed with at a time.
 AT_A_TIME = 1 << 12
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExactRows:
     """Attention of some query rows: out [H, rows, Dv], lse [H, rows], dq [H, rows, D]; fp64."""
 
     out: torch.Tensor
@@ -30,7 +30,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Queries:
+class ExactQueries:
     """Query rows that were executed, by ascending position: q [H, rows, D], grad [H, rows, Dv] (that of the rows' sums
     before the pattern's scale), lse and delta = rowsum(grad * out) [H, rows]; fp64."""
 
@@ -41,7 +41,7 @@ class Queries:
     delta: torch.Tensor
 
 
-def exact_rows(pattern: Pattern, source: Source, rows: Sequence[range], scale: float) -> Rows:
+def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float) -> ExactRows:
     """Attention of the query positions `rows` over all keys that each of them sees, and the gradient of each query."""
     bound = pattern.bind(source.heads, source.tokens)
     q, grad = (torch.cat([source.rows(name, r)[0] for r in rows], 1).double() for name in ("q", "grad"))
@@ -71,11 +71,11 @@ def exact_rows(pattern: Pattern, source: Source, rows: Sequence[range], scale: f
     share = torch.where(norm > 0, 1 / norm, 0.0)[..., None]
     out = values * share
     delta = (grad * out).sum(-1, keepdim=True)
-    return Rows(out * bound.output_scale, top + norm.log(), scale * share * (pulled - delta * mean))
+    return ExactRows(out * bound.output_scale, top + norm.log(), scale * share * (pulled - delta * mean))
 
 
 def exact_keys(
-    pattern: Pattern, source: Source, rows: Sequence[range], scale: float, seen_by: Queries
+    pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float, seen_by: ExactQueries
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk [K, rows, D] and dv [K, rows, Dv] of the key positions `rows`, from all queries that see each of them. They are
     NaN where one of these is not among `seen_by`."""
@@ -100,7 +100,7 @@ def exact_keys(
     return dk, dv
 
 
-def _of_queries(known: Queries, part: range, heads: torch.Tensor) -> list[torch.Tensor]:
+def _of_queries(known: ExactQueries, part: range, heads: torch.Tensor) -> list[torch.Tensor]:
     """q, grad, lse and delta of the positions `part`; the lse of those that are not known is NaN."""
     place = np.arange(part.start, part.stop, part.step)
     index = np.searchsorted(known.positions, place).clip(max=len(known.positions) - 1)

@@ -20,8 +20,8 @@ from ..layout.regular import Layout
 from ..pattern import Pattern
 from ..plan.plan import Plan
 from ..plan.work import Work
-from ..runtime.accumulators import Inputs
-from .ledger import Witness, coefficients, entry, moments, seen_pieces, weights
+from ..runtime.accumulators import KernelInputs
+from .ledger import AuditingKernel, coefficients, entry, moments, seen_pieces, weights
 from .mutate import GRADIENTS, Mutation
 from .source import K_TAG
 from .walk import Block, Calls, Walk, placed_slots
@@ -41,7 +41,7 @@ class Backward:
     """The backward of sampled rows, slot by slot: grad, q, out and lse are [1, H, slots, ...], fp64."""
 
     plan: Plan
-    kernel: Witness
+    kernel: AuditingKernel
     scale: float
     grad: torch.Tensor
     q: torch.Tensor
@@ -49,7 +49,7 @@ class Backward:
     lse: torch.Tensor
     #: Key positions whose dK and dV are kept, distinct.
     keys: Sequence[int]
-    inputs: Inputs
+    inputs: KernelInputs
     lost: Lost | None = None
     dq: torch.Tensor = field(init=False)
     dk: torch.Tensor = field(init=False)

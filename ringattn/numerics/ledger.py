@@ -29,7 +29,7 @@ from ..layout.regular import Layout
 from ..pattern import Pattern, Tile
 from ..pattern.ranges import intersect
 from ..plan.work import Work
-from .source import K_TAG, Q_TAG, RAMP, Source
+from .source import K_TAG, Q_TAG, RAMP, RowSource
 
 #: Row times piece products at a time.
 CELLS = 1 << 18
@@ -66,7 +66,7 @@ def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second:
         return coefficient[0] * count.astype(np.uint64) + coefficient[1] * first + coefficient[2] * second
 
 
-class Book:
+class PairLedger:
     """The hashes and the numbers of pairs of some query rows: uint64 and int64 [H, rows], by position."""
 
     def __init__(self, positions: np.ndarray, heads: int) -> None:
@@ -89,15 +89,17 @@ class Book:
         np.add.at(self.hashes[head], index, hashes)
         np.add.at(self.pairs[head], index, pairs)
 
-    def wrong(self, other: Book) -> int:
+    def wrong(self, other: PairLedger) -> int:
         """Rows, of all heads, whose hashes or numbers of pairs differ, and strays."""
         return int(((self.hashes != other.hashes) | (self.pairs != other.pairs)).sum()) + self.strays + other.strays
 
 
-class Witness(Kernel):
+class AuditingKernel(Kernel):
     """A kernel that enters into a book what it is called with, and lets gradients carry their counts."""
 
-    def __init__(self, inner: Kernel, source: Source, layout: Layout, book: Book, back: Book | None = None) -> None:
+    def __init__(
+        self, inner: Kernel, source: RowSource, layout: Layout, book: PairLedger, back: PairLedger | None = None
+    ) -> None:
         #: `back` is the book of what is differentiated, where one is kept.
         self.inner, self.source, self.layout, self.book, self.back = inner, source, layout, book, back
         self.name = inner.name
@@ -143,7 +145,7 @@ class Witness(Kernel):
         dk[..., K_TAG], dv[..., RAMP] = carried.to(dk.dtype), carried.to(dv.dtype)
         return dq, dk, dv
 
-    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, book: Book) -> None:
+    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, book: PairLedger) -> None:
         query, place = self._read(q[..., Q_TAG]), self.keys(k, v)
         rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
         known = self._coefficients(place[..., 0])
@@ -229,7 +231,7 @@ def pieces(layout: Layout) -> Pieces:
     return Pieces(start, stop, owner, tuple(others))
 
 
-def expect(pattern: Pattern, layout: Layout, q: range, heads: int, book: Book) -> np.ndarray:
+def expect(pattern: Pattern, layout: Layout, q: range, heads: int, book: PairLedger) -> np.ndarray:
     """Enter what rows `q` (positions) of all heads see into a book, in closed form.
 
     Returns the owners of whose block some row of `q` sees a key, ascending.

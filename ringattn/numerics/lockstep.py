@@ -116,7 +116,7 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
 
 
 @dataclass
-class _Send:
+class _BatchSend:
     """A posted batch of messages; `left` are the cohorts that have not got theirs."""
 
     views: list[torch.Tensor]
@@ -128,7 +128,7 @@ class _Send:
 
 
 @dataclass
-class _Recv:
+class _BatchRecv:
     """A posted batch of receives."""
 
     cohort: int
@@ -138,9 +138,9 @@ class _Recv:
 
 
 @dataclass
-class _Ticket:
+class _BatchTicket:
     label: str
-    flights: list[_Send | _Recv] = field(default_factory=list)
+    flights: list[_BatchSend | _BatchRecv] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -171,8 +171,8 @@ class Lockstep:
         }
         self._hops = [self._known(cohort) for cohort in members]
         self._routes: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
-        self._sent: dict[tuple[int, int, int], _Send] = {}
-        self._open: list[_Recv] = []
+        self._sent: dict[tuple[int, int, int], _BatchSend] = {}
+        self._open: list[_BatchRecv] = []
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """Run the cohorts' programs to the end, in turns, and return their results in order."""
@@ -181,7 +181,7 @@ class Lockstep:
         assert all(send.done for send in self._sent.values()), "messages that nobody received"
         return results
 
-    def _stuck(self, waiting: Mapping[int, _Ticket]) -> str:
+    def _stuck(self, waiting: Mapping[int, _BatchTicket]) -> str:
         return "; ".join(f"rank {self.members[c].first}, {t.label}" for c, t in [*waiting.items()][:8])
 
     def _known(self, cohort: Cohort) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
@@ -191,18 +191,18 @@ class Lockstep:
         sends = {(hop.peer, hop.tag): hop for step in steps for hop in step.sends}
         return sends, {(hop.peer, hop.tag): hop for step in steps for hop in step.recvs}
 
-    def _post(self, c: int, post: Post) -> _Ticket:
-        ticket, cohort = _Ticket(post.label), self.members[c]
+    def _post(self, c: int, post: Post) -> _BatchTicket:
+        ticket, cohort = _BatchTicket(post.label), self.members[c]
         for message in post.recvs:
             hop = self._hops[c][1][message.peer, message.tag]
             message.data[:WATCHED].fill_(255)
-            recv = _Recv(c, hop, _views(cohort, hop, message))
+            recv = _BatchRecv(c, hop, _views(cohort, hop, message))
             self._open.append(recv)
             ticket.flights.append(recv)
         for message in post.sends:
             away = (message.peer - cohort.first) % self.size
             left = {t for t, _, _ in self._route(c, away) if t != OUTSIDE}
-            send = _Send(_views(cohort, self._hops[c][0][message.peer, message.tag], message), left)
+            send = _BatchSend(_views(cohort, self._hops[c][0][message.peer, message.tag], message), left)
             assert (c, away, message.tag) not in self._sent, f"{post.label}: two sends share peer and tag"
             self._sent[c, away, message.tag] = send
             ticket.flights.append(send)
@@ -210,7 +210,7 @@ class Lockstep:
             self._open.remove(recv)
         return ticket
 
-    def _arrive(self, recv: _Recv) -> bool:
+    def _arrive(self, recv: _BatchRecv) -> bool:
         """Fill a batch of receives once all its senders have posted; whether they had."""
         cohort = self.members[recv.cohort]
         away = (recv.hop.peer - cohort.first) % self.size
@@ -235,13 +235,13 @@ class Lockstep:
             self._harm(cohort, recv, cohort.ranks.index(self.harmed))
         return True
 
-    def _harm(self, cohort: Cohort, recv: _Recv, index: int) -> None:
+    def _harm(self, cohort: Cohort, recv: _BatchRecv, index: int) -> None:
         assert self.tamper is not None
         views, parts = iter(recv.views), _shifted(cohort, recv.hop.parts, index)
         grouped = [tuple(next(views)[index] for _ in cohort.plan.part_widths(part.kind)) for part in parts]
         self.tamper(cohort.ranks[index], parts, grouped)
 
-    def _answer(self, cohort: Cohort, recv: _Recv, index: slice | np.ndarray) -> None:
+    def _answer(self, cohort: Cohort, recv: _BatchRecv, index: slice | np.ndarray) -> None:
         """Messages of ranks that are not executed."""
         for i in range(len(cohort.ranks))[index] if isinstance(index, slice) else index.tolist():
             views = iter(recv.views)

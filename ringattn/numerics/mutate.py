@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidInput, did_you_mean
-from ..plan.key_demand import Demand
+from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
-from ..plan.row_sets import WHOLE, Cut, Cuts
+from ..plan.row_sets import WHOLE, RowSet, RowSets
 from ..plan.steps import Part, RankPlan, Step
 from ..plan.work import Work
 from .lockstep import Batched
@@ -82,7 +82,7 @@ class Mutation:
         nearer = 1 if (self.rank - self.owner) % ranks <= ranks // 2 else -1
         return (self.owner + way * nearer) % ranks
 
-    def visits(self, found: Iterator[tuple[int, Cuts]]) -> Iterator[tuple[int, Cuts]]:
+    def visits(self, found: Iterator[tuple[int, RowSets]]) -> Iterator[tuple[int, RowSets]]:
         """The (owner, cuts) that the rank visits, with the fault."""
         for owner, cuts in found:
             if owner != self.owner or self.fault not in ("drop", "duplicate", "owner"):
@@ -95,12 +95,12 @@ class Mutation:
 
 
 @dataclass(frozen=True)
-class _Skewed(Demand):
+class _Skewed(KeyDemand):
     """A demand in which the works of one visit have a wrong band."""
 
     mutation: Mutation | None = None
 
-    def works(self, rank: int, owner: int, cut: Cut | None = None) -> tuple[Work, ...]:
+    def works(self, rank: int, owner: int, cut: RowSet | None = None) -> tuple[Work, ...]:
         found = super().works(rank, owner, cut)
         assert self.mutation is not None
         if cut is not None or (rank, owner) != (self.mutation.rank, self.mutation.owner):

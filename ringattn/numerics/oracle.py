@@ -15,7 +15,7 @@ from ..kernels.base import Kernel
 from ..layout.regular import Layout
 from ..pattern import Pattern
 from ..plan.work import Work
-from .source import RAMP, Source
+from .source import RAMP, RowSource
 
 #: Keys of a row that are gathered to be computed with as they are.
 GATHERED = 1 << 20
@@ -31,7 +31,7 @@ class Row:
     lse: np.ndarray
 
 
-def exact_row(pattern: Pattern, source: Source, position: int, scale: float) -> Row:
+def exact_row(pattern: Pattern, source: RowSource, position: int, scale: float) -> Row:
     """One row over all keys that it sees. Where K and V are periodic, over one period with multiplicities."""
     bound = pattern.bind(source.heads, source.tokens)
     query = _numbers(source.rows("q", range(position, position + 1)))[:, 0]
@@ -57,7 +57,7 @@ def exact_row(pattern: Pattern, source: Source, position: int, scale: float) -> 
 
 
 def exact_gradients(
-    pattern: Pattern, source: Source, rows: Sequence[int], keys: Sequence[int], scale: float
+    pattern: Pattern, source: RowSource, rows: Sequence[int], keys: Sequence[int], scale: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dq [H, rows, D] of query positions, and dk [K, keys, D], dv [K, keys, Dv] of key positions, where the cotangent of
     `source` is that of these rows, and 0 for all others. From dS = P * (dO V^T - delta), delta = rowsum(dO * O)."""
@@ -93,14 +93,14 @@ def _keys(bound: Pattern, position: int, tokens: int, head: int) -> list[range]:
     return [part.k for tile in bound.tiles(row, range(tokens), heads) for part in tile.refine()]
 
 
-def _listed(source: Source, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
+def _listed(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
     """(k, v, multiplicity, sum of positions) of the keys as they are."""
     k, v = (np.concatenate([_numbers(source.rows(name, r))[head] for r in seen]) for name in ("k", "v"))
     place = np.concatenate([np.arange(r.start, r.stop, r.step) for r in seen])
     return k, v, np.ones(len(k), dtype=np.longdouble), place.astype(np.longdouble)
 
 
-def _classes(source: Source, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
+def _classes(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
     """(k, v, multiplicity, sum of positions) of the classes of positions modulo the period."""
     period = source.period
     assert period is not None
@@ -121,7 +121,7 @@ def _numbers(x: torch.Tensor) -> np.ndarray:
     return x[0].double().numpy().astype(np.longdouble)
 
 
-def one_call(kernel: Kernel, pattern: Pattern, source: Source, position: int, scale: float) -> torch.Tensor | None:
+def one_call(kernel: Kernel, pattern: Pattern, source: RowSource, position: int, scale: float) -> torch.Tensor | None:
     """out [H, Dv] of one row by one call of a kernel for each head, in the dtype of the source: the error of a single
     device. None where the row sees no key, or too many to be gathered."""
     bound, outs = pattern.bind(source.heads, source.tokens), []
@@ -137,7 +137,7 @@ def one_call(kernel: Kernel, pattern: Pattern, source: Source, position: int, sc
 
 
 def exact_ranks(
-    pattern: Pattern, source: Source, layout: Layout, ranks: Sequence[int], scale: float
+    pattern: Pattern, source: RowSource, layout: Layout, ranks: Sequence[int], scale: float
 ) -> tuple[np.ndarray, torch.Tensor, tuple[torch.Tensor, ...]]:
     """(positions, out, (dq, dk, dv)) of ranks that see each other and nobody else: dense fp64 attention under the mask
     of the pattern, by autograd, with the cotangent of the source. Rows in the order of the ranks."""

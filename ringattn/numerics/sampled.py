@@ -18,16 +18,16 @@ from ..kernels import get_kernel
 from ..kernels.base import Kernel, forward
 from ..plan.plan import Plan
 from ..plan.work import Work
-from ..runtime.accumulators import Inputs
+from ..runtime.accumulators import KernelInputs
 from ..runtime.memory_pool import memory_pool
 from ..runtime.softmax import merge_
 from ..timing.options import check_seed
 from .gradients import Backward, chosen_keys, expected_hashes, lost_gradients
-from .ledger import Book, Witness, expect
+from .ledger import AuditingKernel, PairLedger, expect
 from .mutate import GRADIENTS, Mutation, tampered
 from .oracle import exact_gradients, exact_row
 from .result import NumericsReport
-from .source import K_TAG, Q_TAG, RAMP, Source
+from .source import K_TAG, Q_TAG, RAMP, RowSource
 from .walk import Block, Calls, Walk, get_route, placed_slots
 
 #: fp64 errors above this are faults: 262,144 merges drift by less than 1e-12.
@@ -66,7 +66,7 @@ class _Forward:
     q: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-    inputs: Inputs
+    inputs: KernelInputs
 
     def compute(self, block: Block, calls: Calls) -> None:
         """Merge the partials of a block."""
@@ -97,7 +97,7 @@ class _Forward:
 
 def sample(
     plan: Plan,
-    source: Source,
+    source: RowSource,
     *,
     rows: list[int],
     kernel: str = "auto",
@@ -130,24 +130,24 @@ def sample(
     true, plan = plan, plan if mutation is None else tampered(plan, mutation)
     factor = plan.head_dim**-0.5 if scale is None else scale
     order, homes = _homes(plan, rows)
-    book = Book(np.array(order), plan.heads)
+    book = PairLedger(np.array(order), plan.heads)
     walk = Walk(plan, source, homes, mutation)
     slotted = np.empty(walk.size, dtype=np.int64)
     for row, mine in zip(order, walk.slots, strict=True):
         slotted[mine] = row
     q = torch.cat([source.rows("q", range(row, row + 1)) for row in slotted.tolist()], 2)
     inner = get_kernel(kernel, q, q, q)
-    back = Book(np.array(order), plan.heads)
-    witness = Witness(inner, source, plan.layout, book, back)
+    back = PairLedger(np.array(order), plan.heads)
+    witness = AuditingKernel(inner, source, plan.layout, book, back)
     out = torch.zeros(1, plan.heads, walk.size, plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    sums = _Forward(witness, factor, q, out, lse, Inputs(memory_pool("cpu")))
+    sums = _Forward(witness, factor, q, out, lse, KernelInputs(memory_pool("cpu")))
     walk.run(sums.compute)
     sums.inputs.close()
     out, lse = sums.rows(walk.slots)
     visits = sum(one.visits for one in walk.streams)
     gradients = _backward(true, plan, sums, walk, slotted, (out, lse), mutation, seed) if grads else None
-    wanted = Book(np.array(order), plan.heads)
+    wanted = PairLedger(np.array(order), plan.heads)
     expected = 0
     for rank, local in homes:
         met = [expect(true.pattern, true.layout, range(p, p + 1), true.heads, wanted)
@@ -179,7 +179,7 @@ def _backward(
 ) -> _Gradients:  # fmt: skip
     """The backward of the sampled rows, compared; `found` are their out and lse."""
     source, kernel = walk.source, sums.kernel
-    assert isinstance(kernel, Witness)
+    assert isinstance(kernel, AuditingKernel)
     order = [int(slotted[mine[0]]) for mine in walk.slots]
     place = [order.index(row) for row in slotted.tolist()]
     again = Walk(plan, source, walk.homes, mutation)
@@ -190,7 +190,7 @@ def _backward(
     grad = torch.cat([source.rows("grad", range(row, row + 1)) for row in slotted.tolist()], 2)
     state = Backward(
         plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q, found[0][:, :, place], found[1][:, :, place],
-        sorted(keys), Inputs(memory_pool("cpu")), lost,
+        sorted(keys), KernelInputs(memory_pool("cpu")), lost,
     )  # fmt: skip
     again.run(state.compute)
     state.inputs.close()
@@ -207,12 +207,14 @@ def _backward(
 
 def check_plan(plan: Plan) -> None:
     """Raise Unsupported where a plan's ranks exchange heads, or round what they send."""
-    if plan.wire is not None:
-        raise Unsupported(f"wire_dtype={plan.wire} would round the tags that tell positions; make the plan without it")
-    if plan.team > 1:
+    if plan.comm_dtype is not None:
+        raise Unsupported(
+            f"comm_dtype={plan.comm_dtype} would round the tags that tell positions; make the plan without it"
+        )
+    if plan.ulysses_size > 1:
         raise Unsupported(
             f"schedule {plan.schedule}: teams exchange tokens for heads, which the numerics simulator does not execute; "
-            f"try the schedule between the teams, {plan.member(0)[0].schedule}, or virtual_attention"
+            f"try the schedule between the teams, {plan.ring_plan(0)[0].schedule}, or virtual_attention"
         )
 
 
@@ -229,7 +231,7 @@ def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tupl
 
 
 def _errors(
-    plan: Plan, source: Source, order: list[int], scale: float, out: torch.Tensor, lse: torch.Tensor
+    plan: Plan, source: RowSource, order: list[int], scale: float, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[float, float]:
     worst = [0.0, 0.0]
     for i, row in enumerate(order):

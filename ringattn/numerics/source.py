@@ -27,7 +27,7 @@ import torch
 from ..errors import InvalidInput
 from ..layout.regular import Layout
 from ..plan.plan import Plan
-from ..plan.row_sets import Cut
+from ..plan.row_sets import RowSet
 from ..runtime.memory_pool import memory_pool
 from .counter_random import counter_normal
 
@@ -44,7 +44,7 @@ PERIOD = 4099
 
 
 @dataclass
-class Source:
+class RowSource:
     """q, k, v and the cotangent `grad` of out, for one element of a batch. Make one with `make_source`.
 
     `live` counts the shards of K/V that `shard` has handed out and not got back, `peak` the most at a time.
@@ -108,7 +108,7 @@ class Source:
             if store is not None:
                 memory_pool("cpu").give(store)
 
-    def block(self, layout: Layout, owner: int, cut: Cut | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def block(self, layout: Layout, owner: int, cut: RowSet | None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the rows of a cut of the block of `owner`, [1, heads, rows, D] each; a copy."""
         if cut is None:
             runs = layout.shard(owner)
@@ -173,13 +173,13 @@ class Source:
         return (torch.arange(r.start, r.stop, r.step, dtype=torch.float64, device="cpu") * self.unit).to(self.dtype)
 
 
-class Whole(Source):
+class TensorSource(RowSource):
     """A source over whole tensors that are there already, [1, heads, N, width] each."""
 
     tensors: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, source: Source) -> Whole:
+    def of(cls, source: RowSource) -> TensorSource:
         """All rows of a source, made once."""
         s = source
         made = cls(s.tokens, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.dtype, s.seed, s.period)
@@ -206,7 +206,7 @@ def placed(layout: Layout, owner: int, local: Sequence[range]) -> list[range]:
     return found
 
 
-def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> Source:
+def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
     """The inputs of a plan. `period`: that of K and V, a prime (None: they do not repeat). Raises InvalidInput."""
     if plan.dtype not in BITS or plan.tokens > 1 << BITS[plan.dtype]:
         raise InvalidInput(
@@ -231,7 +231,7 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> Sour
             )
     margin = min(longest + 1, 1 << 16)
     sizes = plan.tokens, plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
-    return Source(*sizes, getattr(torch, plan.dtype), seed, period, margin)
+    return RowSource(*sizes, getattr(torch, plan.dtype), seed, period, margin)
 
 
 def _prime(n: int) -> bool:

@@ -16,13 +16,13 @@ import torch
 
 from ..errors import Unsupported
 from ..plan.plan import Plan
-from ..plan.row_sets import WHOLE, Cut, Cuts
+from ..plan.row_sets import WHOLE, RowSet, RowSets
 from ..plan.schedules import planner
 from ..plan.schedules.route import Route
 from ..plan.work import Work
 from ..progress import told
 from .mutate import Mutation
-from .source import Source, placed
+from .source import RowSource, placed
 
 #: Answers that a plan's demand remembers are dropped after so many hops: a billion tokens have too many.
 REMEMBERED = 4096
@@ -33,14 +33,14 @@ Calls = dict[tuple[Work, int], list[int]]
 
 
 @dataclass
-class Stream:
+class SampledArc:
     """An arc of a sampled rank: the local indices of the rank's rows, their first slot, and its next visit."""
 
     rank: int
     local: tuple[int, ...]
     slot: int
-    blocks: Iterator[tuple[int, Cuts]]
-    next: tuple[int, Cuts] | None = None
+    blocks: Iterator[tuple[int, RowSets]]
+    next: tuple[int, RowSets] | None = None
     visits: int = 0
 
 
@@ -49,7 +49,7 @@ class Block:
     """What a visit is to: a cut of the block of `owner`, as it came."""
 
     owner: int
-    cut: Cut | None
+    cut: RowSet | None
     k: torch.Tensor
     v: torch.Tensor
 
@@ -62,11 +62,11 @@ class Walk:
     """All visits of the rows of some ranks."""
 
     plan: Plan
-    source: Source
+    source: RowSource
     #: Ranks, ascending, with the local indices of their rows.
     homes: Sequence[tuple[int, tuple[int, ...]]]
     mutation: Mutation | None = None
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[SampledArc] = field(default_factory=list)
     #: Slots of each row, by the order of `homes`; those of the first arc first.
     slots: list[list[int]] = field(default_factory=list)
     route: Route = field(init=False)
@@ -82,7 +82,7 @@ class Walk:
             place = 0
             for (rank, local), mine in zip(self.homes, arcs, strict=True):
                 if arc < len(mine):
-                    self.streams.append(Stream(rank, local, slot, mine[arc]))
+                    self.streams.append(SampledArc(rank, local, slot, mine[arc]))
                 for i in range(len(local)):
                     if arc < len(mine):
                         self.slots[place + i].insert(0, slot + i)
@@ -106,7 +106,7 @@ class Walk:
                 at = min((one.next[0] for one in waiting if one.next is not None), key=partial(_apart, at, size))
                 continue
             next(owners)
-            groups: dict[tuple[tuple[int, int], Cuts], list[Stream]] = {}
+            groups: dict[tuple[tuple[int, int], RowSets], list[SampledArc]] = {}
             for one in here:
                 assert one.next is not None
                 came = (at, at) if self.mutation is None else self.mutation.delivered(one.rank, at, size)
@@ -122,16 +122,16 @@ class Walk:
                 hops = 0
                 self.plan.demand.memory.clear()
 
-    def _arcs(self, rank: int) -> list[Iterator[tuple[int, Cuts]]]:
+    def _arcs(self, rank: int) -> list[Iterator[tuple[int, RowSets]]]:
         """(owner, cuts) of the blocks that a rank has or gets, arc by arc; its own is the first."""
         arcs = [((edge.owner, self.route.cuts(edge)) for edge in arc) for arc in self.route.arcs(rank)]
-        own: Iterator[tuple[int, Cuts]] = iter([(rank, WHOLE)])
+        own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE)])
         found = [chain(own, *arcs[:1]), *arcs[1:]]
         m = self.mutation
         return [m.visits(blocks) for blocks in found] if m is not None and m.rank == rank else list(found)
 
     def _visit(
-        self, owner: int, came: tuple[int, int], cut: Cut | None, group: list[Stream], compute: Compute
+        self, owner: int, came: tuple[int, int], cut: RowSet | None, group: list[SampledArc], compute: Compute
     ) -> set[int]:
         """One delivered block; returns the ranks of whose rows some saw a key of it."""
         calls: Calls = {}

@@ -24,14 +24,14 @@ from ..plan.plan import Plan
 from ..plan.steps import Part
 from ..progress import told
 from ..runtime.executor import Forward, Job, backward, forward
-from .exact import Queries, exact_keys, exact_rows
-from .ledger import Book, Witness, expect, expected_counts
+from .exact import ExactQueries, exact_keys, exact_rows
+from .ledger import AuditingKernel, PairLedger, expect, expected_counts
 from .lockstep import Cohort, Lockstep, cohorts, connected
 from .mutate import GRADIENTS, Mutation, tampered
 from .oracle import DENSE, exact_ranks, one_call
 from .result import NumericsReport
 from .sampled import TOLERANCE, check_plan, gap
-from .source import K_TAG, Q_TAG, RAMP, Source, placed
+from .source import K_TAG, Q_TAG, RAMP, RowSource, placed
 
 #: Ranks at a time, unless the caller says otherwise: more of them make longer batches than caches hold.
 TOGETHER = 128
@@ -56,7 +56,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Group:
+class CohortGroup:
     """Ranks that run together, by cohorts."""
 
     cohorts: tuple[Cohort, ...]
@@ -66,7 +66,7 @@ class Group:
         return sum(len(cohort.ranks) for cohort in self.cohorts)
 
 
-def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[Group]:
+def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[CohortGroup]:
     """Ranks in groups of about `together`, each in cohorts. Raises InvalidInput where gradients would cross a border."""
     check_plan(plan)
     found: list[list[int]] = [[]]
@@ -78,7 +78,7 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
             if found[-1] and len(found[-1]) + len(piece) > together:
                 found.append([])
             found[-1] += piece
-    return [Group(tuple(cohorts(plan, sorted(group), backward=backward))) for group in found if group]
+    return [CohortGroup(tuple(cohorts(plan, sorted(group), backward=backward))) for group in found if group]
 
 
 def _check_closed(plan: Plan, ranks: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ def _check_closed(plan: Plan, ranks: Sequence[int]) -> None:
 
 
 def execute(
-    group: Group, source: Source, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
+    group: CohortGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
     mutation: Mutation | None = None,
 ) -> tuple[list[Outcome], int]:  # fmt: skip
     """Run a group of ranks forward and, where asked, backward from the cotangent of the source. Also returns the number
@@ -154,7 +154,7 @@ class _Compared:
     """What was compared so far."""
 
     plan: Plan
-    source: Source
+    source: RowSource
     scale: float
     plain: Kernel
     rows: int = 0
@@ -220,9 +220,9 @@ class _Compared:
             x[..., tag] = 0
         self.gradient_error = max(self.gradient_error or 0.0, gap(*some))
 
-    def ledger_of(self, book: Book, ranks: Sequence[int]) -> None:
+    def ledger_of(self, book: PairLedger, ranks: Sequence[int]) -> None:
         """The ledger of all rows of some ranks."""
-        wanted = Book(book.positions, self.plan.heads)
+        wanted = PairLedger(book.positions, self.plan.heads)
         for rank in ranks:
             met = [np.empty(0, dtype=np.int64)]
             for r in self.plan.layout.shard(rank):
@@ -268,7 +268,7 @@ class _Compared:
         grad *= self.plan.pattern.output_scale
         self._sums(runs, mine, q, grad.where(lse[..., None] > -torch.inf, 0.0))
         sorted_ = [x.index_select(1, order) for x in (q, grad, lse, delta)]
-        known = Queries(positions[order.numpy()], *sorted_)
+        known = ExactQueries(positions[order.numpy()], *sorted_)
         for rank, (o, i) in zip(ranks, mine, strict=True):
             local = self._chosen(layout.rows(rank))
             if not local:
@@ -329,7 +329,7 @@ def _tiles(pattern: Pattern, q: range, k: range, heads: range) -> Iterator[Tile]
 
 def whole(
     plan: Plan,
-    source: Source,
+    source: RowSource,
     *,
     ranks: Sequence[int] | None = None,
     grads: bool = False,
@@ -359,10 +359,10 @@ def whole(
     groups = make_groups(plan, mine, backward=grads, together=together)
     for group in told(groups, len(groups), "groups of ranks"):
         members = [rank for cohort in group.cohorts for rank in cohort.ranks]
-        book = Book(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
+        book = PairLedger(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
 
-        def witness(book: Book = book) -> Kernel:
-            return Witness(plain, source, plan.layout, book)
+        def witness(book: PairLedger = book) -> Kernel:
+            return AuditingKernel(plain, source, plan.layout, book)
 
         outcomes, answered = execute(group, source, witness, factor, grads=grads, mutation=mutation)
         done.answered += answered

@@ -28,7 +28,7 @@ def whole(value: object, name: str, least: int) -> int:
     return int(value)
 
 
-class Blocks(Pattern):
+class BlockTable(Pattern):
     """A pattern whose pairs are whole blocks of `block` x `block` tokens."""
 
     block: int
@@ -122,7 +122,7 @@ class Blocks(Pattern):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockSparse(Blocks):
+class BlockSparse(BlockTable):
     """Query block i of head h sees key block j iff table[h, i, j]; blocks are `block` tokens, the last may be short.
 
     `table` is bool [heads or 1, blocks, blocks]: an array, a nested list, or the string that `repr` prints.

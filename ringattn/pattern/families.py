@@ -10,11 +10,11 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import InvalidInput
-from .block_table import Blocks, whole
+from .block_table import BlockTable, whole
 from .ranges import ceil_div, clip, joined
 
 
-class Family(Blocks):
+class Family(BlockTable):
     """A rule on block indices, set by a width or by `density`, the fraction of the key blocks that a row keeps.
 
     A density is a number of blocks only where `total`, the number of blocks of the sequence, is known: a plan
@@ -43,7 +43,7 @@ class Family(Blocks):
     def _validate(self) -> None:
         """Check and normalise the fields of the family."""
 
-    def bind(self, heads: int, tokens: int) -> Blocks:
+    def bind(self, heads: int, tokens: int) -> BlockTable:
         return self if self.density is None else replace(self, total=self.total_of(tokens))  # type: ignore[type-var]
 
     def check(self, tokens: int, heads: int) -> None:

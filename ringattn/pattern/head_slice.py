@@ -12,7 +12,7 @@ from .tile import Tile
 
 
 @dataclass(frozen=True)
-class SomeHeads(Pattern):
+class HeadSlice(Pattern):
     """Head h of this is head `first` + h of `pattern`, which knows how many heads there are."""
 
     pattern: Pattern

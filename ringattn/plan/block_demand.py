@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from ..cache import Cache
 from ..layout.regular import Layout
-from .row_sets import Cuts
+from .row_sets import RowSets
 
 #: Bytes of the answers that a demand keeps.
 ANSWERS = 1 << 27
@@ -16,7 +16,7 @@ ANSWERS = 1 << 27
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Wanted(Protocol):
+class BlockDemand(Protocol):
     """Blocks of rows that ranks own and others need: all that a route has to know of them.
 
     `Demand` is that of blocks of keys and values, `Transposed` that of blocks of queries.
@@ -46,7 +46,7 @@ class Wanted(Protocol):
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` needs a row of `owner`."""
 
-    def cuts(self, ranks: tuple[range, ...], owner: int) -> Cuts:
+    def cuts(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` (runs of ranks) needs."""
 
     def size(self, ranks: tuple[range, ...], owner: int) -> int:
@@ -57,7 +57,7 @@ def remembered(find: F) -> F:
     """A function of a demand and more, whose answers are kept with the demand."""
 
     @wraps(find)
-    def answer(demand: Wanted, *key: Any) -> Any:
+    def answer(demand: BlockDemand, *key: Any) -> Any:
         return demand.memory.answer((find, *key), lambda: find(demand, *key))
 
     return cast(F, answer)

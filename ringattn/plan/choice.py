@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..machine.machine import Machine
-from .schedules import teams
+from .schedules import split_ulysses
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,5 @@ class Choice:
 
     def without_teams(self) -> Candidate:
         """The fastest compared candidate whose ranks form no Ulysses teams."""
-        alone = [one for one in self.candidates if one.prediction is not None and teams(one.schedule)[0] == 1]
+        alone = [one for one in self.candidates if one.prediction is not None and split_ulysses(one.schedule)[0] == 1]
         return min(alone, key=lambda one: one.seconds)

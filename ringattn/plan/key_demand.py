@@ -15,7 +15,7 @@ from ..pattern.base import Run
 from ..pattern.ranges import ceil_div, locate
 from ..pattern.tile import make
 from .block_demand import ANSWERS, remembered
-from .row_sets import WHOLE, Cut, Cuts, cover, covered, decode, grouped, relocated, total
+from .row_sets import WHOLE, RowSet, RowSets, cover, covered, decode, grouped, relocated, total
 from .work import Work, gathered, repeated
 
 #: Works of one visit are joined pairwise only up to this many: the search is quadratic.
@@ -26,7 +26,7 @@ MAX_SYMBOLIC = 4
 
 
 @dataclass(frozen=True)
-class Demand(Value):
+class KeyDemand(Value):
     """The pattern seen by the ranks of a layout, for `heads` query heads that share `kv_heads` key/value heads."""
 
     pattern: Pattern
@@ -83,7 +83,7 @@ class Demand(Value):
         """Query heads that share a key/value head."""
         return self.heads // self.kv_heads
 
-    def cuts(self, queriers: tuple[range, ...], owner: int) -> Cuts:
+    def cuts(self, queriers: tuple[range, ...], owner: int) -> RowSets:
         """The rows of the block of `owner` of which some rank of `queriers` (runs of ranks) sees a key."""
         return _cuts(self, queriers, owner)
 
@@ -143,38 +143,38 @@ class Demand(Value):
         """Exact (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
         return _pairs(self, rank, owner)
 
-    def works(self, rank: int, owner: int, cut: Cut | None = None) -> tuple[Work, ...]:
+    def works(self, rank: int, owner: int, cut: RowSet | None = None) -> tuple[Work, ...]:
         """The visit of `rank` to rows of the block of `owner`, lowered to local rows, one work per tile.
 
         Those of a cut hold the pairs of its heads, and index the tensor of the cut.
         """
         return _works(self, rank, owner, cut)
 
-    def batched(self, rank: int, owner: int, cut: Cut | None = None) -> tuple[Work, ...]:
+    def batched(self, rank: int, owner: int, cut: RowSet | None = None) -> tuple[Work, ...]:
         """The same pairs as few works: short runs of keys gathered, equal works repeated."""
         return _batched(self, rank, owner, cut)
 
 
 @remembered
-def _visits(demand: Demand, rank: int, owner: int) -> bool:
+def _visits(demand: KeyDemand, rank: int, owner: int) -> bool:
     return demand.needs(range(rank, rank + 1), range(owner, owner + 1))
 
 
 @remembered
-def _pairs(demand: Demand, rank: int, owner: int) -> int:
+def _pairs(demand: KeyDemand, rank: int, owner: int) -> int:
     rows, keys = demand.layout.shard(rank), demand.layout.shard(owner)
     return sum(demand.pattern.count(q, k, range(demand.heads)) for q in rows for k in keys)
 
 
 @remembered
-def _cuts(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
+def _cuts(demand: KeyDemand, queriers: tuple[range, ...], owner: int) -> RowSets:
     if len(demand.layout.shard(owner)) > MAX_SYMBOLIC:
         return _marked(demand, queriers, owner)
     seen = (piece for run in queriers for piece in _seen(demand, run, owner))
     return cover(seen, demand.kv_heads, demand.layout.rows(owner))
 
 
-def _marked(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
+def _marked(demand: KeyDemand, queriers: tuple[range, ...], owner: int) -> RowSets:
     """`_cuts` where the block is many ranges: a mask of its rows, of one rank's needs after another."""
     held = demand.layout.positions(owner)
     mask = np.zeros((demand.kv_heads, len(held)), dtype=bool)
@@ -188,7 +188,7 @@ def _marked(demand: Demand, queriers: tuple[range, ...], owner: int) -> Cuts:
 
 
 @remembered
-def _bits(demand: Demand, rank: int, owner: int) -> np.ndarray:
+def _bits(demand: KeyDemand, rank: int, owner: int) -> np.ndarray:
     """The rows of the block of `owner` that `rank` needs, in the order of their positions: bits, [K, rows / 8]."""
     held = np.sort(demand.layout.positions(owner))
     around = range(int(held[0]), int(held[-1]) + 1)
@@ -202,7 +202,7 @@ def _bits(demand: Demand, rank: int, owner: int) -> np.ndarray:
     return np.packbits(mask, axis=1)
 
 
-def _seen(demand: Demand, queriers: range, owner: int) -> Iterator[tuple[range, range]]:
+def _seen(demand: KeyDemand, queriers: range, owner: int) -> Iterator[tuple[range, range]]:
     """(key/value heads, local key rows) of the block of `owner` that some rank of `queriers` sees."""
     if not demand.needs(queriers, range(owner, owner + 1)):
         return
@@ -234,7 +234,7 @@ def _kv_heads(heads: range, group: int) -> Iterator[range]:
 
 
 @remembered
-def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
+def _works(demand: KeyDemand, rank: int, owner: int, cut: RowSet | None) -> tuple[Work, ...]:
     if cut is not None:
         return tuple(relocated(demand.works(rank, owner), cut, demand.group))
     q_rows, k_rows = demand.layout.shard(rank), demand.layout.shard(owner)
@@ -253,17 +253,17 @@ def _works(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work
 
 
 @remembered
-def _all_pairs(demand: Demand, rows: int, keys: int) -> tuple[Work, ...]:
+def _all_pairs(demand: KeyDemand, rows: int, keys: int) -> tuple[Work, ...]:
     """The works of a visit in which every row sees every key."""
     return tuple(Work(*heads, range(rows), (range(keys),)) for heads in split_heads(range(demand.heads), demand.group))
 
 
 @remembered
-def _batched(demand: Demand, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
+def _batched(demand: KeyDemand, rank: int, owner: int, cut: RowSet | None) -> tuple[Work, ...]:
     return tuple(repeated(gathered(demand.works(rank, owner, cut))))
 
 
-def _local_tiles(demand: Demand, rank: int, owner: int) -> Iterator[Tile]:
+def _local_tiles(demand: KeyDemand, rank: int, owner: int) -> Iterator[Tile]:
     """Tiles over local row indices. Their band, too, is in local indices; q and k steps are equal or there is no band."""
     heads = range(demand.heads)
     first_q = 0

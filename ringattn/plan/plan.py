@@ -13,15 +13,15 @@ from ..dtypes import ITEM_BYTES, dtype_name
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restored_layout
 from ..pattern import Pattern, parse_pattern
-from ..pattern.head_slice import SomeHeads
+from ..pattern.head_slice import HeadSlice
 from .block_demand import ANSWERS
 from .choice import Choice
 from .drawing import draw_steps
-from .key_demand import Demand
-from .message_sizes import Sizes
-from .query_demand import Transposed
+from .key_demand import KeyDemand
+from .message_sizes import MessageSizes
+from .query_demand import QueryDemand
 from .rotation import Rotation, check_rotate
-from .schedules import resolve, teams
+from .schedules import resolve, split_ulysses
 from .schedules.ulysses import around
 from .steps import Kind, Part, RankPlan, Step
 
@@ -35,7 +35,7 @@ ADDED = ("counted", "choice")
 
 
 @dataclass(frozen=True)
-class Plan(Value, Sizes):
+class Plan(Value, MessageSizes):
     """Inputs of a plan; everything else is derived, lazily and per rank. Make one with `make_plan`."""
 
     pattern: Pattern
@@ -47,7 +47,7 @@ class Plan(Value, Sizes):
     value_dim: int = 64
     dtype: str = "float32"
     batch: int = 1
-    wire: str | None = None
+    comm_dtype: str | None = None
     rotate: str = "auto"
     #: What `auto` compared and why it took this; None where layout and schedule were named.
     choice: Choice | None = field(default=None, compare=False, repr=False)
@@ -61,10 +61,10 @@ class Plan(Value, Sizes):
         return self.layout.ranks
 
     @cached_property
-    def demand(self) -> Demand:
-        return Demand(self.pattern, self.layout, self.heads, self.kv_heads)
+    def demand(self) -> KeyDemand:
+        return KeyDemand(self.pattern, self.layout, self.heads, self.kv_heads)
 
-    def asking(self, demand: Demand, choice: Choice | None = None) -> Plan:
+    def asking(self, demand: KeyDemand, choice: Choice | None = None) -> Plan:
         """The same plan, which asks `demand` instead of one of its own. That must give the same answers."""
         same = replace(self, choice=choice or self.choice)
         vars(same)["demand"] = demand
@@ -80,49 +80,49 @@ class Plan(Value, Sizes):
 
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
         """The forward of `for_rank`, without planning a backward where that is possible."""
-        if self.team > 1 or not self.batch:
+        if self.ulysses_size > 1 or not self.batch:
             return self.for_rank(rank).forward
         return self.memory.answer(("forward", rank), lambda: self._rotation.keys.forward(rank))
 
     def _made(self, rank: int) -> RankPlan:
-        if self.team == 1:
+        if self.ulysses_size == 1:
             return self._rotation.steps(rank)
-        inner, place = self.member(rank)
-        return around(inner.for_rank(place), rank, self.team, self.layout)
+        inner, place = self.ring_plan(rank)
+        return around(inner.for_rank(place), rank, self.ulysses_size, self.layout)
 
     @cached_property
     def _rotation(self) -> Rotation:
-        rounds = self.wire is not None
+        rounds = self.comm_dtype is not None
         return Rotation(self.schedule, self.demand, self.rotate, self.part_bytes, rounds=rounds)
 
     @property
     def rotates(self) -> str:
         """What goes around in the backward, "keys" or "queries"; that of the first members where there are teams."""
-        return self._rotation.chosen if self.team == 1 else self._members[0].rotates
+        return self._rotation.chosen if self.ulysses_size == 1 else self._ring_plans[0].rotates
 
     @property
-    def transposed(self) -> Transposed:
+    def transposed(self) -> QueryDemand:
         """The demand for blocks of queries. Without teams."""
         return self._rotation.transposed
 
     @cached_property
-    def team(self) -> int:
+    def ulysses_size(self) -> int:
         """Ranks that exchange tokens for heads before attention: 1 without the schedule ulysses."""
-        return teams(self.schedule)[0]
+        return split_ulysses(self.schedule)[0]
 
-    def member(self, rank: int) -> tuple[Plan, int]:
+    def ring_plan(self, rank: int) -> tuple[Plan, int]:
         """The plan between the teams that `rank` has a part in, and its rank there; (self, rank) without teams."""
-        if self.team == 1:
+        if self.ulysses_size == 1:
             return self, rank
-        return self._members[rank % self.team], rank // self.team
+        return self._ring_plans[rank % self.ulysses_size], rank // self.ulysses_size
 
     @cached_property
-    def _members(self) -> list[Plan]:
-        size, schedule = teams(self.schedule)
+    def _ring_plans(self) -> list[Plan]:
+        size, schedule = split_ulysses(self.schedule)
         heads, layout = self.heads // size, self.layout.grouped(size)
         return [
             replace(
-                self, pattern=SomeHeads(self.pattern, i * heads), layout=layout, schedule=schedule, heads=heads,
+                self, pattern=HeadSlice(self.pattern, i * heads), layout=layout, schedule=schedule, heads=heads,
                 kv_heads=self.kv_heads // size,
             )
             for i in range(size)
@@ -142,7 +142,7 @@ class Plan(Value, Sizes):
             caches += [vars(one).get("memory") for one in (self._rotation.demand, self._rotation.transposed)]
         elif "demand" in known:
             caches.append(vars(self.demand).get("memory"))
-        members = sum(member.kept_bytes for member in known.get("_members", ()))
+        members = sum(ring_plan.kept_bytes for ring_plan in known.get("_ring_plans", ()))
         return self._input_bytes + members + sum(cache.bytes for cache in caches if cache is not None)
 
     @cached_property
@@ -167,8 +167,8 @@ class Plan(Value, Sizes):
 
     def pairs(self, rank: int | None = None) -> int:
         """(query, key, head, branch) pairs that a rank (None: all) computes. Counted."""
-        if rank is not None and self.team > 1:
-            inner, place = self.member(rank)
+        if rank is not None and self.ulysses_size > 1:
+            inner, place = self.ring_plan(rank)
             return inner.pairs(place)
         whole, heads = range(self.tokens), range(self.heads)
         rows = [whole] if rank is None else self.layout.shard(rank)
@@ -230,7 +230,7 @@ class Plan(Value, Sizes):
 
     def _level(self, rank: int, step: Step) -> int:
         """The share of pairs that a visit computes, of all pairs of the visited blocks: see `draw_steps`."""
-        inner, place = self.member(rank)
+        inner, place = self.ring_plan(rank)
         owners = {part.owner for part in step.visits}
         whole = sum(inner.layout.rows(place) * inner.layout.rows(owner) for owner in owners) * inner.heads
         pairs = sum(inner.demand.pairs(place, owner) for owner in owners)
@@ -258,7 +258,7 @@ class Plan(Value, Sizes):
             "value_dim": self.value_dim,
             "dtype": self.dtype,
             "batch": self.batch,
-            "wire_dtype": self.wire,
+            "comm_dtype": self.comm_dtype,
             "rotate": self.rotate,
         }
 
@@ -272,7 +272,7 @@ class PlanSizes(NamedTuple):
     value_dim: int
     dtype: str
     batch: int
-    wire: str | None
+    comm_dtype: str | None
     rotate: str
 
 
@@ -284,7 +284,7 @@ def check_sizes(
     value_dim: int | None = None,
     dtype: str | torch.dtype = "float32",
     batch: int = 1,
-    wire_dtype: str | torch.dtype | None = None,
+    comm_dtype: str | torch.dtype | None = None,
     rotate: str = "auto",
 ) -> PlanSizes:
     """The sizes of a plan with all defaults filled in. Raises InvalidInput."""
@@ -307,15 +307,15 @@ def check_sizes(
     item = dtype_name(dtype)
     if item not in ITEM_BYTES:
         raise InvalidInput(f"dtype {item} is not supported; expected one of {', '.join(ITEM_BYTES)}")
-    wire = None if wire_dtype is None else dtype_name(wire_dtype)
+    comm = None if comm_dtype is None else dtype_name(comm_dtype)
     fitting = [name for name in ("float32", "bfloat16") if ITEM_BYTES[name] <= ITEM_BYTES[item]]
-    if wire is not None and wire not in fitting:
+    if comm is not None and comm not in fitting:
         raise InvalidInput(
-            f"wire_dtype={wire}: K/V and gradients of {item} inputs may travel as {' or '.join(fitting)}; "
+            f"comm_dtype={comm}: K/V and gradients of {item} inputs may travel as {' or '.join(fitting)}; "
             "leave it out to send all bits (float16 has not the range that gradients need)"
         )
     check_rotate(rotate)
-    return PlanSizes(heads, kv_heads, head_dim, value_dim, item, batch, wire, rotate)
+    return PlanSizes(heads, kv_heads, head_dim, value_dim, item, batch, comm, rotate)
 
 
 def build_plan(

@@ -12,8 +12,8 @@ from ..layout.regular import Layout
 from ..pattern.base import Run
 from ..pattern.ranges import locate
 from .block_demand import ANSWERS, remembered
-from .key_demand import Demand
-from .row_sets import Cut, Cuts, Rows, cover, covered, located
+from .key_demand import KeyDemand
+from .row_sets import Rows, RowSet, RowSets, cover, covered, located
 from .work import Work, gathered, repeated
 
 #: (query head in the cut, key/value head)
@@ -21,11 +21,11 @@ Pairs = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Transposed(Value):
+class QueryDemand(Value):
     """A demand whose blocks are the query rows of the owners, needed by the ranks that hold keys. Cuts are of query
     heads."""
 
-    demand: Demand
+    demand: KeyDemand
 
     @property
     def layout(self) -> Layout:
@@ -65,7 +65,7 @@ class Transposed(Value):
         """Whether `rank` holds a key that a query of `owner` sees."""
         return self.demand.visits(owner, rank)
 
-    def cuts(self, ranks: tuple[range, ...], owner: int) -> Cuts:
+    def cuts(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The query rows of `owner` that see a key of some rank of `ranks` (runs of ranks)."""
         return _cuts(self, ranks, owner)
 
@@ -74,19 +74,19 @@ class Transposed(Value):
         seen = (piece for run in ranks for piece in _seen(self, run, owner))
         return covered(seen, self.block_heads, self.layout.rows(owner))
 
-    def batched(self, rank: int, owner: int, cut: Cut | None = None) -> tuple[Work, ...]:
+    def batched(self, rank: int, owner: int, cut: RowSet | None = None) -> tuple[Work, ...]:
         """What `rank` computes with its keys for query rows of `owner`, as few works; those of a cut index its tensor
         by their query heads and rows."""
         return _batched(self, rank, owner, cut)
 
 
 @remembered
-def _cuts(wanted: Transposed, ranks: tuple[range, ...], owner: int) -> Cuts:
+def _cuts(wanted: QueryDemand, ranks: tuple[range, ...], owner: int) -> RowSets:
     seen = (piece for run in ranks for piece in _seen(wanted, run, owner))
     return cover(seen, wanted.block_heads, wanted.layout.rows(owner))
 
 
-def _seen(wanted: Transposed, ranks: range, owner: int) -> Iterator[tuple[range, range]]:
+def _seen(wanted: QueryDemand, ranks: range, owner: int) -> Iterator[tuple[range, range]]:
     """(query heads, local query rows) of the block of `owner` that see a key of some rank of `ranks`."""
     if not wanted.needs(ranks, range(owner, owner + 1)):
         return
@@ -106,7 +106,7 @@ def _seen(wanted: Transposed, ranks: range, owner: int) -> Iterator[tuple[range,
 
 
 @remembered
-def _batched(wanted: Transposed, rank: int, owner: int, cut: Cut | None) -> tuple[Work, ...]:
+def _batched(wanted: QueryDemand, rank: int, owner: int, cut: RowSet | None) -> tuple[Work, ...]:
     works = wanted.demand.works(owner, rank)
     if cut is not None:
         known: dict[tuple[int, range], Rows] = {}
@@ -114,7 +114,7 @@ def _batched(wanted: Transposed, rank: int, owner: int, cut: Cut | None) -> tupl
     return tuple(repeated(gathered(works)))
 
 
-def _relocated(work: Work, cut: Cut, known: dict[tuple[int, range], Rows]) -> Iterator[Work]:
+def _relocated(work: Work, cut: RowSet, known: dict[tuple[int, range], Rows]) -> Iterator[Work]:
     """A work on whole blocks as works on the tensor of a cut of its query rows.
 
     Heads whose rows are found in other places become works of their own, and so do runs of rows that the cut holds

@@ -10,15 +10,15 @@ from math import lcm
 
 from ..errors import InvalidInput, did_you_mean
 from ..layout.regular import Contiguous
-from .block_demand import Wanted
-from .key_demand import Demand
-from .query_demand import Transposed
-from .row_sets import Cut, Cuts, total
+from .block_demand import BlockDemand
+from .key_demand import KeyDemand
+from .query_demand import QueryDemand
+from .row_sets import RowSet, RowSets, total
 from .schedules import planner
-from .schedules.allgather import AllGather
-from .schedules.direct import Direct
+from .schedules.allgather import AllGatherSchedule
+from .schedules.direct import DirectSchedule
 from .schedules.relay import Way, all_along, kept_along, rows_along
-from .schedules.ring import Ring
+from .schedules.ring import RingSchedule
 from .schedules.route import Edge, Route
 from .steps import BLOCKS, SUMS, Kind, Part, RankPlan, Step
 
@@ -46,10 +46,10 @@ class Rotation:
     """
 
     def __init__(
-        self, schedule: str, demand: Demand, rotate: str, size: Callable[[Part], int], *, rounds: bool
+        self, schedule: str, demand: KeyDemand, rotate: str, size: Callable[[Part], int], *, rounds: bool
     ) -> None:
         self.demand, self.size, self.rounds, self.rotate = demand, size, rounds, rotate
-        self.transposed = Transposed(demand)
+        self.transposed = QueryDemand(demand)
         self.keys, self.queries = planner(schedule, demand), planner(schedule, self.transposed)
 
     @cached_property
@@ -68,10 +68,10 @@ class Rotation:
         Those of all blocks up to EXACT ranks. Above, those of the same few blocks either way, which tell the way that
         sends fewer.
         """
-        row = Cut((0,), ((range(1),),))
+        row = RowSet((0,), ((range(1),),))
         size = {kind: self.size(Part(kind, 0, row)) for kind in (*BLOCKS, *SUMS)}
         out = size["q"] + size["row"]
-        if isinstance(self.keys, AllGather) or isinstance(self.queries, AllGather):
+        if isinstance(self.keys, AllGatherSchedule) or isinstance(self.queries, AllGatherSchedule):
             return self._gathered(self.demand, size["kv"], size["grad"]), self._gathered(
                 self.transposed, out, size["dq"]
             )
@@ -82,7 +82,7 @@ class Rotation:
         owners = _owners(self.demand)
         keys, queries = (_Moved.of(route, owners) for route in (self.keys, self.queries))
         # Along every edge a block moves, and what was gathered for it; keys that a rank has kept since the forward do not.
-        whole = kept_along(self.demand, self.keys.ways) if isinstance(self.keys, Ring) else None
+        whole = kept_along(self.demand, self.keys.ways) if isinstance(self.keys, RingSchedule) else None
         kept = [_kept(self.keys, rank) for rank in owners] if whole is None else [(whole, 0)]
         by_keys = keys.every * (size["kv"] + size["grad"]) - sum(rows for rows, _ in kept) * size["kv"]
         by_queries = queries.every * (out + size["dq"])
@@ -105,7 +105,7 @@ class Rotation:
         sent = sum(self.size(part) for hop in hops for part in hop.parts)
         return sent, sent
 
-    def _gathered(self, wanted: Wanted, block: int, sums: int) -> tuple[int, int]:
+    def _gathered(self, wanted: BlockDemand, block: int, sums: int) -> tuple[int, int]:
         """Bytes of an all-gather of blocks, and of the sums that each rank which needs a block sends to its owner."""
         ranks, found = wanted.layout.ranks, 0
         for owner in _owners(self.demand):
@@ -122,7 +122,7 @@ class Rotation:
         That is found by searches that skip what nobody needs; the steps of one rank alone may hold those of all.
         """
         demand = replace(self.demand, layout=self.demand.layout.grouped(self.keys.inner))
-        transposed = Transposed(demand)
+        transposed = QueryDemand(demand)
         along = Way(+1, demand.layout.ranks - 1)
         keys = queries = 0
         for owner in _owners(demand):
@@ -148,9 +148,9 @@ class _Moved:
     def of(cls, route: Route, owners: list[int]) -> _Moved:
         """The rows of the blocks of `owners`."""
         wanted = route.demand
-        if isinstance(route, Ring):
+        if isinstance(route, RingSchedule):
             return cls(sum(all_along(wanted, owners, way) for way in route.ways))
-        if isinstance(route, Direct):
+        if isinstance(route, DirectSchedule):
             return cls(sum(_straight(route, owner) for owner in owners))
         counts = [0, 0, 0, 0]
         for owner in owners:
@@ -168,7 +168,7 @@ class _Moved:
         return cls(*counts)
 
 
-def _straight(route: Direct, owner: int) -> int:
+def _straight(route: DirectSchedule, owner: int) -> int:
     """Rows of all heads that an owner sends to the ranks that need them.
 
     Where more than LATEST of more than EXACT ranks need rows, LATEST evenly spaced ranks stand for all.
@@ -194,11 +194,11 @@ def _kept(route: Route, rank: int) -> tuple[int, int]:
     return sum(count for count, _ in rows), sum(count for count, far in rows if far)
 
 
-def _rows(route: Route, owner: int, cuts: Cuts) -> int:
+def _rows(route: Route, owner: int, cuts: RowSets) -> int:
     return total(cuts, route.demand.block_heads, route.demand.layout.rows(owner))
 
 
-def _owners(demand: Demand) -> list[int]:
+def _owners(demand: KeyDemand) -> list[int]:
     """Ranks that stand for all: all of up to EXACT. Of more those of a period in the middle, where ranks repeat, or SOME
     evenly spaced ones."""
     layout, ranks = demand.layout, demand.layout.ranks

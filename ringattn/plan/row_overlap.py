@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from .row_sets import Cut, Rows, decode, places
+from .row_sets import Rows, RowSet, decode, places
 
 #: A copy of rows is written as slices up to this many, as an index list above.
 MAX_SLICES = 16
 
 
 @dataclass(frozen=True)
-class Move:
+class RowCopy:
     """Rows of a tensor of one cut that are rows of another's: heads and rows in either."""
 
     to_heads: range
@@ -24,20 +24,20 @@ class Move:
     from_rows: range | np.ndarray
 
 
-def moves(target: Cut | None, source: Cut | None, kv_heads: int, rows: int) -> tuple[Move, ...]:
+def moves(target: RowSet | None, source: RowSet | None, kv_heads: int, rows: int) -> tuple[RowCopy, ...]:
     """Where the rows that two cuts of a block of `rows` rows share are in the tensors of both."""
-    whole = Cut(tuple(range(kv_heads)), ((range(rows),),))
+    whole = RowSet(tuple(range(kv_heads)), ((range(rows),),))
     to, of = target or whole, source or whole
     heads = [head for head in to.heads if head in of.index]
-    found: list[Move] = []
+    found: list[RowCopy] = []
     if len(to.rows) == len(of.rows) == 1 and heads:
         pairs = [(to.index[head], of.index[head]) for head in heads]
         if _even([a for a, _ in pairs]) and _even([b for _, b in pairs]):
             spans = [_span([a for a, _ in pairs]), _span([b for _, b in pairs])]
-            return tuple(Move(spans[0], a, spans[1], b) for a, b in _shared(to.rows[0], of.rows[0]))
+            return tuple(RowCopy(spans[0], a, spans[1], b) for a, b in _shared(to.rows[0], of.rows[0]))
     for head in heads:
         a, b = to.index[head], of.index[head]
-        found += [Move(range(a, a + 1), x, range(b, b + 1), y) for x, y in _shared(to.of(head), of.of(head))]
+        found += [RowCopy(range(a, a + 1), x, range(b, b + 1), y) for x, y in _shared(to.of(head), of.of(head))]
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from .work import Work
 
 
 @dataclass(frozen=True)
-class Cut(Value):
+class RowSet(Value):
     """Local rows of some key/value heads of a block: all heads have equally many.
 
     `rows` has one entry, the rows of every head, or one entry per head; an entry is ranges in ascending order, none
@@ -52,12 +52,12 @@ class Cut(Value):
 
 
 #: Disjoint cuts of a block; (None,) is the whole block, () nothing.
-Cuts = tuple[Cut | None, ...]
-WHOLE: Cuts = (None,)
+RowSets = tuple[RowSet | None, ...]
+WHOLE: RowSets = (None,)
 Rows = tuple[range, ...]
 
 
-def cover(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> Cuts:
+def cover(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> RowSets:
     """The union of pieces (key/value heads, local rows) of a block of `rows` rows."""
     found = _by_head(seen, kv_heads, rows)
     if found is None:
@@ -87,7 +87,7 @@ def _by_head(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> l
     ]
 
 
-def minus(cuts: Cuts, others: Sequence[Cuts], kv_heads: int, rows: int) -> Cuts:
+def minus(cuts: RowSets, others: Sequence[RowSets], kv_heads: int, rows: int) -> RowSets:
     """What `cuts` hold and none of `others` does."""
     others = [other for other in others if other]
     if not others:
@@ -109,7 +109,7 @@ def minus(cuts: Cuts, others: Sequence[Cuts], kv_heads: int, rows: int) -> Cuts:
     return grouped(left, rows)
 
 
-def total(cuts: Cuts, kv_heads: int, rows: int) -> int:
+def total(cuts: RowSets, kv_heads: int, rows: int) -> int:
     """Rows of all heads together."""
     return sum(kv_heads * rows if cut is None else cut.size for cut in cuts)
 
@@ -144,7 +144,7 @@ def places(rows: Rows) -> np.ndarray:
     return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
-def relocated(works: Iterable[Work], cut: Cut, group: int) -> Iterator[Work]:
+def relocated(works: Iterable[Work], cut: RowSet, group: int) -> Iterator[Work]:
     """Works on a whole block as works on the tensor of a cut that holds the rows they need.
 
     `group` query heads share a key/value head. Heads whose rows are found in other places become works of their own.
@@ -201,7 +201,7 @@ def located(rows: Rows, runs: tuple[range, ...]) -> Rows:
     return tuple(found)
 
 
-def _mask(cuts: Cuts, head: int, rows: int) -> np.ndarray:
+def _mask(cuts: RowSets, head: int, rows: int) -> np.ndarray:
     mask = np.zeros(rows, dtype=bool)
     for cut in cuts:
         if cut is None:
@@ -212,7 +212,7 @@ def _mask(cuts: Cuts, head: int, rows: int) -> np.ndarray:
     return mask
 
 
-def _parts(cuts: Cuts, head: int, rows: int) -> list[range]:
+def _parts(cuts: RowSets, head: int, rows: int) -> list[range]:
     """The rows of a head that cuts hold, as ranges."""
     parts = (cut.of(head) if cut is not None and head in cut.index else () for cut in cuts if cut is not None)
     return [range(rows)] if None in cuts else [part for found in parts for part in found]
@@ -262,7 +262,7 @@ def _marks(ranges: frozenset[range]) -> tuple[int, np.ndarray]:
     return first, mask
 
 
-def grouped(per_head: list[Rows], rows: int) -> Cuts:
+def grouped(per_head: list[Rows], rows: int) -> RowSets:
     """Cuts of the heads that have equally many rows."""
     if not rows or not any(per_head):
         return ()
@@ -275,5 +275,5 @@ def grouped(per_head: list[Rows], rows: int) -> Cuts:
     cuts = []
     for heads in groups.values():
         listed = [per_head[head] for head in heads]
-        cuts.append(Cut(tuple(heads), (listed[0],) if len(set(listed)) == 1 else tuple(listed)))
+        cuts.append(RowSet(tuple(heads), (listed[0],) if len(set(listed)) == 1 else tuple(listed)))
     return tuple(cuts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .row_sets import Cut, Cuts
+from .row_sets import RowSet, RowSets
 
 #: "kv" is a block of keys and values in the input dtype; "grad" the dK, dV gathered for a block so far, in fp32
 #: (fp64 for fp64 inputs). Where queries rotate, "q" is a block of q and dO in the input dtype, "row" the lse and delta
@@ -28,7 +28,7 @@ class Part:
 
     kind: Kind
     owner: int
-    cut: Cut | None = None
+    cut: RowSet | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,6 @@ class RankPlan:
     kept: tuple[Part, ...] = ()
 
 
-def parts(kind: Kind, owner: int, cuts: Cuts) -> tuple[Part, ...]:
+def parts(kind: Kind, owner: int, cuts: RowSets) -> tuple[Part, ...]:
     """The pieces of a message that carry these rows."""
     return tuple(Part(kind, owner, cut) for cut in cuts)

@@ -11,7 +11,7 @@ import torch
 from ..kernels.base import wide
 from ..plan.work import Work, moved
 from .memory_pool import Pool, empty, memory_pool
-from .merge_plan import Piece, Section
+from .merge_plan import KernelCall, Section
 from .softmax import merge_
 
 #: Query rows times heads times batch of one call: bounds what a kernel allocates for it.
@@ -41,7 +41,7 @@ def lined_up(x: torch.Tensor) -> torch.Tensor:
     return empty(x.shape, x.dtype, x.device).copy_(x)
 
 
-class Inputs:
+class KernelInputs:
     """What calls of the kernel read: views, but for keys that must be gathered from several runs, in a workspace."""
 
     def __init__(self, pool: Pool) -> None:
@@ -97,7 +97,7 @@ def add_(x: torch.Tensor, heads: range, runs: tuple[range, ...], work: Work, shi
             select(x, heads, moved(run, turn * shift), place, turns * shift).add_(mine)
 
 
-class Rows:
+class OutputAccumulator:
     """The output rows of one rank. Rows with one partial are written once; others are merged in fp32 or fp64.
 
     An output of that dtype is its own accumulator; a narrower one has an accumulator per section, while the
@@ -111,7 +111,9 @@ class Rows:
         self.pool = memory_pool(q.device)
         self.open: dict[Section, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def add(self, section: Section, piece: Piece, part: torch.Tensor, part_lse: torch.Tensor, batch: slice) -> None:
+    def add(
+        self, section: Section, piece: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice
+    ) -> None:
         """Take in the partial of a call for some elements of the batch."""
         if self.out is None and part.shape == self.shape and part.dtype == wide(self.q.dtype) == self.q.dtype:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()

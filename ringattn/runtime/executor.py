@@ -19,11 +19,11 @@ from ..plan.plan import Plan
 from ..plan.steps import Part
 from ..plan.work import Work
 from ..transport.base import Program
-from .accumulators import Inputs, Rows, add_, batches, lined_up
+from .accumulators import KernelInputs, OutputAccumulator, add_, batches, lined_up
 from .memory_pool import memory_pool, retried
 from .merge_plan import hides, make_script
 from .message_buffers import Tensors
-from .rank_state import Held, zeros
+from .rank_state import RankState, zeros
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def forward(
     q, k, v = map(lined_up, (q, k, v))
     k, v, whole = marked(k, v)
     query, bad = finite_rows(q)
-    state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept if keep else ())
-    rows, inputs = Rows(q, v.shape[-1], out), Inputs(memory_pool(q.device))
+    state = RankState(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept if keep else ())
+    rows, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs(memory_pool(q.device))
     own = Part("kv", job.rank)
     for index, step in enumerate(steps):
         yield from state.start(index, f"forward step {index}")
@@ -115,11 +115,11 @@ def backward(
     rank_plan = job.plan.for_rank(job.rank)
     steps = rank_plan.backward
     held = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
-    state = Held(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept, held=held)
+    state = RankState(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept, held=held)
     hidden = result.lse == -torch.inf
     whole = finite(grad, q, out, result.lse.masked_fill(hidden, 0.0))
     lse = result.lse.masked_fill(hidden, torch.inf)
-    inputs = Inputs(memory_pool(q.device))
+    inputs = KernelInputs(memory_pool(q.device))
     dq = retried(partial(torch.zeros, q.shape, dtype=wide(q.dtype), device=q.device), q.device)
     query = q
     if grad_lse is not None:
@@ -151,8 +151,8 @@ def _by_queries(
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
     steps = job.plan.for_rank(job.rank).backward
     row = (result.lse.unsqueeze(-1), delta(grad, result.out, grad_lse))
-    state = Held(job.plan, job.rank, {"q": (q, grad), "row": row}, steps)
-    inputs = Inputs(memory_pool(q.device))
+    state = RankState(job.plan, job.rank, {"q": (q, grad), "row": row}, steps)
+    inputs = KernelInputs(memory_pool(q.device))
     dk, dv = retried(partial(zeros, (k, v)), q.device)
     key, value = (with_column(k, 0.0), with_column(v, 0.0)) if job.lse else (k, v)
     whole = finite(k, v)
@@ -175,7 +175,7 @@ def _by_queries(
 
 
 def _differentiate(
-    job: Job, works: list[Work], inputs: Inputs, queries: Tensors, keys: Tensors, sums: Tensors, *, clean: bool
+    job: Job, works: list[Work], inputs: KernelInputs, queries: Tensors, keys: Tensors, sums: Tensors, *, clean: bool
 ) -> None:
     """Add a visit's part of dq, dk and dv to `sums`; `queries` are dO, q, out and lse, `keys` k and v."""
     dq, dk, dv = sums

@@ -67,7 +67,7 @@ class Call:
     kernel: str
     scale: Any
     deterministic: bool
-    wire_dtype: Any = None
+    comm_dtype: Any = None
     machine: Machine | str | None = None
     rotate: Any = "auto"
     return_lse: bool = False
@@ -186,7 +186,7 @@ def _compared(
         rows = [found["rows"] for found in records]
         plan = make_plan(
             call.pattern, tokens=sum(rows), ranks=transport.size, layout=call.layout, schedule=call.schedule,
-            machine=get_machine(call.machine, q.device.type), wire_dtype=call.wire_dtype, rotate=call.rotate,
+            machine=get_machine(call.machine, q.device.type), comm_dtype=call.comm_dtype, rotate=call.rotate,
             **describe(q, k, v),
         )  # fmt: skip
         _check_rows(plan, rows)
@@ -217,7 +217,7 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
 
     `rows` and `layout_tokens`, the tokens that a Layout was made for, are this rank's own: they are not compared.
     """
-    layout, wire = call.layout, call.wire_dtype
+    layout, wire = call.layout, call.comm_dtype
     pattern = repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
@@ -233,7 +233,7 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
         "machine": _shortened(repr(get_machine(call.machine, q.device.type))),
         "scale": float(call.scale),
         "deterministic": bool(call.deterministic),
-        "wire_dtype": None if wire is None else dtype_name(wire),
+        "comm_dtype": None if wire is None else dtype_name(wire),
         "rotate": call.rotate,
         "return_lse": bool(call.return_lse),
         "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),

@@ -31,7 +31,7 @@ class Storage(Protocol):
 
 
 @dataclass(frozen=True)
-class Flight:
+class HostFlight:
     """A message on its way: its bytes on the host, and what a device has recorded behind the copy."""
 
     hop: Hop
@@ -68,12 +68,12 @@ class Host:
             self._stages.clear()
         return drive(program, self)
 
-    def post(self, post: Post) -> list[Flight]:
+    def post(self, post: Post) -> list[HostFlight]:
         """Start to copy what arrives to the device, and what leaves it from there."""
         self.counters.add(post)
         return [*map(self._fetch, post.recvs), *map(self._bring, post.sends)]
 
-    def wait(self, ticket: list[Flight]) -> None:
+    def wait(self, ticket: list[HostFlight]) -> None:
         """What is computed next sees what has arrived; what has left the device is added to the stored sums."""
         for flight in ticket:
             if self._side is not None:
@@ -86,16 +86,16 @@ class Host:
             if self._side is not None:
                 self._stages.append((flight.stage, flight.done))
 
-    def _fetch(self, message: Message) -> Flight:
+    def _fetch(self, message: Message) -> HostFlight:
         hop = self._hops[message.peer, message.tag, False]
         stage = self._stage(message.data)
         self._put(hop, stage, add=False)
-        return Flight(hop, False, stage, self._copied(message.data, stage[: message.data.numel()]))
+        return HostFlight(hop, False, stage, self._copied(message.data, stage[: message.data.numel()]))
 
-    def _bring(self, message: Message) -> Flight:
+    def _bring(self, message: Message) -> HostFlight:
         hop = self._hops[message.peer, message.tag, True]
         stage = self._stage(message.data)
-        return Flight(hop, True, stage, self._copied(stage[: message.data.numel()], message.data))
+        return HostFlight(hop, True, stage, self._copied(stage[: message.data.numel()], message.data))
 
     def _put(self, hop: Hop, data: torch.Tensor, *, add: bool) -> None:
         """Copy the stored rows of the parts of a message to its bytes, or add what these hold to the stored rows."""

@@ -16,7 +16,7 @@ SECTION_ROWS = 1 << 17
 
 
 @dataclass(frozen=True)
-class Piece:
+class KernelCall:
     """One call of the kernel. `first`: its rows have no partial yet, so that the result is copied, not merged."""
 
     work: Work
@@ -36,33 +36,33 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Portion:
+class VisitPart:
     """The part of a visit in one section; `last`: no later visit touches it."""
 
     section: Section
-    pieces: tuple[Piece, ...]
+    pieces: tuple[KernelCall, ...]
     last: bool
 
 
 @dataclass(frozen=True)
-class Script:
+class MergePlan:
     """The portions of every visit, in the order of the visits, and the rows that see no key at all."""
 
-    visits: tuple[tuple[Portion, ...], ...]
+    visits: tuple[tuple[VisitPart, ...], ...]
     empty: tuple[range, ...]
 
 
-def hides(visit: tuple[Portion, ...]) -> bool:
+def hides(visit: tuple[VisitPart, ...]) -> bool:
     """Whether some call of a visit has a band, so that a key hidden from some rows is seen by others."""
     return any(not piece.work.dense for portion in visit for piece in portion.pieces)
 
 
-def make_script(plan: Plan, rank: int, kernel: Kernel) -> Script:
+def make_script(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     """The (cached) script of one rank."""
     return plan.memory.answer(("script", rank, kernel.name), lambda: _write(plan, rank, kernel))
 
 
-def _write(plan: Plan, rank: int, kernel: Kernel) -> Script:
+def _write(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     demand = plan.demand
     visits = [demand.works(rank, part.owner, part.cut) for step in plan.for_rank(rank).forward for part in step.visits]
     spans = list(_spans([work for works in visits for work in works], SECTION_ROWS // plan.heads))
@@ -71,7 +71,7 @@ def _write(plan: Plan, rank: int, kernel: Kernel) -> Script:
     for visit, works in enumerate(visits):
         for work in works:
             parts[visit][int(np.searchsorted(starts, work.q.start, "right")) - 1].append(work)
-    drafts: list[list[tuple[int, list[Piece]]]] = [[] for _ in visits]
+    drafts: list[list[tuple[int, list[KernelCall]]]] = [[] for _ in visits]
     sections, last = [], {}
     for index, span in enumerate(spans):
         seen = np.zeros((plan.heads, len(span)), dtype=np.uint16)
@@ -84,14 +84,14 @@ def _write(plan: Plan, rank: int, kernel: Kernel) -> Script:
                     first = not marks.any()
                     mixed |= not first and not marks.all()
                     marks += 1
-                    pieces.append(Piece(call, first))
+                    pieces.append(KernelCall(call, first))
             if pieces:
                 drafts[visit].append((index, pieces))
                 last[index] = visit
         sections.append(Section(span, bool(seen.max() <= 1), mixed or not seen.all()))
-    return Script(
+    return MergePlan(
         tuple(
-            tuple(Portion(sections[i], tuple(pieces), last[i] == visit) for i, pieces in draft)
+            tuple(VisitPart(sections[i], tuple(pieces), last[i] == visit) for i, pieces in draft)
             for visit, draft in enumerate(drafts)
         ),
         tuple(_gaps(spans, plan.layout.rows(rank))),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..plan.plan import Plan
-from ..plan.row_overlap import Move
+from ..plan.row_overlap import RowCopy
 from ..plan.steps import Part
 from .memory_pool import empty, memory_pool
 
@@ -91,7 +91,7 @@ class Buffers:
             self.pool.give(self.free.pop())
 
 
-def put(target: torch.Tensor, x: torch.Tensor, move: Move, *, add: bool) -> None:
+def put(target: torch.Tensor, x: torch.Tensor, move: RowCopy, *, add: bool) -> None:
     """Write, or add, rows of x [B, heads, rows, D] to rows of the target."""
     to = target[:, _slice(move.to_heads)]
     of = x[:, _slice(move.from_heads)]

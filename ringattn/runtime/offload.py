@@ -18,7 +18,7 @@ from ..errors import InvalidInput, OutOfMemory
 from ..kernels.base import Kernel, positive, wide
 from ..pattern import Pattern
 from ..plan.plan import Plan
-from ..plan.schedules.pull import Pull
+from ..plan.schedules.pull import PullSchedule
 from ..plan.steps import Hop, RankPlan, Step
 from ..planner import PLANS, make_plan
 from ..reporting.peak_memory import available
@@ -36,7 +36,7 @@ MULTIPLE = 128
 STEPS = 1 << 22
 
 
-class Streamed(Plan):
+class StreamedPlan(Plan):
     """A plan whose ranks run alone. Their hops are copies: rows come from storage, gradients go there."""
 
     @cached_property
@@ -47,7 +47,7 @@ class Streamed(Plan):
         return self.for_rank(rank).forward
 
     def _made(self, rank: int) -> RankPlan:
-        return Pull(self.demand).steps(rank)
+        return PullSchedule(self.demand).steps(rank)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes of the hops of a rank (None: of all), in both directions. Counted."""
@@ -64,7 +64,7 @@ def _hops(step: Step) -> tuple[Hop, ...]:
 
 
 @dataclass(frozen=True)
-class Whole:
+class HostTensors:
     """Storage of whole tensors in host memory (which may be mapped from a file)."""
 
     tensors: dict[str, torch.Tensor]
@@ -74,13 +74,13 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Stream:
+class HostStream:
     """Runs the ranks of a plan on one device, from and to host storage. A runner of `autograd.Attention`.
 
     `counters` hold the bytes of all hops so far. A rank's own q, k, v, out, lse and gradients cross once besides.
     """
 
-    plan: Streamed
+    plan: StreamedPlan
     kernel: Kernel
     scale: float
     device: torch.device
@@ -91,7 +91,7 @@ class Stream:
         batch, heads, tokens, _ = q.shape
         out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
-        self.compute(Whole({"q": q, "k": k, "v": v, "out": out, "lse": lse}))
+        self.compute(HostTensors({"q": q, "k": k, "v": v, "out": out, "lse": lse}))
         return Forward(out, lse, ())
 
     def backward(
@@ -103,7 +103,7 @@ class Stream:
         dk, dv = (empty(x.shape, wide(x.dtype), x.device) for x in (k, v))
         given = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
         extra = {} if grad_lse is None else {"dlse": grad_lse}
-        self.differentiate(Whole({**given, **extra, "dq": dq, "dk": dk, "dv": dv}), lse=grad_lse is not None)
+        self.differentiate(HostTensors({**given, **extra, "dq": dq, "dk": dk, "dv": dv}), lse=grad_lse is not None)
         dk = dk.to(k.dtype)  # one after the other: the first sum is gone before the second is rounded
         dv = dv.to(v.dtype)
         return dq, dk, dv
@@ -157,7 +157,7 @@ class Stream:
 def make_stream(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, chunk: int | None, device: torch.device,
     backward: bool,
-) -> Stream:  # fmt: skip
+) -> HostStream:  # fmt: skip
     """The stream that computes `call` for tensors of these shapes and dtypes; their numbers are not looked at.
 
     `backward`: a chunk that is not given shall leave room for the backward. Raises InvalidInput, Unsupported or
@@ -167,19 +167,19 @@ def make_stream(
     facts, tokens = describe(q, k, v), q.shape[2]
     size = chunk_rows(tokens, device=device, backward=backward, **facts) if chunk is None else chunk
 
-    def make() -> Streamed:
+    def make() -> StreamedPlan:
         return _streamed(call.pattern, tokens, size, facts)
 
     key = call.pattern, tokens, size, *facts.items()
-    return Stream(make() if call.pattern.transient else _streams.answer(key, make), kernel, call.scale, device)
+    return HostStream(make() if call.pattern.transient else _streams.answer(key, make), kernel, call.scale, device)
 
 
-def _streamed(pattern: Pattern, tokens: int, chunk: int, facts: dict[str, Any]) -> Streamed:
+def _streamed(pattern: Pattern, tokens: int, chunk: int, facts: dict[str, Any]) -> StreamedPlan:
     plan = make_plan(
         pattern, tokens=tokens, ranks=max(1, -(-tokens // chunk)), layout="contiguous", schedule="direct", rotate="keys",
         **facts,
     )  # fmt: skip
-    return Streamed(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
+    return StreamedPlan(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
 
 
 #: Plans streamed lately.

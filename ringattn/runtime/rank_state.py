@@ -9,14 +9,14 @@ import torch
 
 from ..kernels.base import wide
 from ..plan.plan import Plan
-from ..plan.row_overlap import Move, moves
+from ..plan.row_overlap import RowCopy, moves
 from ..plan.steps import BLOCKS, SUMS, Batch, Hop, Kind, Part, Step
 from ..transport.base import Message, Post, Program, Wait
 from .message_buffers import Buffer, Buffers, Tensors, put
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _OpenBatch:
     """Messages on their way until the end of a step: those sent, each with its parts that are copies, and those to come."""
 
     until: int
@@ -25,7 +25,7 @@ class _Flight:
     arriving: list[Buffer]
 
 
-class Held:
+class RankState:
     """Parts of blocks and of gradients, and the buffers they live in, from step to step of one run.
 
     `own` are this rank's blocks of the kinds that travel. `kept` parts outlive the run; `held` are the tensors of
@@ -41,7 +41,7 @@ class Held:
         self.blocks: dict[Part, Tensors] = {**self.own, **dict(zip(kept, held, strict=False))}
         self.mine: Tensors | None = None
         self.where: dict[Part, Buffer] = {}
-        self.flying: list[_Flight] = []
+        self.flying: list[_OpenBatch] = []
         self.sending: list[Buffer] = []
         #: The gradients that this rank gathers, by owner: what arrives for their rows is added to them. Those of keys
         #: go on as they are gathered, those of queries are gathered for the rows that arrive and go on in parts.
@@ -100,22 +100,27 @@ class Held:
                 view.zero_()
         return self.where[part].view(part)
 
-    def _post(self, batch: Batch, label: str) -> Program[_Flight]:
+    def _post(self, batch: Batch, label: str) -> Program[_OpenBatch]:
         sent = [self._outgoing(hop) for hop in batch.sends]  # first: what was packed leaves its buffers
         arriving = [self._receiving(hop) for hop in batch.recvs]
         sends = tuple(Message(hop.peer, hop.tag, b.data) for hop, (b, _) in zip(batch.sends, sent, strict=True))
         recvs = tuple(Message(h.peer, h.tag, b.data) for h, b in zip(batch.recvs, arriving, strict=True))
-        return _Flight(batch.until, (yield Post(sends, recvs, label)), sent, arriving)
+        return _OpenBatch(batch.until, (yield Post(sends, recvs, label)), sent, arriving)
 
     def _receiving(self, hop: Hop) -> Buffer:
         # What is kept stays where it arrived, unless it must be widened first.
-        keeps = self.plan.wire is None and any(part in self.kept for part in hop.parts)
+        keeps = self.plan.comm_dtype is None and any(part in self.kept for part in hop.parts)
         return (self.buffers.fresh if keeps else self.buffers.take)(hop.parts, wire=True)
 
     def _outgoing(self, hop: Hop) -> tuple[Buffer, list[Part]]:
         """The buffer to send, the one that holds exactly these parts or a packed one, and its parts that are copies."""
         buffer = self.where.get(hop.parts[0])
-        if buffer is None or buffer.parts != hop.parts or buffer.live != set(hop.parts) or self.plan.wire is not None:
+        if (
+            buffer is None
+            or buffer.parts != hop.parts
+            or buffer.live != set(hop.parts)
+            or self.plan.comm_dtype is not None
+        ):
             buffer = self.buffers.take(hop.parts, wire=True)
             copies = [part for part in hop.parts if not self._packed(part, buffer)]
         else:
@@ -128,7 +133,7 @@ class Held:
         self._fill(part, buffer.view(part))
         before = self.where.get(part)
         # What is being sent must stay as it is until it has arrived.
-        if before is None or part in self.kept or before in self.sending or self.plan.wire is not None:
+        if before is None or part in self.kept or before in self.sending or self.plan.comm_dtype is not None:
             return False
         self.buffers.drop(before, part)
         self.where[part] = buffer
@@ -147,17 +152,17 @@ class Held:
                 for target, x in zip(views, tensors, strict=True):
                     put(target, x, move, add=False)
 
-    def _moves(self, target: Part, sources: tuple[Part, ...]) -> list[tuple[Move, ...]]:
+    def _moves(self, target: Part, sources: tuple[Part, ...]) -> list[tuple[RowCopy, ...]]:
         """The rows that a part shares with others of its block."""
 
-        def find() -> list[tuple[Move, ...]]:
+        def find() -> list[tuple[RowCopy, ...]]:
             heads, rows = self.plan.part_heads(target.kind), self.plan.layout.rows(target.owner)
             return [moves(target.cut, source.cut, heads, rows) for source in sources]
 
         return self.plan.memory.answer(("moves", target, sources), find)
 
     def _arrived(self, part: Part, buffer: Buffer) -> None:
-        if self.plan.wire is not None:
+        if self.plan.comm_dtype is not None:
             buffer = self._widened(part, buffer)
         views = buffer.view(part)
         if part.kind in BLOCKS:

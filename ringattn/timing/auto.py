@@ -11,13 +11,13 @@ from ..errors import Unsupported
 from ..layout.regular import MAX_RANGES, Layout
 from ..machine.machine import Machine
 from ..pattern import Pattern
-from ..pattern.head_slice import SomeHeads
+from ..pattern.head_slice import HeadSlice
 from ..plan.choice import Candidate, Choice
-from ..plan.key_demand import Demand
+from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 from ..text import duration
 from .costs import most_memory
-from .estimate import CLOCKS, Estimate, estimate, mean_pairs
+from .estimate import SAMPLED_STEPS, Estimate, estimate, mean_pairs
 from .forecast import pair_seconds
 from .metered import Metered, TooMany, sharing
 
@@ -25,7 +25,7 @@ from .metered import Metered, TooMany, sharing
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
 #: Above this many ranks neither all-gather, which needs P - 1 messages, nor balanced, which counts 8 P chunks, is tried.
 MANY = 256
-#: An estimate that takes more lookups of tiles is made again from FEWER clocks; where that takes as many, there is none.
+#: An estimate that takes more lookups of tiles is made again from FEWER steps; where that takes as many, there is none.
 LOOKUPS, FEWER = 20_000, 4
 #: Plans for up to this many ranks are compared even where the ring is seen to be as fast as a schedule can be.
 CHEAP = 8
@@ -35,15 +35,15 @@ EQUAL = 1.02
 
 def schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
     """Schedules that `auto` compares for the sizes of a plan, the ring first; the first of equals is taken."""
-    ranks, inner = plan.ranks, machine.inner
+    ranks, inner = plan.ranks, machine.ranks_per_node
     nodes = (f"double_ring({inner})",) if 1 < inner < ranks and ranks % inner == 0 else ()
-    teams = tuple(f"ulysses({size}, ring)" for size in team_sizes(plan, machine))
-    return ("ring", "direct", *(("allgather",) if ranks <= MANY else ()), *nodes, *teams)
+    split_ulysses = tuple(f"ulysses({size}, ring)" for size in team_sizes(plan, machine))
+    return ("ring", "direct", *(("allgather",) if ranks <= MANY else ()), *nodes, *split_ulysses)
 
 
 def team_sizes(plan: Plan, machine: Machine) -> list[int]:
     """Sizes of Ulysses teams that divide ranks and heads, and whose ranks are of one node; any where all links are alike."""
-    node = min(machine.inner, plan.ranks) if machine.inner > 1 else plan.ranks
+    node = min(machine.ranks_per_node, plan.ranks) if machine.ranks_per_node > 1 else plan.ranks
     most = gcd(plan.ranks, plan.heads, plan.kv_heads, node)
     return [size for size in range(2, most + 1) if most % size == 0]
 
@@ -51,9 +51,9 @@ def team_sizes(plan: Plan, machine: Machine) -> list[int]:
 def _no_teams(plan: Plan, machine: Machine) -> str:
     """Why no Ulysses teams are compared."""
     heads = f"{plan.ranks:,} ranks, {plan.heads} query heads"
-    if machine.inner == 1:
+    if machine.ranks_per_node == 1:
         return f"no size of a team divides {heads} and {plan.kv_heads} key/value heads"
-    return f"no size of a team divides {heads}, {plan.kv_heads} key/value heads and nodes of {machine.inner}"
+    return f"no size of a team divides {heads}, {plan.kv_heads} key/value heads and nodes of {machine.ranks_per_node}"
 
 
 def layouts(ranks: int) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def choose(
 ) -> tuple[Plan, Choice]:
     """The plan of the best of all `layouts` with the schedules `names` (None: those of `auto`). Pure.
 
-    It does not look at the clock: all ranks choose alike. A schedule is taken only where the ring on the same layout was
+    It does not look at the step: all ranks choose alike. A schedule is taken only where the ring on the same layout was
     estimated, too, or where it was named.
     """
     first = plan(layouts[0], names[0] if names else "ring")
@@ -104,7 +104,7 @@ class _Comparison:
         self.found: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
         #: By layout and team. Schedules without teams ask the same questions, and the plan that is taken asks them again.
-        self._asked: dict[tuple[Layout, int], tuple[Demand, Metered]] = {}
+        self._asked: dict[tuple[Layout, int], tuple[KeyDemand, Metered]] = {}
 
     def leave(self, layout: Layout, name: str, why: str) -> None:
         """Note a candidate that is not compared."""
@@ -136,10 +136,10 @@ class _Comparison:
     def add(self, layout: Layout, name: str) -> bool:
         """Compare a schedule on a layout; whether there is an estimate of it."""
         made = self.plan(layout, name)
-        for clocks in (CLOCKS, FEWER):
+        for steps in (SAMPLED_STEPS, FEWER):
             demand = self._asking(made, LOOKUPS)
             try:
-                estimated = estimate(made, self.machine, demand, clocks)
+                estimated = estimate(made, self.machine, demand, steps)
             except TooMany:
                 continue
             except Unsupported as error:  # the kernel times of the machine end before the tiles of larger shards
@@ -149,19 +149,19 @@ class _Comparison:
                 return False
             candidate = Candidate(layout.name, made.schedule, estimated.prediction, basis=_basis(estimated))
             self.found.append(candidate)
-            self.plans[candidate] = made if made.team > 1 else made.asking(sharing(made.demand, demand))
+            self.plans[candidate] = made if made.ulysses_size > 1 else made.asking(sharing(made.demand, demand))
             return True
         self.leave(layout, made.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
         return False
 
-    def _asking(self, plan: Plan, budget: int) -> Demand:
+    def _asking(self, plan: Plan, budget: int) -> KeyDemand:
         """A demand of a plan that stops answering after so many lookups, and knows what was asked on the layout before."""
-        key = plan.layout, plan.team
+        key = plan.layout, plan.ulysses_size
         if key not in self._asked:
             metered = Metered(plan.pattern, budget)
             counting = cast(Pattern, metered)
-            inner = plan.member(0)[0]
-            pattern = SomeHeads(counting, 0) if plan.team > 1 else counting
+            inner = plan.ring_plan(0)[0]
+            pattern = HeadSlice(counting, 0) if plan.ulysses_size > 1 else counting
             self._asked[key] = replace(inner.demand, pattern=pattern), metered
         demand, metered = self._asked[key]
         metered.left = budget
@@ -173,10 +173,10 @@ class _Comparison:
 
 
 def _basis(found: Estimate) -> str:
-    ranks, clocks = (
-        f"{some:,} of {every:,}" if some < every else f"all {every:,}" for some, every in (found.ranks, found.clocks)
+    ranks, steps = (
+        f"{some:,} of {every:,}" if some < every else f"all {every:,}" for some, every in (found.ranks, found.steps)
     )
-    return f"{ranks} ranks, {clocks} clocks"
+    return f"{ranks} ranks, {steps} steps"
 
 
 def _idle(plan: Plan) -> str:

@@ -25,8 +25,8 @@ def most_memory(plan: Plan) -> int:
     block = _block(plan, ("kv",))
     blocks = {"allgather": plan.ranks, "ring": 2, "direct": 2}.get(plan.schedule, 3) if plan.ranks > 1 else 0
     receiving = blocks * block
-    if plan.team > 1:
-        exchanged = (plan.team - 1) * max(plan.part_bytes(Part("qkv", 0)), plan.part_bytes(Part("out", 0)))
+    if plan.ulysses_size > 1:
+        exchanged = (plan.ulysses_size - 1) * max(plan.part_bytes(Part("qkv", 0)), plan.part_bytes(Part("out", 0)))
         receiving = max(receiving, exchanged + block)
     return sum(memory(plan, receiving=receiving).values())
 
@@ -51,7 +51,7 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
         "output": tokens * result * item,
         "lse": tokens * plan.heads * wide,
     }
-    if plan.team > 1:
+    if plan.ulysses_size > 1:
         found["q, k, v, output and lse of the team's heads"] = tokens * ((inputs + result) * item + plan.heads * wide)
     if not backward:
         found["receive buffers"] = _receiving(plan, ("kv",), backward) if receiving is None else receiving
@@ -106,7 +106,7 @@ def _receiving(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
 def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
     """Bytes that one rank must write to continue a pass later: its sums so far. Forward: out and lse; backward: dq, dk, dv.
 
-    The inputs are taken to be elsewhere already; the number of the clock is not counted.
+    The inputs are taken to be elsewhere already; the number of the step is not counted.
     """
     tokens = plan.batch * -(-plan.tokens // plan.ranks)
     wide = max(ITEM_BYTES[plan.dtype], 4)

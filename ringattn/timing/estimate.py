@@ -1,6 +1,6 @@
-"""Estimated time of a forward from few ranks and few clocks: what `auto` compares plans by, at a bounded cost.
+"""Estimated time of a forward from few ranks and few steps: what `auto` compares plans by, at a bounded cost.
 
-Of a rank to which few blocks come, all clocks are looked at. Of any other rank, evenly spaced clocks stand for those
+Of a rank to which few blocks come, all steps are looked at. Of any other rank, evenly spaced steps stand for those
 between them, and the time of its visits is scaled to the exact number of its pairs.
 """
 
@@ -16,14 +16,14 @@ from ..errors import Unsupported
 from ..machine.machine import Machine
 from ..plan.block_demand import remembered
 from ..plan.choice import Prediction
-from ..plan.key_demand import Demand
-from ..plan.query_demand import Transposed
-from ..plan.row_sets import Cut
+from ..plan.key_demand import KeyDemand
+from ..plan.query_demand import QueryDemand
+from ..plan.row_sets import RowSet
 from ..plan.schedules import planner
-from ..plan.schedules.allgather import AllGather
-from ..plan.schedules.direct import Direct
-from ..plan.schedules.double_ring import DoubleRing
-from ..plan.schedules.ring import Ring
+from ..plan.schedules.allgather import AllGatherSchedule
+from ..plan.schedules.direct import DirectSchedule
+from ..plan.schedules.double_ring import DoubleRingSchedule
+from ..plan.schedules.ring import RingSchedule
 from ..plan.schedules.route import Edge, Route
 from ..plan.steps import Kind, Part
 from .forecast import pair_seconds
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 COUNTED = 16
 #: Of up to so many ranks all are looked at.
 ALL = 8
-#: Where more blocks than this come to a rank, about so many of its clocks are looked at.
-CLOCKS = 16
-#: Cycles of a double ring that are looked at, and clocks of each.
+#: Where more blocks than this come to a rank, about so many of its steps are looked at.
+SAMPLED_STEPS = 16
+#: Cycles of a double ring that are looked at, and steps of each.
 CYCLES, INSIDE = 4, 4
 #: Ranks of a node that are looked at where all of them share its way out.
 MEMBERS = 3
@@ -46,40 +46,42 @@ MEMBERS = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A predicted forward, and how many ranks and clocks were looked at to find it."""
+    """A predicted forward, and how many ranks and steps were looked at to find it."""
 
     prediction: Prediction
     ranks: tuple[int, int]
-    clocks: tuple[int, int]
+    steps: tuple[int, int]
 
     @property
     def exact(self) -> bool:
-        """Whether all clocks of all ranks were looked at."""
-        return self.ranks[0] == self.ranks[1] and self.clocks[0] == self.clocks[1]
+        """Whether all steps of all ranks were looked at."""
+        return self.ranks[0] == self.ranks[1] and self.steps[0] == self.steps[1]
 
 
 @dataclass(frozen=True)
-class _Clock:
-    """What a rank does at clock `at`, which stands for `weight` clocks."""
+class _SampledStep:
+    """What a rank does at step `at`, which stands for `weight` steps."""
 
     at: int
     weight: float
-    #: Ranks whose blocks are computed with, and the edges whose messages are posted at this clock.
+    #: Ranks whose blocks are computed with, and the edges whose messages are posted at this step.
     owners: tuple[int, ...]
     posted: tuple[Edge, ...]
 
 
-def estimate(plan: Plan, machine: Machine, demand: Demand, clocks: int = CLOCKS) -> Estimate:
+def estimate(plan: Plan, machine: Machine, demand: KeyDemand, steps: int = SAMPLED_STEPS) -> Estimate:
     """The time of a forward of `plan` on `machine`. Pure.
 
     `demand` is asked instead of that of the plan, or, where ranks form Ulysses teams, of that of the first members.
     """
-    size, inner = plan.team, plan.member(0)[0]
+    size, inner = plan.ulysses_size, plan.ring_plan(0)[0]
     if size == 1:
-        return _Between(plan, machine, demand, 1, clocks).found()
+        return _Between(plan, machine, demand, 1, steps).found()
     # Ranks with the same place in their teams: so many of them are in one node.
-    per_node = inner.ranks if machine.inner >= plan.ranks else max(machine.inner // size, 1)
-    between = _Between(inner, replace(machine, inner=per_node), demand, min(size, machine.inner), clocks).found()
+    per_node = inner.ranks if machine.ranks_per_node >= plan.ranks else max(machine.ranks_per_node // size, 1)
+    between = _Between(
+        inner, replace(machine, ranks_per_node=per_node), demand, min(size, machine.ranks_per_node), steps
+    ).found()
     seconds, sent = _exchanges(plan, machine)
     one = between.prediction
     # The last exchange follows the last visit, and the first precedes all of them: nothing hides them.
@@ -91,80 +93,80 @@ def estimate(plan: Plan, machine: Machine, demand: Demand, clocks: int = CLOCKS)
 
 def _exchanges(plan: Plan, machine: Machine) -> tuple[float, int]:
     """Seconds of exchanging tokens for heads and back in a team, and the bytes that a rank sends in it."""
-    near = min(plan.team, machine.inner) - 1
+    near = min(plan.ulysses_size, machine.ranks_per_node) - 1
     seconds, sent = 0.0, 0
     kinds: tuple[Kind, ...] = ("qkv", "out")
     for kind in kinds:
         one = plan.part_bytes(Part(kind, 0))
-        sent += (plan.team - 1) * one
-        ways = (near, True, 1), (plan.team - 1 - near, False, machine.inner)
+        sent += (plan.ulysses_size - 1) * one
+        ways = (near, True, 1), (plan.ulysses_size - 1 - near, False, machine.ranks_per_node)
         seconds += max(_seconds(machine, [one] * count, near, crowd) for count, near, crowd in ways)
     return seconds, sent
 
 
 def _seconds(machine: Machine, sizes: list[int], near: bool, crowd: int) -> float:
     """Seconds of messages that follow each other; between nodes beside those of `crowd` ranks that share a way out."""
-    alpha, beta = machine.rates(near)
-    alone = sum(alpha + size / beta for size in sizes)
-    return alone * crowd if machine.shared and not near else alone
+    latency, bandwidth = machine.rates(near)
+    alone = sum(latency + size / bandwidth for size in sizes)
+    return alone * crowd if machine.shared_nic and not near else alone
 
 
 @remembered
-def _pairs(demand: Demand, rank: int) -> int:
+def _pairs(demand: KeyDemand, rank: int) -> int:
     """(query, key, head, branch) pairs of a rank."""
     whole, heads = range(demand.layout.tokens), range(demand.heads)
     return sum(demand.pattern.count(q, whole, heads) for q in demand.layout.shard(rank))
 
 
 @remembered
-def busiest(demand: Demand) -> int:
+def busiest(demand: KeyDemand) -> int:
     """The rank with the most pairs of COUNTED evenly spaced ones."""
     return max(_spaced(demand), key=lambda rank: _pairs(demand, rank))
 
 
 @remembered
-def mean_pairs(demand: Demand) -> float:
+def mean_pairs(demand: KeyDemand) -> float:
     """The mean pairs of COUNTED evenly spaced ranks."""
     spaced = _spaced(demand)
     return sum(_pairs(demand, rank) for rank in spaced) / len(spaced)
 
 
-def _spaced(demand: Demand) -> list[int]:
+def _spaced(demand: KeyDemand) -> list[int]:
     ranks = demand.layout.ranks
     count = min(ranks, COUNTED)
     return [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
 
 
 @remembered
-def _merged(demand: Demand, rank: int, owner: int) -> int:
+def _merged(demand: KeyDemand, rank: int, owner: int) -> int:
     """(query row, head)s of a rank that see a key of the block of `owner`."""
     rows = demand.layout.rows(rank) * demand.heads
     if demand.pairs(rank, owner) == rows * demand.layout.rows(owner):
         return rows
-    return Transposed(demand).size((range(owner, owner + 1),), rank)
+    return QueryDemand(demand).size((range(owner, owner + 1),), rank)
 
 
 class _Between:
     """The estimate of a plan without teams. `crowd` ranks of a node stand for each of its ranks, as members of a team."""
 
-    def __init__(self, plan: Plan, machine: Machine, demand: Demand, crowd: int, clocks: int) -> None:
-        self.plan, self.machine, self.demand, self.crowd, self.most = plan, machine, demand, crowd, clocks
+    def __init__(self, plan: Plan, machine: Machine, demand: KeyDemand, crowd: int, steps: int) -> None:
+        self.plan, self.machine, self.demand, self.crowd, self.most = plan, machine, demand, crowd, steps
         schedule = planner(plan.schedule, demand)
-        self.gathers = isinstance(schedule, AllGather)
-        if isinstance(schedule, AllGather):
-            schedule = Direct(demand)
+        self.gathers = isinstance(schedule, AllGatherSchedule)
+        if isinstance(schedule, AllGatherSchedule):
+            schedule = DirectSchedule(demand)
         if not isinstance(schedule, Route):
             raise Unsupported(f"there is no estimate of the schedule {plan.schedule}, which has no routes")
         self.route: Route = schedule
-        self.row = plan.part_bytes(Part("kv", 0, Cut((0,), ((range(1),),))))
+        self.row = plan.part_bytes(Part("kv", 0, RowSet((0,), ((range(1),),))))
         self.rates = Rates(plan, machine, backward=False)
         self.pair = pair_seconds(plan, machine, backward=False)
-        #: By rank and clock: seconds of the rank's visits, seconds of the messages that it receives, and their edges.
-        self.steps: dict[tuple[int, int], tuple[float, float, tuple[Edge, ...]]] = {}
+        #: By rank and step: seconds of the rank's visits, seconds of the messages that it receives, and their edges.
+        self.times: dict[tuple[int, int], tuple[float, float, tuple[Edge, ...]]] = {}
 
     def found(self) -> Estimate:
         """The time of the slowest rank that was looked at."""
-        ranks, inner = self.plan.ranks, self.machine.inner
+        ranks, inner = self.plan.ranks, self.machine.ranks_per_node
         # Ranks wait for each other, so that a link between nodes sets the pace of all: where some are, they are looked at.
         looked = {0, busiest(self.demand), ranks - 1, *((inner - 1, ranks - inner) if 1 < inner < ranks else ())}
         looked |= set(range(ranks)) if ranks <= ALL else set()
@@ -177,53 +179,53 @@ class _Between:
         ]
         worst = max((one for one, _ in each), key=lambda one: one.seconds)
         seconds = worst.seconds
-        if isinstance(self.route, DoubleRing):
+        if isinstance(self.route, DoubleRingSchedule):
             # The ranks of a node wait in every cycle for the slowest outer message of all.
             cycles = {cycle for _, found in each for cycle in found}
             seconds = sum(max(found.get(cycle, 0.0) for _, found in each) for cycle in cycles)
         elif few and len(looked) == ranks and not self.gathers:
             seconds = self._together()
-        clocks = len(self._sampled(0, last)) if not few else last + 1
+        steps = len(self._sampled(0, last)) if not few else last + 1
         most = {"bytes": max(one.bytes for one, _ in each), "messages": max(one.messages for one, _ in each)}
         whole = replace(worst, seconds=seconds, exposed=seconds - worst.compute, **most)
-        return Estimate(whole, (len(looked), ranks), (clocks, last + 1))
+        return Estimate(whole, (len(looked), ranks), (steps, last + 1))
 
-    def _one(self, rank: int, clocks: list[_Clock]) -> tuple[Prediction, dict[int, float]]:
+    def _one(self, rank: int, steps: list[_SampledStep]) -> tuple[Prediction, dict[int, float]]:
         """The forward of a rank, and the seconds of its cycles in a double ring."""
-        counted = [sum(self.demand.pairs(rank, owner) for owner in clock.owners) for clock in clocks]
-        guessed = sum(clock.weight * pairs for clock, pairs in zip(clocks, counted, strict=True))
+        counted = [sum(self.demand.pairs(rank, owner) for owner in step.owners) for step in steps]
+        guessed = sum(step.weight * pairs for step, pairs in zip(steps, counted, strict=True))
         per_pair = self.pair * _pairs(self.demand, rank) / guessed if guessed else 0.0
         compute = per_pair * guessed
-        busy = [self._busy(rank, clock, per_pair * pairs) for clock, pairs in zip(clocks, counted, strict=True)]
+        busy = [self._busy(rank, step, per_pair * pairs) for step, pairs in zip(steps, counted, strict=True)]
         if self.gathers:
-            return self._gathered(rank, clocks, busy, compute), {}
+            return self._gathered(rank, steps, busy, compute), {}
         seconds = sent = messages = 0.0
         cycles: dict[int, list[float]] = {}
-        for clock, (visit, merge) in zip(clocks, busy, strict=True):
-            alone, outer = self._messages(rank, clock)
+        for step, (visit, merge) in zip(steps, busy, strict=True):
+            alone, outer = self._messages(rank, step)
             worked = visit + merge + self.rates.gamma * min(visit, alone)
-            step = max(worked, alone)
-            self.steps[rank, clock.at] = worked, alone, clock.posted
-            if isinstance(self.route, DoubleRing):
-                cycle = cycles.setdefault(clock.at // self.route.inner, [0.0, 0.0])
-                cycle[0] += clock.weight * step
-                cycle[1] += clock.weight * outer
-            seconds += clock.weight * step
-            sent += clock.weight * sum(map(self._size, clock.posted))
-            messages += clock.weight * len(clock.posted)
-        longest = {number: max(pair) for number, pair in cycles.items()}
-        seconds = sum(longest.values()) if longest else seconds
-        return Prediction(seconds, compute, seconds - compute, round(sent), round(messages)), longest
+            longest = max(worked, alone)
+            self.times[rank, step.at] = worked, alone, step.posted
+            if isinstance(self.route, DoubleRingSchedule):
+                cycle = cycles.setdefault(step.at // self.route.inner, [0.0, 0.0])
+                cycle[0] += step.weight * longest
+                cycle[1] += step.weight * outer
+            seconds += step.weight * longest
+            sent += step.weight * sum(map(self._size, step.posted))
+            messages += step.weight * len(step.posted)
+        slowest = {number: max(pair) for number, pair in cycles.items()}
+        seconds = sum(slowest.values()) if slowest else seconds
+        return Prediction(seconds, compute, seconds - compute, round(sent), round(messages)), slowest
 
     def _together(self) -> float:
         """Seconds until all ranks have finished.
 
-        A message begins when its sender and its receiver have begun the clock, and both of them wait for the message.
+        A message begins when its sender and its receiver have begun the step, and both of them wait for the message.
         """
         ranks = range(self.plan.ranks)
         begun = [0.0 for _ in ranks]
-        for time in sorted({at for _, at in self.steps}):
-            known = [self.steps.get((rank, time), (0.0, 0.0, ())) for rank in ranks]
+        for time in sorted({at for _, at in self.times}):
+            known = [self.times.get((rank, time), (0.0, 0.0, ())) for rank in ranks]
             # Messages of a rank over one kind of link follow each other, those that it sends as those that it receives.
             lasts: defaultdict[tuple[int, bool, bool], float] = defaultdict(float)
             for rank, (_, _, posted) in enumerate(known):
@@ -237,54 +239,58 @@ class _Between:
                 for edge in posted:
                     near = self._near(edge)
                     last = max(lasts[rank, near, True], lasts[edge.source, near, False])
-                    if self.machine.shared and not near:
+                    if self.machine.shared_nic and not near:
                         last = max(last, received)  # all that comes to the node
                     end = max(begun[rank], begun[edge.source]) + last
                     after[rank], after[edge.source] = max(after[rank], end), max(after[edge.source], end)
             begun = after
         return max(begun)
 
-    def _gathered(self, rank: int, clocks: list[_Clock], busy: list[tuple[float, float]], compute: float) -> Prediction:
+    def _gathered(
+        self, rank: int, steps: list[_SampledStep], busy: list[tuple[float, float]], compute: float
+    ) -> Prediction:
         """The forward of a rank of an all-gather, whose own visit is all that computes meanwhile."""
         sizes = self._blocks(rank)
-        crowds = self.crowd * self.machine.inner, 1
+        crowds = self.crowd * self.machine.ranks_per_node, 1
         gather = max(_seconds(self.machine, sizes[near], bool(near), crowds[near]) for near in (0, 1))
         own = busy[0][0]
         seconds = max(own + self.rates.gamma * min(own, gather), gather)
-        seconds += sum(clock.weight * sum(one) for clock, one in zip(clocks[1:], busy[1:], strict=True))
+        seconds += sum(step.weight * sum(one) for step, one in zip(steps[1:], busy[1:], strict=True))
         return Prediction(seconds, compute, seconds - compute, sum(map(sum, sizes)), self.plan.ranks - 1)
 
-    def _busy(self, rank: int, clock: _Clock, visit: float) -> tuple[float, float]:
-        """Seconds of the visits of a clock, and of merging what they give."""
+    def _busy(self, rank: int, step: _SampledStep, visit: float) -> tuple[float, float]:
+        """Seconds of the visits of a step, and of merging what they give."""
         if self.machine.merge is None:
             return visit, 0.0
-        rows = sum(_merged(self.demand, rank, owner) for owner in clock.owners if owner != rank)
+        rows = sum(_merged(self.demand, rank, owner) for owner in step.owners if owner != rank)
         return visit, self.rates.merge(rows)
 
-    def _messages(self, rank: int, clock: _Clock) -> tuple[float, float]:
-        """Seconds of the messages that end with a clock, and of those that have its whole cycle of a double ring."""
+    def _messages(self, rank: int, step: _SampledStep) -> tuple[float, float]:
+        """Seconds of the messages that end with a step, and of those that have its whole cycle of a double ring."""
         seconds = {(near, whole): 0.0 for near in (True, False) for whole in (True, False)}
-        for edge in clock.posted:
+        for edge in step.posted:
             near = self._near(edge)
-            whole = isinstance(self.route, DoubleRing) and edge.lane > 0
+            whole = isinstance(self.route, DoubleRingSchedule) and edge.lane > 0
             sizes = [self._size(edge)]
-            if not near and self.machine.shared and self.machine.inner > 1:
+            if not near and self.machine.shared_nic and self.machine.ranks_per_node > 1:
                 sizes = self._of_node(rank, edge.time)
             seconds[near, whole] += _seconds(self.machine, sizes, near, self.crowd)
         return tuple(max(seconds[near, whole] for near in (True, False)) for whole in (False, True))  # type: ignore[return-value]
 
     def _near(self, edge: Edge) -> bool:
-        return edge.source // self.machine.inner == edge.target // self.machine.inner
+        return edge.source // self.machine.ranks_per_node == edge.target // self.machine.ranks_per_node
 
     def _of_node(self, rank: int, time: int) -> list[int]:
-        """Bytes of the messages that come to the node of a rank from other nodes for one clock."""
+        """Bytes of the messages that come to the node of a rank from other nodes for one step."""
         node = self.machine.node(rank, self.plan.ranks)
-        if isinstance(self.route, Ring):
+        if isinstance(self.route, RingSchedule):
             ends = [edge for end in sorted({node[0], node[-1]}) for edge in self.route.at(end, time)]
             return [self._size(edge) for edge in ends if not self._near(edge)]
         # Those of a few ranks stand for all.
         looked = sorted({node[len(node) * i // MEMBERS] for i in range(MEMBERS)} | {rank})
-        far = [self._size(edge) for member in looked for edge in self.route.at(member, time) if not self._near(edge)]
+        far = [
+            self._size(edge) for ring_plan in looked for edge in self.route.at(ring_plan, time) if not self._near(edge)
+        ]
         return [round(sum(far) / len(far))] * max(round(len(far) * len(node) / len(looked)), 1)
 
     def _size(self, edge: Edge) -> int:
@@ -296,31 +302,31 @@ class _Between:
         inside = len(self.machine.node(rank, self.plan.ranks)) - 1
         return [one] * (self.plan.ranks - 1 - inside), [one] * inside
 
-    def _listed(self, rank: int, arrivals: list[Edge]) -> list[_Clock]:
-        """All clocks of a rank at which a block arrives, or a message is posted for one."""
+    def _listed(self, rank: int, arrivals: list[Edge]) -> list[_SampledStep]:
+        """All steps of a rank at which a block arrives, or a message is posted for one."""
         known: dict[int, list[Edge]] = {}
         for edge in arrivals:
             known.setdefault(edge.time, []).append(edge)
         times = {0, *known, *(edge.post for edge in arrivals)}
-        return [self._clock(rank, time, 1.0, lambda at: tuple(known.get(at, ()))) for time in sorted(times)]
+        return [self._step(rank, time, 1.0, lambda at: tuple(known.get(at, ()))) for time in sorted(times)]
 
-    def _sampled(self, rank: int, last: int) -> list[_Clock]:
-        """Clocks of a rank that stand for 0 .. `last`."""
+    def _sampled(self, rank: int, last: int) -> list[_SampledStep]:
+        """Steps of a rank that stand for 0 .. `last`."""
         chosen = _spread(last + 1, self.most)
-        if isinstance(self.route, DoubleRing):
+        if isinstance(self.route, DoubleRingSchedule):
             inner = self.route.inner
             inside = _spread(inner, INSIDE)
             chosen = [(t * inner + j, a * b) for t, a in _spread(last // inner + 1, CYCLES) for j, b in inside]
-        return [self._clock(rank, time, weight, lambda at: self.route.at(rank, at)) for time, weight in chosen]
+        return [self._step(rank, time, weight, lambda at: self.route.at(rank, at)) for time, weight in chosen]
 
-    def _clock(self, rank: int, time: int, weight: float, at: Callable[[int], tuple[Edge, ...]]) -> _Clock:
+    def _step(self, rank: int, time: int, weight: float, at: Callable[[int], tuple[Edge, ...]]) -> _SampledStep:
         owners = [edge.owner for edge in at(time)] if time else [rank]
         posted = at(time + 1)
-        if isinstance(self.route, DoubleRing):
+        if isinstance(self.route, DoubleRingSchedule):
             posted = tuple(edge for edge in posted if not edge.lane)
             if time % self.route.inner == 0:
                 posted += tuple(edge for edge in at(time + self.route.inner) if edge.lane)
-        return _Clock(time, weight, tuple(dict.fromkeys(owners)), posted)
+        return _SampledStep(time, weight, tuple(dict.fromkeys(owners)), posted)
 
 
 def _spread(count: int, most: int) -> list[tuple[int, float]]:

@@ -29,7 +29,7 @@ def predict(plan: Plan, machine: Machine, *, backward: bool = False) -> Predicti
     Ranks are taken to run in step. Messages of a step follow each other, those sent beside those received and those
     within a node beside those between nodes, where a shared way out takes those of all its ranks; one that may last several steps counts in equal parts against each.
     """
-    found = [_one(plan, machine, rank, backward) for rank in sampled(plan.ranks, machine.inner)]
+    found = [_one(plan, machine, rank, backward) for rank in sampled(plan.ranks, machine.ranks_per_node)]
     worst = max(found, key=lambda one: one.seconds)
     most = {"bytes": max(one.bytes for one in found), "messages": max(one.messages for one in found)}
     return Prediction(worst.seconds, worst.compute, worst.exposed, **most)
@@ -48,7 +48,7 @@ def _one(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
     per_pair = pair_seconds(plan, machine, backward)
     # By step: seconds of its messages, apart by direction and by link.
     moved: defaultdict[int, defaultdict[tuple[str, bool], float]] = defaultdict(lambda: defaultdict(float))
-    for other in machine.node(rank, plan.ranks) if machine.shared else (rank,):
+    for other in machine.node(rank, plan.ranks) if machine.shared_nic else (rank,):
         for index, way, near, seconds in _messages(plan, machine, other, backward):
             if other == rank or not near:
                 moved[index][way, near] += seconds
@@ -67,7 +67,7 @@ def pair_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
     """Seconds of the attention kernel per (query, key, head, branch) pair, for all elements of the batch."""
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     if machine.kernel is not None:
-        places = sampled(plan.member(0)[0].ranks)
+        places = sampled(plan.ring_plan(0)[0].ranks)
         return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, places)
     return plan.batch * flops / machine.flops
 
@@ -75,7 +75,7 @@ def pair_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
 def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, list[tuple[int, int]]]:
     """The plan of a rank's heads, and (rank with the queries, rank with the keys) of the visits of a step in it. That of an
     owner may be to several parts of its block."""
-    inner, place = plan.member(rank)
+    inner, place = plan.ring_plan(rank)
     # Where queries rotate, the visit is that of their owner to the keys of this rank.
     turned = backward and plan.rotates == "queries"
     owners = sorted({part.owner for part in step.visits})
@@ -91,7 +91,7 @@ def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterat
     for index, step in enumerate(_steps(plan, rank, backward)):
         for way, hops in (("send", step.sends), ("recv", step.recvs)):
             for hop in hops:
-                near, alpha, beta = machine.link(rank, hop.peer)
+                near, latency, bandwidth = machine.link(rank, hop.peer)
                 spanned = range(index, hop.until + 1)
                 for i in spanned:
-                    yield i, way, near, (alpha + sum(map(plan.part_bytes, hop.parts)) / beta) / len(spanned)
+                    yield i, way, near, (latency + sum(map(plan.part_bytes, hop.parts)) / bandwidth) / len(spanned)

@@ -34,7 +34,7 @@ def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bo
     seconds = pairs = stray = 0.0
     largest: tuple[int, int] = (0, 0)
     overhead = times.overhead[backward] / plan.batch
-    inner, _ = plan.member(0)
+    inner, _ = plan.ring_plan(0)
     for weight, rank, owner in _visits(inner, ranks):
         for work in inner.demand.batched(rank, owner):
             seconds += weight * overhead

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ..pattern import Pattern, Tile
-from ..plan.key_demand import Demand
+from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 
 #: What `within_reach` spends: about a second.
@@ -75,19 +75,19 @@ class Metered:
 
 def within_reach(plan: Plan, rank: int) -> tuple[Plan, int] | None:
     """The plan with the steps of a rank made, and the lookups of tiles that they took; None where they take too many."""
-    inner, place = plan.member(rank)  # with teams it is the plan between them that is asked
+    inner, place = plan.ring_plan(rank)  # with teams it is the plan between them that is asked
     metered = Metered(inner.pattern, REACH)
     asked = replace(inner.demand, pattern=cast(Pattern, metered))
     try:
         inner.asking(asked).for_rank(place)
     except TooMany:
         return None
-    known = plan.asking(sharing(plan.demand, asked)) if plan.team == 1 else plan
+    known = plan.asking(sharing(plan.demand, asked)) if plan.ulysses_size == 1 else plan
     return known, REACH - metered.left
 
 
-def sharing(demand: Demand, other: Demand) -> Demand:
+def sharing(demand: KeyDemand, other: KeyDemand) -> KeyDemand:
     """`demand`, knowing the answers that `other` has found."""
     same: Any = replace(demand)
     vars(same)["memory"] = other.memory
-    return cast(Demand, same)
+    return cast(KeyDemand, same)

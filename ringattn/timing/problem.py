@@ -9,15 +9,15 @@ import numpy as np
 
 from ..errors import plural
 from ..plan.schedules.relay import Way
-from ..plan.schedules.ring import Ring as RingSchedule
+from ..plan.schedules.ring import RingSchedule
 from .band.banded import Banded, banded, unequal
 from .band.counted import Counted
-from .band.neighbor_messages import Lanes, scaled
-from .band.traffic import Course
+from .band.neighbor_messages import NeighborMessages, scaled
+from .band.traffic import BandTraffic
 from .rates import Faults, Rates
 from .solvers.recurrence import Lane, Phase, Ring, Value
 
-#: Up to this many ranks x clocks all are counted, even where a busiest rank alone would tell the makespan.
+#: Up to this many ranks x steps all are counted, even where a busiest rank alone would tell the makespan.
 SMALL = 1 << 20
 #: The most ranks whose visits are counted, which takes memory for each.
 MOST = 1 << 20
@@ -25,14 +25,14 @@ MOST = 1 << 20
 
 @dataclass(frozen=True)
 class Problem:
-    """A ring problem, its clocks, and what of the plan was compared to see it.
+    """A ring problem, its steps, and what of the plan was compared to see it.
 
     Where `copies` > 1, the plan's ranks are so many copies of those of `ring` one after another. `bound`: only the
-    makespan is that of the plan. `counted`: what counts the numbers that differ from rank to rank and clock to clock.
+    makespan is that of the plan. `counted`: what counts the numbers that differ from rank to rank and step to step.
     """
 
     ring: Ring
-    clocks: int
+    steps: int
     compared: str
     copies: int = 1
     bound: bool = False
@@ -53,26 +53,26 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
         return unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
     # Blocks of queries go where keys are that they see.
     ways = tuple(RingSchedule(plan.transposed if rates.turned else plan.demand).ways)
-    if rates.machine.shared and rates.machine.inner > 1 and len(ways) > 1:
+    if rates.machine.shared_nic and rates.machine.ranks_per_node > 1 and len(ways) > 1:
         return "both directions share the way out of a node"
-    if rates.machine.shared and 1 < rates.machine.inner < plan.ranks and rates.backward and not band.dense:
+    if rates.machine.shared_nic and 1 < rates.machine.ranks_per_node < plan.ranks and rates.backward and not band.dense:
         return "messages of the backward share the way out of a node"
     if band.dense and len(ways) <= 1:
         return _dense(rates, faults, band, ways)
     if plan.ranks > MOST:
         return f"visits that differ are counted for at most {MOST:,} ranks"
     counted = Counted(rates, faults, band.transposed if rates.turned else band, ways)
-    if rates.buffers > 1 and len(counted.across.clock):
+    if rates.buffers > 1 and len(counted.across.step):
         return "what goes straight between ranks that are no neighbours has one receive slot"
-    clocks = counted.clocks
+    steps = counted.steps
     alike = not faults and not rates.gamma and rates.buffers == 1
-    if alike and not rates.backward and plan.ranks * clocks > SMALL:
+    if alike and not rates.backward and plan.ranks * steps > SMALL:
         hidden = counted.hidden()
         if hidden is not None:
-            ring, clocks, words = hidden
-            return Problem(ring, clocks, f"{band_words(band)}; {words}", bound=True)
-    words = f"{band_words(band)}; {clocks:,} clocks x {plan.ranks:,} ranks were counted"
-    return Problem(counted.ring(), clocks, words, counted=counted)
+            ring, steps, words = hidden
+            return Problem(ring, steps, f"{band_words(band)}; {words}", bound=True)
+    words = f"{band_words(band)}; {steps:,} steps x {plan.ranks:,} ranks were counted"
+    return Problem(counted.ring(), steps, words, counted=counted)
 
 
 def band_words(band: Banded) -> str:
@@ -107,12 +107,12 @@ def repeated(ring: Ring, copies: int) -> Ring:
 def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) -> Problem:
     """Everybody sees everything: all visits and all blocks are alike, and every block goes on to the last rank."""
     plan, ranks = rates.plan, rates.plan.ranks
-    inner = min(rates.machine.inner, ranks)
+    inner = min(rates.machine.ranks_per_node, ranks)
     distinct = inner if not faults and ranks % inner == 0 else ranks
     pairs = band.rows**2 * band.heads
     compute = scaled(pairs * rates.pair, faults)
     merge = scaled(rates.merge(band.rows * band.heads), faults)
-    course, hops = Course.of(plan, rates.backward), ranks - 1
+    course, hops = BandTraffic.of(plan, rates.backward), ranks - 1
     # Where rows stop, the next rank is their owner: sums that go straight are a hop more, after the last visit.
     homeward = 0 if course.back or not hops else course.straight
     sign = (-1 if course.back else 1) * (ways[0].sign if ways else 1)
@@ -123,7 +123,7 @@ def _dense(rates: Rates, faults: Faults, band: Banded, ways: tuple[Way, ...]) ->
     for first, stop in pairwise(bounds):
         moving = (cargo.row_bytes for cargo in course.cargo if 2 * cargo.lag <= first < hops + cargo.lag)
         size = float(band.rows * (sum(moving) + (homeward if first == ranks else 0)))
-        lanes = (Lanes(rates, faults, [(sign, size)], np.arange(distinct)).lane(sign),) if size else ()
+        lanes = (NeighborMessages(rates, faults, [(sign, size)], np.arange(distinct)).lane(sign),) if size else ()
         visits = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visits, lanes))
     phases = phases[::-1] if course.back else phases

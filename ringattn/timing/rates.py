@@ -1,4 +1,4 @@
-"""Seconds of what a plan's steps are made of, on a machine: the same for every tier."""
+"""Seconds of what a plan's steps are made of, on a machine: the same for every solver."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Rates:
     def near(self, sign: int, ranks: np.ndarray | None = None) -> np.ndarray:
         """Whether rank r and the one it sends to, r + sign, are of one node: bool of the shape of `ranks` (default: all);
         of no dimension where that is the same for all."""
-        inner, count = self.machine.inner, self.plan.ranks
+        inner, count = self.machine.ranks_per_node, self.plan.ranks
         if inner == 1 or inner >= count:
             return np.asarray(inner >= count)
         if ranks is not None:
@@ -140,9 +140,9 @@ class Rates:
 
     def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(seconds, seconds of them that occupy the link) of messages of some bytes."""
-        alpha, beta = (
+        latency, bandwidth = (
             np.where(near, inside, outside)
             for inside, outside in zip(self.machine.rates(True), self.machine.rates(False), strict=True)
         )
-        gap = size / beta
-        return alpha + gap, gap
+        gap = size / bandwidth
+        return latency + gap, gap

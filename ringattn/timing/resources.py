@@ -33,7 +33,7 @@ class Loads:
             (self.merge, phase.merge),
             (self.interference, ring.busy(phase) - phase.merge - phase.compute),
         ):
-            total += phase.clocks * value
+            total += phase.steps * value
 
     def causes(self, seconds: float) -> tuple[float, dict[str, float]]:
         """Mean seconds of visits, and what makes the time longer than that, by cause; together they are `seconds`.
@@ -82,8 +82,8 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
         loads.add(ring, phase)
         for lane in phase.lanes:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
-            messages += copies * phase.clocks * int(np.count_nonzero(sent))
-            carried[lane.sign] = carried.get(lane.sign, 0) + phase.clocks * sent
+            messages += copies * phase.steps * int(np.count_nonzero(sent))
+            carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
         straight += [] if phase.chords is None else [phase.chords.bytes]
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds

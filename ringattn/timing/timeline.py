@@ -39,11 +39,11 @@ class Timeline:
     ranks: int
     seconds: float
     #: The algorithm that found it: A .. F of the ladder, and why it could be used.
-    tier: str
+    solver: str
     why: str
     #: What of the plan was compared to see that it may be simplified; empty where every step was simulated.
     compared: str
-    #: When each rank has finished, without jitter, float64 [ranks]; None where the tier finds only the last of them.
+    #: When each rank has finished, without jitter, float64 [ranks]; None where the solver finds only the last of them.
     finish: np.ndarray | None
     #: Mean seconds that a rank computes visits.
     compute: float
@@ -51,7 +51,7 @@ class Timeline:
     #: 95 % interval of the mean time with jitter, and whether it is extrapolated from smaller rings.
     interval: tuple[float, float] | None
     extrapolated: bool
-    #: Bytes on links, counted; None where the tier does not count them.
+    #: Bytes on links, counted; None where the solver does not count them.
     traffic: Traffic | None
     #: Bytes of one rank by category.
     memory: dict[str, int]

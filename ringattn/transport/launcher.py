@@ -86,7 +86,7 @@ def init_process_group(launch: Launch, *, backend: str, timeout: float) -> None:
 
 
 @dataclass
-class _Rank:
+class _LocalRank:
     process: Any
     pipe: Any
     log: Path
@@ -129,7 +129,7 @@ def run_local(
             "timeout": group_timeout or timeout,
             "threads": threads,
         }
-        team: list[_Rank] = []
+        team: list[_LocalRank] = []
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
@@ -143,7 +143,7 @@ def run_local(
                 with _uninterrupted():
                     process.start()
                 theirs.close()
-                team.append(_Rank(process, ours, log, waits=[ours, process.sentinel]))
+                team.append(_LocalRank(process, ours, log, waits=[ours, process.sentinel]))
             _watch(team, timeout, grace)
             return [member.result for member in team]
         finally:
@@ -191,7 +191,7 @@ def drop_output() -> None:
     os.close(nowhere)
 
 
-def _watch(team: list[_Rank], timeout: float, grace: float) -> None:
+def _watch(team: list[_LocalRank], timeout: float, grace: float) -> None:
     """Collect results until every rank has ended well, one has failed, or the time is over."""
     failed: list[int] = []
     deadline = time.monotonic() + timeout
@@ -225,7 +225,7 @@ def _watch(team: list[_Rank], timeout: float, grace: float) -> None:
         raise LaunchFailure(f"the ranks did not end within {timeout:g} s: " + "\n".join(parts))
 
 
-def _first(team: list[_Rank], failed: list[int]) -> int:
+def _first(team: list[_LocalRank], failed: list[int]) -> int:
     """The rank to blame: a killed one first, then one that does not itself complain of a lost peer."""
 
     def innocent(rank: int) -> bool:
@@ -234,7 +234,7 @@ def _first(team: list[_Rank], failed: list[int]) -> int:
     return min(failed, key=lambda rank: (team[rank].process.exitcode >= 0, innocent(rank)))
 
 
-def _report(team: list[_Rank], failed: list[int], first: int) -> str:
+def _report(team: list[_LocalRank], failed: list[int], first: int) -> str:
     code = team[first].process.exitcode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
     if code == 0:

@@ -18,7 +18,7 @@ SMALL, PAGE, WATCHED = 1 << 16, 1 << 16, 64
 
 
 @dataclass
-class _Flight:
+class _PostedMessage:
     """A message with one or both sides posted."""
 
     source: torch.Tensor | None = None
@@ -41,9 +41,9 @@ class _Flight:
 
 
 @dataclass
-class _Ticket:
+class _VirtualTicket:
     label: str
-    flights: list[tuple[str, _Flight]] = field(default_factory=list)
+    flights: list[tuple[str, _PostedMessage]] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -93,7 +93,7 @@ class Virtual:
     def __init__(self, size: int) -> None:
         self.size = size
         self.counters = [Counters() for _ in range(size)]
-        self._open: dict[tuple[int, int, int], _Flight] = {}
+        self._open: dict[tuple[int, int, int], _PostedMessage] = {}
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """Run one program per rank to the end, in turns, and return their results in rank order."""
@@ -102,9 +102,9 @@ class Virtual:
         assert not self._open, f"messages that nobody received: {sorted(self._open)}"
         return results
 
-    def _post(self, rank: int, post: Post) -> _Ticket:
+    def _post(self, rank: int, post: Post) -> _VirtualTicket:
         self.counters[rank].add(post)
-        ticket = _Ticket(post.label)
+        ticket = _VirtualTicket(post.label)
         for message in post.recvs:
             flight = self._flight((message.peer, rank, message.tag), message)
             assert flight.target is None, f"rank {rank}, {post.label}: two receives share peer and tag"
@@ -120,20 +120,20 @@ class Virtual:
             self._close(flight, (rank, message.peer, message.tag))
         return ticket
 
-    def _flight(self, key: tuple[int, int, int], message: Message) -> _Flight:
+    def _flight(self, key: tuple[int, int, int], message: Message) -> _PostedMessage:
         assert message.data.numel() > 0 and message.data.is_contiguous()
-        return self._open.setdefault(key, _Flight())
+        return self._open.setdefault(key, _PostedMessage())
 
-    def _close(self, flight: _Flight, key: tuple[int, int, int]) -> None:
+    def _close(self, flight: _PostedMessage, key: tuple[int, int, int]) -> None:
         if flight.matched:
             del self._open[key]
 
-    def _deliver(self, ticket: _Ticket) -> None:
+    def _deliver(self, ticket: _VirtualTicket) -> None:
         # Messages of one rank at a time, right before it runs: what it reads next is still in the cache.
         for name, flight in ticket.flights:
             flight.deliver(name)
 
-    def _stuck(self, waiting: Mapping[int, _Ticket]) -> str:
+    def _stuck(self, waiting: Mapping[int, _VirtualTicket]) -> str:
         names = [n for ticket in waiting.values() for n, f in ticket.flights if not f.done and not f.matched]
         return "; ".join(names[:8]) + (" ..." if len(names) > 8 else "")
 

@@ -148,5 +148,5 @@ def test_mpi_ranks_calibrate(start: Callable[..., Any], mpirun_path: str, tmp_pa
     assert done.returncode == 0, done.stderr
     record, machine = read_record(path), read_machine(path)
     assert record["made"]["transport"] == "mpi" and record["made"]["ranks"] == 2
-    assert machine.source("beta") == "measured" and len(machine.residuals) == 8 * 2
+    assert machine.source("bandwidth") == "measured" and len(machine.residuals) == 8 * 2
     assert done.stdout.count("written") == 1

@@ -69,9 +69,9 @@ def forms(rank: int) -> list[list[str]]:
         ({"layout": "zigzag", "schedule": "auto"}, {"layout": "zigzag", "schedule": " auto"}),
         (
             {"layout": "zigzag", "schedule": "double_ring(1)"},
-            {"layout": "zigzag", "schedule": "double_ring( inner = 1 )"},
+            {"layout": "zigzag", "schedule": "double_ring( ranks_per_node = 1 )"},
         ),
-        ({"layout": "zigzag", "wire_dtype": "bfloat16"}, {"layout": "zigzag", "wire_dtype": torch.bfloat16}),
+        ({"layout": "zigzag", "comm_dtype": "bfloat16"}, {"layout": "zigzag", "comm_dtype": torch.bfloat16}),
         ({"layout": "zigzag", "scale": 1}, {"layout": "zigzag", "scale": 1.0}),
     )
     told = []

@@ -13,7 +13,7 @@ from test_cli import ringattn
 import ringattn as ra
 from ringattn.cli.calibrate import main as calibrate
 from ringattn.cli.validate import main as validate
-from ringattn.config.groups import Group, MachineGroup, OutputGroup, TransportGroup
+from ringattn.config.groups import ConfigGroup, MachineGroup, OutputGroup, TransportGroup
 from ringattn.config.schema import CalibrateConfig, SimulateConfig, ValidateGroup
 from ringattn.errors import InvalidInput
 from ringattn.machine.file import read_machine, read_record
@@ -26,7 +26,7 @@ def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
     """A machine file holds every number with its source, and samples of every rank behind each."""
     record, machine = read_record(path), read_machine(path)
     assert {"cpu", "torch", "date", "commit", "transport", "threads"} <= set(record["made"])
-    measured = ["flops", "merge", "jitter", *([] if alone else ["alpha", "beta", "gamma", "call"])]
+    measured = ["flops", "merge", "jitter", *([] if alone else ["latency", "bandwidth", "gamma", "call"])]
     assert [machine.source(name) for name in measured] == ["measured"] * len(measured)
     assert all({"value", "unit", "source"} == set(entry) for entry in record["values"].values())
     samples = record["samples"]
@@ -54,8 +54,12 @@ def test_two_gloo_ranks_make_a_machine_that_plan_and_simulate_use(tmp_path: Path
     assert "[measured]" in done.stdout and f"machine=file machine.path={path}" in done.stdout
     machine = check(path, 2)
     assert machine.watts == 5.0 and machine.source("watts") == "assumed"
-    assert (machine.inner, machine.shared) == (1, False), "one node"
-    assert [machine.source(name) for name in ("inner", "shared", "beta")] == ["assumed", "assumed", "measured"]
+    assert (machine.ranks_per_node, machine.shared_nic) == (1, False), "one node"
+    assert [machine.source(name) for name in ("ranks_per_node", "shared_nic", "bandwidth")] == [
+        "assumed",
+        "assumed",
+        "measured",
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.yaml"], "nothing else is left behind"
     file = ("machine=file", f"machine.path={path}", "heads=2", "head_dim=16", "tokens=128", "ranks=2")
     assert ringattn("plan", *file, cwd=tmp_path).returncode == 0
@@ -112,7 +116,7 @@ def test_one_process_alone_measures_kernels(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     machine = check(path, 1, alone=True)
-    assert machine.beta == 5e10 and machine.source("beta") == "cited", "what is not measured is the preset's"
+    assert machine.bandwidth == 5e10 and machine.source("bandwidth") == "cited", "what is not measured is the preset's"
 
 
 @pytest.mark.parametrize(
@@ -133,5 +137,5 @@ def test_one_process_alone_measures_kernels(tmp_path: Path) -> None:
 def test_wrong_calls_are_told_at_once(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     given = {"transport": TransportGroup("gloo"), "output": OutputGroup(str(tmp_path / "m.yaml")), **change}
     with pytest.raises(InvalidInput, match=words):
-        calibrate(CalibrateConfig(kernel=Group("auto"), machine=MachineGroup("auto"), **given))
+        calibrate(CalibrateConfig(kernel=ConfigGroup("auto"), machine=MachineGroup("auto"), **given))
     assert not list(tmp_path.iterdir())

@@ -144,23 +144,23 @@ def test_what_is_impossible_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that stands still but for sleeping; its one entry is the time."""
+def step(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A step that stands still but for sleeping; its one entry is the time."""
     now = [100.0]
     monkeypatch.setattr(bench_links.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(bench_links.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     return now
 
 
-def test_links_are_queues(clock: list[float], tmp_path: Path) -> None:
+def test_links_are_queues(step: list[float], tmp_path: Path) -> None:
     board = Board(tmp_path / "board", Links(2, 2, 10.0, 100.0, latency=0.5))
     other = Board(tmp_path / "board", board.links)  # of another process
     for source, target, tag in ((0, 2, 0), (1, 3, 0), (0, 1, 0), (2, 0, 0), (0, 2, 7)):
         board.post(source, target, tag, 1, 20)
-    clock[0] = 103.0
+    step[0] = 103.0
     for source, target, tag in ((1, 3, 0), (0, 2, 0), (0, 1, 0), (2, 0, 0)):
         other.post(source, target, tag, 1, 20)
-    # The clock starts when the second side posts; both ranks of node 0 share its outer link, in that order.
+    # The step starts when the second side posts; both ranks of node 0 share its outer link, in that order.
     assert board.due(1, 3, 0, 1) == other.due(1, 3, 0, 1) == 105.5
     assert other.due(0, 2, 0, 1) == 107.5
     assert other.due(2, 0, 0, 1) == 105.5  # the way back is another link
@@ -195,7 +195,7 @@ class Silent:
         return [record] * 4
 
 
-def test_only_what_is_left_of_a_delay_is_slept(clock: list[float], tmp_path: Path) -> None:
+def test_only_what_is_left_of_a_delay_is_slept(step: list[float], tmp_path: Path) -> None:
     links = Links(2, 2, 10.0, 100.0)
     peer, transport = Board(tmp_path / "board", links), Delayed(Silent(), Board(tmp_path / "board", links))
     data = torch.zeros(30, dtype=torch.uint8)
@@ -204,14 +204,14 @@ def test_only_what_is_left_of_a_delay_is_slept(clock: list[float], tmp_path: Pat
         turn = 1 if wanted == 103.0 else 2
         peer.post(0, 2, 0, turn, 30)
         peer.post(1, 0, 0, turn, 30)
-        clock[0] += 2.0  # computing
+        step[0] += 2.0  # computing
         transport.wait(ticket)
-        assert clock[0] == wanted
+        assert step[0] == wanted
     ticket = transport.post(Post((), (Message(1, 5, data),), "step"))
     peer.post(1, 0, 5, 1, 30)
-    clock[0] += 7.0
+    step[0] += 7.0
     transport.wait(ticket)
-    assert clock[0] == 113.0  # nothing was left
+    assert step[0] == 113.0  # nothing was left
     assert transport.inner.waited == ["step"] * 3
 
 

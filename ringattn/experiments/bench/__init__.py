@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import InvalidInput, did_you_mean
 from . import auto, patterns, ring, schedules, simulate
-from .case import Case
+from .case import BenchCase
 
 SUITES = {"ring": ring.cases, "patterns": patterns.cases, "schedules": schedules.cases, "auto": auto.cases,
           "simulate": simulate.cases}  # fmt: skip
@@ -12,7 +12,7 @@ SUITES = {"ring": ring.cases, "patterns": patterns.cases, "schedules": schedules
 SUMMARIES = {"auto": auto.share}
 
 
-def get_cases(suite: str, names: list[str] | None = None) -> list[Case]:
+def get_cases(suite: str, names: list[str] | None = None) -> list[BenchCase]:
     """The cases of a suite, all or those named."""
     if suite not in SUITES:
         raise InvalidInput(

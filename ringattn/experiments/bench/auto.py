@@ -13,7 +13,7 @@ from ...machine.machine import Machine
 from ...machine.presets import MACHINES
 from ...pattern import parse_pattern
 from ...planner import make_plan
-from .case import Case, Column, Context, Ratio, Run, relative_error
+from .case import BenchCase, BenchColumn, Context, Ratio, Run, relative_error
 from .links import Links
 
 HEADS, DIM = 2, 64
@@ -52,7 +52,7 @@ NOTE = (
 )
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """40 settings."""
     cpu = MACHINES["cpu"]
     found = [
@@ -64,11 +64,11 @@ def cases() -> list[Case]:
         # Four ranks on two cores.
         machine = Machine(
             flops=cpu.flops / 2,
-            alpha=cpu.alpha,
-            beta=links.outer,
-            inner=links.inner,
-            inner_beta=links.fast,
-            shared=True,
+            latency=cpu.latency,
+            bandwidth=links.outer,
+            ranks_per_node=links.inner,
+            node_bandwidth=links.fast,
+            shared_nic=True,
         )
         found += [
             _case(
@@ -87,7 +87,7 @@ def cases() -> list[Case]:
 
 def _case(
     name: str, pattern: str, layout: str, tokens: int, ranks: int, machine: Machine, links: Links | None = None
-) -> Case:
+) -> BenchCase:
     written = pattern.format(documents=[tokens // 16] * 16)
     plan = make_plan(
         parse_pattern(written), tokens=tokens, ranks=ranks, layout=layout, heads=HEADS, head_dim=DIM, machine=machine
@@ -98,9 +98,9 @@ def _case(
         "batch": 1, "heads": HEADS, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32", "tokens": tokens,
         "pattern": written, "layout": layout, "picked": plan.schedule, "predicted_seconds": predicted,
     }  # fmt: skip
-    columns = tuple(Column(schedule, 1, _attends(schedule)) for schedule in predicted)
+    columns = tuple(BenchColumn(schedule, 1, _attends(schedule)) for schedule in predicted)
     ratios = tuple(Ratio(other, plan.schedule) for other in predicted if other != plan.schedule)
-    return Case(name, ranks, settings, columns, ratios, _check, links=links, summary=_judge, notes=(NOTE,))
+    return BenchCase(name, ranks, settings, columns, ratios, _check, links=links, summary=_judge, notes=(NOTE,))
 
 
 def _attends(schedule: str) -> Callable[[Context], Run]:

@@ -27,7 +27,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Column:
+class BenchColumn:
     """One of the things that a case compares.
 
     `make(context)` is called once per process and returns the function that is timed, or None where this rank
@@ -58,7 +58,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """Columns that run alternately on the same `ranks` processes, and the ratios of interest.
 
     `check(context, results)` compares the columns' results once, before the timing, and returns errors by name;
@@ -69,7 +69,7 @@ class Case:
     name: str
     ranks: int
     settings: dict[str, Any]
-    columns: tuple[Column, ...]
+    columns: tuple[BenchColumn, ...]
     ratios: tuple[Ratio, ...] = ()
     check: Callable[[Context, dict[str, Any]], dict[str, float]] | None = None
     memory: Callable[[Context], int] | None = None

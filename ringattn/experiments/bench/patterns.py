@@ -18,7 +18,7 @@ from ...pattern import Causal, parse_pattern
 from ...planner import make_plan
 from ...runtime.checkpointing import keep_attention
 from ...runtime.memory_pool import LIMIT, memory_pool
-from .case import Case, Column, Context, Ratio, Run
+from .case import BenchCase, BenchColumn, Context, Ratio, Run
 
 HEADS, DIM, TOKENS = 8, 64, 8192
 #: A result that differs from the fp64 rows by more than this is wrong, and is not timed.
@@ -56,7 +56,7 @@ SCALING_NOTE = "linear: time of 8,192 tokens, times the ratio of lengths, over t
 POOL_NOTE = "pool: one process, columns with the memory pool on and off (limit 0); above 1 the pool helps"
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """Targets are the project's promises."""
     found = [_rate(*row) for row in RATES]
     found += [_scaling(name, pattern) for name, pattern in LONG[:2]]  # the third would take minutes a round
@@ -114,11 +114,11 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     return {"forward": error}
 
 
-def _rate(name: str, pattern: str, target: float | None) -> Case:
+def _rate(name: str, pattern: str, target: float | None) -> BenchCase:
     plan = make_plan(parse_pattern(pattern), tokens=TOKENS, ranks=1, heads=HEADS)
-    return Case(
+    return BenchCase(
         name, 1, _settings(TOKENS, pattern, density=plan.density),
-        (Column("dense", 1, _dense), Column("forward", 1, _forward), Column("backward", 1, _backward)),
+        (BenchColumn("dense", 1, _dense), BenchColumn("forward", 1, _forward), BenchColumn("backward", 1, _backward)),
         (
             Ratio("dense", "forward", target, work=plan.density),
             Ratio("forward", "backward", 0.8 if target else None, work=BACKWARD),
@@ -127,7 +127,7 @@ def _rate(name: str, pattern: str, target: float | None) -> Case:
     )  # fmt: skip
 
 
-def _scaling(name: str, pattern: str, longest: int = 1 << 20) -> Case:
+def _scaling(name: str, pattern: str, longest: int = 1 << 20) -> BenchCase:
     def make(tokens: int) -> Callable[[Context], Run]:
         def run(context: Context) -> Run:
             q, k, v = _tensors(context, 3, tokens)
@@ -136,15 +136,15 @@ def _scaling(name: str, pattern: str, longest: int = 1 << 20) -> Case:
 
         return run
 
-    return Case(
+    return BenchCase(
         f"scaling_{name}", 1, _settings(longest, pattern, "bfloat16"),
-        (Column("short", 1, make(TOKENS)), Column("long", 1, make(longest))),
+        (BenchColumn("short", 1, make(TOKENS)), BenchColumn("long", 1, make(longest))),
         (Ratio("short", "long", 0.9, work=longest / TOKENS),),
         rounds=3, notes=(SCALING_NOTE,),
     )  # fmt: skip
 
 
-def _memory(name: str, pattern: str) -> Case:
+def _memory(name: str, pattern: str) -> BenchCase:
     def formula(context: Context) -> int:
         settings = context.settings
         return 4 * settings["tokens"] * HEADS * DIM * ITEM_BYTES[settings["dtype"]]
@@ -153,13 +153,13 @@ def _memory(name: str, pattern: str) -> Case:
         q, k, v = _tensors(context, 3)
         return lambda: attention(q, k, v, parse_pattern(pattern))
 
-    return Case(
-        f"memory_{name}", 1, _settings(1 << 20, pattern, "bfloat16"), (Column("forward", 1, make),),
+    return BenchCase(
+        f"memory_{name}", 1, _settings(1 << 20, pattern, "bfloat16"), (BenchColumn("forward", 1, make),),
         memory=formula, limit=1.25, rounds=2, notes=(MEMORY_NOTE,),
     )  # fmt: skip
 
 
-def _pool(name: str, pattern: str, *, ranks: int, dtype: str) -> Case:
+def _pool(name: str, pattern: str, *, ranks: int, dtype: str) -> BenchCase:
     def make(limit: int) -> Callable[[Context], Run]:
         def run(context: Context) -> Run:
             q, k, v, grad = _tensors(context, 4)
@@ -175,13 +175,13 @@ def _pool(name: str, pattern: str, *, ranks: int, dtype: str) -> Case:
 
         return run
 
-    return Case(
+    return BenchCase(
         name, 1, _settings(TOKENS, pattern, dtype, virtual_ranks=ranks),
-        (Column("on", 1, make(LIMIT)), Column("off", 1, make(0))), (Ratio("off", "on"),), notes=(POOL_NOTE,),
+        (BenchColumn("on", 1, make(LIMIT)), BenchColumn("off", 1, make(0))), (Ratio("off", "on"),), notes=(POOL_NOTE,),
     )  # fmt: skip
 
 
-def _checkpointed(kind: str, *, layers: int = 4, tokens: int = 16384) -> Case:
+def _checkpointed(kind: str, *, layers: int = 4, tokens: int = 16384) -> BenchCase:
     """Forward and backward of some layers, with what is kept in between: peak over the bytes that q, k, v, the outputs
     and inputs of all layers take, which is what `none` keeps."""
 
@@ -214,8 +214,8 @@ def _checkpointed(kind: str, *, layers: int = 4, tokens: int = 16384) -> Case:
 
         return run
 
-    return Case(
+    return BenchCase(
         f"checkpoint_{kind}", 1, _settings(tokens, "local_window(128, blocks=1) & Causal()", layers=layers, recompute=kind),
-        (Column("step", 1, make),), memory=formula,
+        (BenchColumn("step", 1, make),), memory=formula,
         notes=("checkpoint: forward and backward of 4 layers, formula: input, q, k, v, output and result of every layer",),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ...layout.regular import Layout, make_layout
 from ...pattern import Causal, Full
 from ...planner import make_plan
 from ...timing.costs import memory
-from .case import Case, Column, Context, Ratio, Run, relative_error
+from .case import BenchCase, BenchColumn, Context, Ratio, Run, relative_error
 
 CORES = 2
 HEADS, DIM = 8, 64
@@ -38,7 +38,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """Targets are the project's promises; the template is torch's own context-parallel ring on the same kernel."""
     table = (
         ("dense_16384", 16384, False, False, 0.98),
@@ -158,15 +158,15 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     return errors
 
 
-def _against_single(name: str, tokens: int, causal: bool, backward: bool, target: float | None) -> Case:
-    return Case(
+def _against_single(name: str, tokens: int, causal: bool, backward: bool, target: float | None) -> BenchCase:
+    return BenchCase(
         name,
         CORES,
         _settings(tokens, causal, backward),
         (
-            Column("single", CORES, _single),
-            Column("ring", 1, _ring),
-            *(Column(name, 1, partial(_template, rotate=rotate)) for name, rotate in TEMPLATES.items()),
+            BenchColumn("single", CORES, _single),
+            BenchColumn("ring", 1, _ring),
+            *(BenchColumn(name, 1, partial(_template, rotate=rotate)) for name, rotate in TEMPLATES.items()),
         ),
         (Ratio("single", "ring", target), *(Ratio(name, "ring", 1.0) for name in TEMPLATES)),
         _check,
@@ -186,13 +186,13 @@ def _check_virtual(context: Context, results: dict[str, Any]) -> dict[str, float
     return {"virtual": error}
 
 
-def _virtual(name: str, causal: bool, target: float) -> Case:
+def _virtual(name: str, causal: bool, target: float) -> BenchCase:
     settings = {**_settings(8192, causal, False, virtual_ranks=8), "layout": "contiguous"}
-    columns = (Column("single", CORES, _single), Column("virtual", CORES, _virtual_ring))
-    return Case(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
+    columns = (BenchColumn("single", CORES, _single), BenchColumn("virtual", CORES, _virtual_ring))
+    return BenchCase(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
 
 
-def _memory(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> Case:
+def _memory(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> BenchCase:
     """Contiguous dense attention with `rows` tokens per rank: the peak must not grow with the ranks, and is what the model of
     memory says. With `rotate`, forward and backward, which need most in the backward."""
 
@@ -210,11 +210,11 @@ def _memory(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> Case:
         return _differentiated(attend, q, k, v, *grad) if rotate else lambda: attend(q, k, v)
 
     more = {"rotate": rotate} if rotate else {}
-    return Case(
+    return BenchCase(
         f"memory_{rotate}_{ranks}_ranks" if rotate else f"memory_{ranks}_ranks",
         ranks,
         _settings(rows * ranks, False, rotate is not None, **more),
-        (Column("ring", 1, make),),
+        (BenchColumn("ring", 1, make),),
         memory=formula,
         limit=1.1,
         notes=(MEMORY_NOTE,),

@@ -25,10 +25,10 @@ from ...runtime.memory_pool import memory_pool
 from ...transport.base import Transport
 from ...transport.launcher import run_local
 from . import SUMMARIES, get_cases
-from .case import Case, Context, Run
+from .case import BenchCase, Context, Run
 from .network import fabric, run_nodes
 
-Clock = Callable[[], float]
+Step = Callable[[], float]
 #: Seconds that one suite may take before its processes are killed.
 TIMEOUT = 3600.0
 MIXED = "**The code changed during this run: its cases measured different versions. Run it again.**"
@@ -71,24 +71,24 @@ def measure(rank: int, transport: Transport | None, suite: str, name: str, repea
 
 
 def rounds(
-    runs: dict[str, tuple[int, Run | None]], repeat: int, clock: Clock = time.perf_counter
+    runs: dict[str, tuple[int, Run | None]], repeat: int, step: Step = time.perf_counter
 ) -> dict[str, list[float]]:
     """Seconds of every column in every round; the columns take turns within a round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
-            times[name].append(_once(*run, clock=clock)[0])
+            times[name].append(_once(*run, step=step)[0])
     return times
 
 
-def _once(threads: int, run: Run | None, clock: Clock = time.perf_counter) -> tuple[float, Any]:
+def _once(threads: int, run: Run | None, step: Step = time.perf_counter) -> tuple[float, Any]:
     """One run between two barriers, so that the slowest rank counts."""
     torch.set_num_threads(threads)
     _barrier()
-    start = clock()
+    start = step()
     result = run() if run is not None else None
     _barrier()
-    return clock() - start, result
+    return step() - start, result
 
 
 def _barrier() -> None:
@@ -96,7 +96,7 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _measure_memory(case: Case, context: Context, repeat: int) -> dict[str, Any]:
+def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str, Any]:
     """Rise of the resident peak over the state before the inputs exist, run by run.
 
     A run of a few tokens comes first: it loads libraries and opens connections.
@@ -123,7 +123,7 @@ def _measure_memory(case: Case, context: Context, repeat: int) -> dict[str, Any]
     return {"bytes": rises, "allowed": case.memory(context), "errors": {}}
 
 
-def summarise(case: Case, raw: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(case: BenchCase, raw: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians, spread and ratios of a case from what its ranks measured."""
     summary: dict[str, Any] = {
         "case": case.name,

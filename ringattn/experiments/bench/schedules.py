@@ -14,7 +14,7 @@ from ...plan.plan import Plan
 from ...plan.steps import Batch, Hop, Step
 from ...planner import make_plan
 from ...transport.base import Message, Post, Transport
-from .case import Case, Column, Context, Ratio, Run, relative_error
+from .case import BenchCase, BenchColumn, Context, Ratio, Run, relative_error
 from .links import Free, Links
 
 HEADS, DIM = 8, 64
@@ -42,7 +42,7 @@ DOUBLE_NOTE = (
 )
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """Targets are the project's promises."""
     slow = Links(2, 2, 20e6, 200e6)
     tenth, tenth_8 = Links(2, 2, 5e6, 50e6), Links(2, 4, 5e6, 50e6)
@@ -63,10 +63,12 @@ def cases() -> list[Case]:
 def _moving(
     name: str, links: Links, pattern: str, *, tokens: int = sum(DOCUMENTS), layout: str = "contiguous",
     backward: bool = False, ring: float | None = 5.0,
-) -> Case:  # fmt: skip
+) -> BenchCase:  # fmt: skip
     """Time in communication of what a local pattern needs, over that of an all-gather."""
     names = ("allgather", "ring", "direct")
-    columns = [Column(f"{s}_messages", 1, _messages(s)) for s in names] + [Column(s, 1, _whole(s)) for s in names]
+    columns = [BenchColumn(f"{s}_messages", 1, _messages(s)) for s in names] + [
+        BenchColumn(s, 1, _whole(s)) for s in names
+    ]
     ratios = (
         Ratio("allgather_messages", "ring_messages", ring), Ratio("allgather_messages", "direct_messages", 5.0),
         Ratio("allgather", "ring"), Ratio("allgather", "direct"),
@@ -74,19 +76,19 @@ def _moving(
     return _case(name, links, _settings(tokens, pattern, layout, backward), columns, ratios, MESSAGES_NOTE)
 
 
-def _double(name: str, links: Links, tokens: int, target: float | None, *, backward: bool = False) -> Case:
+def _double(name: str, links: Links, tokens: int, target: float | None, *, backward: bool = False) -> BenchCase:
     double = f"double_ring({links.inner})"
-    columns = [Column(s, 1, _whole(s)) for s in ("ring", double)]
+    columns = [BenchColumn(s, 1, _whole(s)) for s in ("ring", double)]
     return _case(
         name, links, _settings(tokens, "Full()", "contiguous", backward), columns, (Ratio("ring", double, target),),
         DOUBLE_NOTE,
     )  # fmt: skip
 
 
-def _overlap(name: str, links: Links, tokens: int) -> Case:
+def _overlap(name: str, links: Links, tokens: int) -> BenchCase:
     columns = [
-        Column("compute", 1, _whole("ring", free=True)), Column("ring", 1, _whole("ring")),
-        Column("ring_messages", 1, _messages("ring")),
+        BenchColumn("compute", 1, _whole("ring", free=True)), BenchColumn("ring", 1, _whole("ring")),
+        BenchColumn("ring_messages", 1, _messages("ring")),
     ]  # fmt: skip
     share = (links.ranks - 1) / links.ranks  # hops per visit
     ratios = (Ratio("compute", "ring", 0.9), Ratio("compute", "ring_messages", 2.0, work=share))
@@ -94,12 +96,12 @@ def _overlap(name: str, links: Links, tokens: int) -> Case:
 
 
 def _case(
-    name: str, links: Links, settings: dict[str, Any], columns: list[Column], ratios: tuple[Ratio, ...], note: str
-) -> Case:
+    name: str, links: Links, settings: dict[str, Any], columns: list[BenchColumn], ratios: tuple[Ratio, ...], note: str
+) -> BenchCase:
     used = dict.fromkeys(column.name.removesuffix("_messages") for column in columns if column.name != "compute")
     counted = {schedule: _leaving(_plan(settings, links.ranks, schedule), links) for schedule in used}
     settings = {**settings, "outer_bytes": counted}
-    return Case(name, links.ranks, settings, tuple(columns), ratios, _check, links=links, notes=(note,))
+    return BenchCase(name, links.ranks, settings, tuple(columns), ratios, _check, links=links, notes=(note,))
 
 
 def _settings(tokens: int, pattern: str, layout: str, backward: bool) -> dict[str, Any]:

@@ -11,42 +11,44 @@ import torch
 from ...functional import attention
 from ...kernels import get_kernel
 from ...machine.machine import Machine
-from ...numerics import Outcome, Whole, execute, make_groups, make_source
+from ...numerics import Outcome, TensorSource, execute, make_groups, make_source
 from ...pattern import Full, parse_pattern
 from ...plan.plan import Plan
 from ...planner import make_plan
 from ...timing.simulation import simulate
 from ...timing.timeline import Timeline
-from .case import Case, Column, Context, Ratio, Run, relative_error
+from .case import BenchCase, BenchColumn, Context, Ratio, Run, relative_error
 
 HEADS, DIM, TOKENS, RANKS = 8, 64, 65536, 1024
 #: Virtual ranks may take 1.3 times as long as one device.
 TARGET = 1 / 1.3
 #: A result that differs from the one of a single device by more than this is wrong, and is not timed.
 WRONG = 1e-5
-#: Ranks, and clocks, of the largest timeline.
+#: Ranks, and steps, of the largest timeline.
 MOST = 1 << 18
-MACHINE = Machine(flops=5e14, alpha=1e-5, beta=5e10)
+MACHINE = Machine(flops=5e14, latency=1e-5, bandwidth=5e10)
 VIRTUAL_NOTE = (
     "virtual ranks: all of them executed in cohorts (`numerics.way=all`) on tensors that exist, without oracles and "
     "ledger, of a plan that is known; attention: one call on the same tensors"
 )
-TIMING_NOTE = "timing: ra.simulate of a plan of 262,144 ranks; slow: every rank has a factor of its own (tier D)"
+TIMING_NOTE = (
+    "timing: ra.simulate of a plan of 262,144 ranks; slow: every rank has a factor of its own (solver stencil)"
+)
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """Targets are the project's promises."""
     found = [_virtual(f"window_{width}", f"Window({width})") for width in (63, 255, 1023)]
     found.append(_virtual("dilated_backward", "Dilated((256,), (2,), causal=True)", backward=True))
     return [*found, _timing("what_if", slow=False), _timing("every_clock", slow=True)]
 
 
-def _virtual(name: str, pattern: str, *, backward: bool = False) -> Case:
-    columns = Column("attention", 1, _single(backward)), Column("virtual ranks", 1, _ranks(backward))
+def _virtual(name: str, pattern: str, *, backward: bool = False) -> BenchCase:
+    columns = BenchColumn("attention", 1, _single(backward)), BenchColumn("virtual ranks", 1, _ranks(backward))
     settings = {
         "heads": HEADS, "head_dim": DIM, "dtype": "float32", "tokens": TOKENS, "virtual_ranks": RANKS, "pattern": pattern
     }  # fmt: skip
-    return Case(
+    return BenchCase(
         name, 1, settings, columns,
         (Ratio("attention", "virtual ranks", TARGET),), None if backward else _check, notes=(VIRTUAL_NOTE,),
     )  # fmt: skip
@@ -76,7 +78,7 @@ def _single(backward: bool) -> Callable[[Context], Run]:
 def _ranks(backward: bool) -> Callable[[Context], Run]:
     def make(context: Context) -> Run:
         plan = _plan(context)
-        source = Whole.of(make_source(plan))
+        source = TensorSource.of(make_source(plan))
         one = source.rows("q", range(1))
         kernel = get_kernel("auto", one, one, one)
         groups = make_groups(plan, range(plan.ranks), backward=backward)
@@ -99,7 +101,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     return {"virtual ranks": error}
 
 
-def _timing(name: str, *, slow: bool) -> Case:
+def _timing(name: str, *, slow: bool) -> BenchCase:
     def make(context: Context) -> Run:
         s = context.settings
         plan = make_plan(
@@ -118,5 +120,13 @@ def _timing(name: str, *, slow: bool) -> Case:
 
         return run
 
-    settings = {"ranks": MOST, "clocks": MOST, "flops": MACHINE.flops, "alpha": MACHINE.alpha, "beta": MACHINE.beta}
-    return Case(name, 1, settings, (Column("timeline", 1, make),), rounds=1 if slow else None, notes=(TIMING_NOTE,))
+    settings = {
+        "ranks": MOST,
+        "steps": MOST,
+        "flops": MACHINE.flops,
+        "latency": MACHINE.latency,
+        "bandwidth": MACHINE.bandwidth,
+    }
+    return BenchCase(
+        name, 1, settings, (BenchColumn("timeline", 1, make),), rounds=1 if slow else None, notes=(TIMING_NOTE,)
+    )

@@ -1,4 +1,4 @@
-"""From raw times to the numbers of a machine. No torch, no clock: the same samples give the same numbers."""
+"""From raw times to the numbers of a machine. No torch, no step: the same samples give the same numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ...errors import InvalidInput
-from ...machine.kernel_times import SHAPES, Grid, KernelTimes
+from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a message of m bytes: alpha + m / beta, and how far measured medians lie from that, relatively."""
+    """Seconds of a message of m bytes: latency + m / bandwidth, and how far measured medians lie from that, relatively."""
 
-    alpha: float
-    beta: float
+    latency: float
+    bandwidth: float
     median_error: float
     worst_error: float
 
@@ -48,7 +48,7 @@ def kernel_times(
             if missing:
                 raise InvalidInput(f"samples of {shape} tiles: {missing[0]} missing; measure all rows x keys")
             rates = tuple(tuple(_rate(found[r, k], overhead[backward]) for k in keys) for r in rows)
-            grids.append(Grid(shape, backward, rows, keys, rates))
+            grids.append(TimeGrid(shape, backward, rows, keys, rates))
     return KernelTimes(head_dim, dtype, overhead, tuple(grids), heads=heads)
 
 
@@ -58,23 +58,23 @@ def _rate(sample: Sample, overhead: float) -> float:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """alpha >= 0 and beta that minimise the sum of squared relative errors: weighted linear least squares."""
+    """latency >= 0 and bandwidth that minimise the sum of squared relative errors: weighted linear least squares."""
     if len(sizes) < 2 or len(set(sizes)) < 2:
         raise InvalidInput(f"sizes={list(sizes)}: a line through times of messages needs at least two sizes")
     weights = [1 / t**2 for t in seconds]
     s0, s1, s2 = (sum(w * m**p for w, m in zip(weights, sizes, strict=True)) for p in (0, 1, 2))
     t0, t1 = (sum(w * m**p * t for w, m, t in zip(weights, sizes, seconds, strict=True)) for p in (0, 1))
     slope = (s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1)
-    alpha = (t0 - slope * s1) / s0
-    if alpha < 0:
-        alpha, slope = 0.0, t1 / s2
+    latency = (t0 - slope * s1) / s0
+    if latency < 0:
+        latency, slope = 0.0, t1 / s2
     if slope <= 0:
         raise InvalidInput(
             f"times of messages do not grow with their sizes ({list(sizes)} bytes: {list(seconds)} s); measure larger sizes, "
             "or on a machine that does less else"
         )
-    errors = [abs(alpha + slope * m - t) / t for m, t in zip(sizes, seconds, strict=True)]
-    return Line(alpha, 1 / slope, median(errors), max(errors))
+    errors = [abs(latency + slope * m - t) / t for m, t in zip(sizes, seconds, strict=True)]
+    return Line(latency, 1 / slope, median(errors), max(errors))
 
 
 def interference(found: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:

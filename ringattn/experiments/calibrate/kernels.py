@@ -11,7 +11,7 @@ from ...kernels.base import Kernel, finite, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
 from ...plan.work import Work
-from ...runtime.accumulators import Inputs, add_, batches
+from ...runtime.accumulators import KernelInputs, add_, batches
 from ...runtime.memory_pool import memory_pool
 from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lowered
@@ -73,7 +73,7 @@ def calls(
     lse = torch.full((1, heads, len(work.q)), float(work.keys), device=device, dtype=wide(dtype))
     scale = head_dim**-0.5
     split = list(kernel.split(work))
-    inputs = Inputs(memory_pool(device))
+    inputs = KernelInputs(memory_pool(device))
 
     banded = not work.dense
 

@@ -20,7 +20,7 @@ from .team import Team
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CalibrationSizes:
     """What is measured: rows and keys of tiles, keys per row of bands, bytes of messages; each ascends."""
 
     rows: Sequence[int]
@@ -43,7 +43,9 @@ class Calibration:
     passes: list[Pass]
 
 
-def calibrate(team: Team, settings: Settings, sizes: Sizes, base: Machine, tell: Callable[[str], None]) -> Calibration:
+def calibrate(
+    team: Team, settings: Settings, sizes: CalibrationSizes, base: Machine, tell: Callable[[str], None]
+) -> Calibration:
     """Measure kernels, merging, links, overlap and noise on all ranks of `team`; what is not measured is `base`'s.
 
     Collective; `tell` hears what is under way. A process alone measures kernels and merging. Raises InvalidInput, and
@@ -102,14 +104,19 @@ def calibrate(team: Team, settings: Settings, sizes: Sizes, base: Machine, tell:
 
 
 def _links(
-    team: Team, sizes: Sizes, settings: Settings, values: dict[str, Any], raw: dict[str, Any], fits: dict[str, Any]
+    team: Team,
+    sizes: CalibrationSizes,
+    settings: Settings,
+    values: dict[str, Any],
+    raw: dict[str, Any],
+    fits: dict[str, Any],
 ) -> None:
     """Measure and fit links: those between nodes where there are several, and those within."""
     pairs = links.ping_pong(team, sizes.messages, settings.repeat)
     raw["ping_pong"] = [{"bytes": size, "seconds": seconds} for size, seconds in pairs]
     nodes = team.size // team.inner
-    kinds = [("", False)] if team.inner == 1 else [("", True)] if nodes == 1 else [("", False), ("inner_", True)]
-    values["inner"] = team.inner if nodes > 1 else 1
+    kinds = [("", False)] if team.inner == 1 else [("", True)] if nodes == 1 else [("", False), ("node_", True)]
+    values["ranks_per_node"] = team.inner if nodes > 1 else 1
     for prefix, near in kinds:
         found = links.shift(team, sizes.messages, settings.repeat, near=near)
         raw[f"{prefix}shift"] = [{"bytes": size, "seconds": seconds} for size, seconds in found]
@@ -117,16 +124,18 @@ def _links(
         fits[f"{prefix}link"] = {
             **asdict(fit), "unit": "s, bytes/s, relative", "of": "shift to the neighbour, all ranks at once"
         }  # fmt: skip
-        values[f"{prefix}alpha"], values[f"{prefix}beta"] = fit.alpha, fit.beta
+        values[f"{prefix}latency"], values[f"{prefix}bandwidth"] = fit.latency, fit.bandwidth
     if nodes == 1 or team.inner == 1:
-        values["inner_alpha"] = values["inner_beta"] = None
-    values["shared"] = False  # beta was measured with all ranks of a node on their way out
+        values["node_latency"] = values["node_bandwidth"] = None
+    values["shared_nic"] = False  # bandwidth was measured with all ranks of a node on their way out
 
 
 def measured(values: dict[str, Any], nodes: int) -> list[str]:
-    """The names of `values` that were measured. On one node nothing tells `inner` and `shared`: they are assumed."""
+    """The names of `values` that were measured. On one node nothing tells `ranks_per_node` and `shared_nic`: they are assumed."""
     return [
-        name for name, value in values.items() if value is not None and (nodes > 1 or name not in ("inner", "shared"))
+        name
+        for name, value in values.items()
+        if value is not None and (nodes > 1 or name not in ("ranks_per_node", "shared_nic"))
     ]
 
 

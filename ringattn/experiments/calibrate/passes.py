@@ -33,7 +33,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Case:
+class PassCase:
     """One pass to measure: forward, or backward alone, of the ring schedule."""
 
     pattern: str
@@ -55,7 +55,7 @@ class Case:
 class Pass:
     """A measured case: its seconds, run by run, and the modelled seconds."""
 
-    case: Case
+    case: PassCase
     seconds: tuple[float, ...]
     modelled: float
 
@@ -65,17 +65,19 @@ class Pass:
         return tuple(t / self.modelled for t in self.seconds)
 
 
-def cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[Case]:
+def cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
     """Every (pattern, layout) with every number of rows per rank, forward and backward."""
     return [
-        Case(pattern, layout, n * ranks, backward)
+        PassCase(pattern, layout, n * ranks, backward)
         for n in rows
         for pattern, layout in grid
         for backward in (False, True)
     ]
 
 
-def measured(team: Team, chosen: Sequence[Case], machine: Machine, settings: Settings, slow: float = 1.0) -> list[Pass]:
+def measured(
+    team: Team, chosen: Sequence[PassCase], machine: Machine, settings: Settings, slow: float = 1.0
+) -> list[Pass]:
     """Some cases, measured in rounds over all of them and modelled; `slow` is a factor on modelled visits. Collective.
 
     Each run is one round, on tensors of its own: where the allocator puts them decides much of a short pass.
@@ -87,9 +89,9 @@ def measured(team: Team, chosen: Sequence[Case], machine: Machine, settings: Set
     ]
 
 
-def _seconds(team: Team, case: Case, settings: Settings) -> float:
+def _seconds(team: Team, case: PassCase, settings: Settings) -> float:
     """Seconds of a pass after one that does not count, from a barrier to a barrier, so that the slowest rank counts.
-    Rank 0's clock."""
+    Rank 0's step."""
     plan = case.plan(team.size, settings)
     rows = plan.layout.rows(team.rank)
     shape = (1, settings.heads, rows, settings.head_dim)
@@ -122,7 +124,7 @@ def _seconds(team: Team, case: Case, settings: Settings) -> float:
     return found
 
 
-def modelled(case: Case, machine: Machine, ranks: int, settings: Settings, slow: float = 1.0) -> float:
+def modelled(case: PassCase, machine: Machine, ranks: int, settings: Settings, slow: float = 1.0) -> float:
     """Seconds that the timing model gives a case; `slow` is a factor on the visits of all ranks."""
     plan = case.plan(ranks, settings)
     return simulate(plan, machine, backward=case.backward, slow=[slow] * ranks).seconds

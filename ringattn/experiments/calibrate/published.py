@@ -64,4 +64,4 @@ def published() -> Iterator[Published]:
 def _machine(preset: str, flops: float) -> Machine:
     """The links of a preset, and a speed."""
     base = get_machine(preset)
-    return Machine(flops=flops, alpha=base.alpha, beta=base.beta, inner=base.inner, inner_alpha=base.inner_alpha, inner_beta=base.inner_beta)  # fmt: skip
+    return Machine(flops=flops, latency=base.latency, bandwidth=base.bandwidth, ranks_per_node=base.ranks_per_node, node_latency=base.node_latency, node_bandwidth=base.node_bandwidth)  # fmt: skip

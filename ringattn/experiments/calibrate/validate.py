@@ -9,7 +9,7 @@ from statistics import mean, median
 
 from ...machine.machine import Machine
 from .noise import GRID
-from .passes import Case, Pass, cases
+from .passes import Pass, PassCase, cases
 
 #: The level of intervals.
 LEVEL = 0.9
@@ -67,7 +67,7 @@ def quantile(ascending: Sequence[float], share: float) -> float:
     return ascending[low] + (place - low) * (ascending[high] - ascending[low])
 
 
-def chosen(rows: Sequence[int], ranks: int) -> list[Case]:
+def chosen(rows: Sequence[int], ranks: int) -> list[PassCase]:
     """The cases of a validation on so many ranks."""
     return cases(GRID, rows, ranks)
 

@@ -91,7 +91,7 @@ def _check_window(window: WindowGroup, points: Sequence[Point]) -> None:
     ranks = points[window.point].config.ranks
     if not 0 <= window.first_rank < ranks:
         raise InvalidInput(f"study.window.first_rank={window.first_rank}: the point has the ranks 0 .. {ranks - 1}")
-    for name, least in (("ranks", 1), ("clocks", 1), ("first_clock", 0)):
+    for name, least in (("ranks", 1), ("steps", 1), ("first_step", 0)):
         if getattr(window, name) < least:
             raise InvalidInput(f"study.window.{name}={getattr(window, name)}: must be at least {least}")
 

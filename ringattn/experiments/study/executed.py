@@ -1,6 +1,6 @@
 """What of a study is executed: whole ranks where that is little, sampled rows over the whole sequence where it is not.
 
-The seconds that the budget counts are pairs and rows over assumed rates, not a clock: which points are executed, and
+The seconds that the budget counts are pairs and rows over assumed rates, not a step: which points are executed, and
 how, must not depend on the machine nor on whether the study was interrupted.
 """
 
@@ -47,7 +47,7 @@ def executed_plan(config: SimulateConfig) -> Plan:
         chosen = {"layout": plan.layout.name, "schedule": plan.schedule}
     return asked_plan(
         config, machine, heads=options.heads, kv_heads=options.heads, head_dim=options.head_dim, dtype="float64", batch=1,
-        wire_dtype=None, **chosen,
+        comm_dtype=None, **chosen,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Grid:
+class TableItem:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -50,7 +50,7 @@ class Plot:
     path: Path
 
 
-Part = Heading | Text | Code | Items | Grid | Plot
+Part = Heading | Text | Code | Items | TableItem | Plot
 
 
 def as_markdown(parts: Sequence[Part]) -> str:
@@ -65,7 +65,7 @@ def _markdown(part: Part) -> str:
         return f"```bash\n{part.text}\n```"
     if isinstance(part, Items):
         return "\n".join(f"- {item}" for item in part.items)
-    if isinstance(part, Grid):
+    if isinstance(part, TableItem):
         lines = [part.header, ["---"] * len(part.header), *part.rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
     if isinstance(part, Plot):
@@ -89,7 +89,7 @@ def _html(part: Part) -> str:
         return f"<pre>{html.escape(part.text)}</pre>"
     if isinstance(part, Items):
         return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in part.items) + "</ul>"
-    if isinstance(part, Grid):
+    if isinstance(part, TableItem):
         lines = [_cells("th", part.header), *(_cells("td", row) for row in part.rows)]
         return "<table>\n" + "\n".join(lines) + "\n</table>"
     if isinstance(part, Plot):

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...errors import InvalidInput, Unsupported, did_you_mean
 from ...files import writing
-from ...timing.window import Window
+from ...timing.window import StepWindow
 from .tables import Row, Table
 
 #: Lines of a plot, small plots side by side, and bars of one: more are left to the table, and the plot says so.
@@ -75,15 +75,15 @@ def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[P
     return _save(folder, name, figure) if PLOTS[name](figure, table, x, y) else []
 
 
-def heat(folder: Path, name: str, window: Window) -> list[Path]:
-    """The ranks' delays by slow ranks, links and stalls over the clocks of a window."""
+def heat(folder: Path, name: str, window: StepWindow) -> list[Path]:
+    """The ranks' delays by slow ranks, links and stalls over the steps of a window."""
     figure = _figure()
     axes = figure.subplots()
-    first, last = window.clocks.start, window.clocks.stop
+    first, last = window.steps.start, window.steps.stop
     box = (first - 0.5, last + 0.5, window.ranks.start - 0.5, window.ranks.stop - 0.5)
     image = axes.imshow(window.late.T, origin="lower", aspect="auto", extent=box, interpolation="nearest", cmap="magma")
     figure.colorbar(image, ax=axes, label="later than without faults [s], modelled")
-    axes.set(xlabel="clock", ylabel="rank", title=f"delays, tier {window.tier}")
+    axes.set(xlabel="step", ylabel="rank", title=f"delays, solver {window.solver}")
     return _save(folder, name, figure)
 
 

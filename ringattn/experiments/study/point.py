@@ -38,19 +38,19 @@ def asked_options(config: SimulateConfig) -> dict[str, Any]:
     """The options of `timing.simulate` that a configuration asks for."""
     return {
         "slow": config.slow, "slow_links": config.slow_links, "stalls": _stalls(config.stalls), "passes": config.passes,
-        "tier": config.tier, "seed": config.seed,
+        "solver": config.solver, "seed": config.seed,
     }  # fmt: skip
 
 
 def _stalls(given: Any) -> list[Stall]:
     if given is not None and not isinstance(given, list):
-        raise InvalidInput(f"stalls={given!r}: expected a list of [rank, clock, seconds]; try 'stalls=[[3, 0, 0.5]]'")
+        raise InvalidInput(f"stalls={given!r}: expected a list of [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
     for stall in given or ():
         if not isinstance(stall, list) or len(stall) != 3 or [type(x) for x in stall[:2]] != [int, int]:
-            raise InvalidInput(f"stalls: {stall!r} is not [rank, clock, seconds]; try 'stalls=[[3, 0, 0.5]]'")
+            raise InvalidInput(f"stalls: {stall!r} is not [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
         if not isinstance(stall[2], int | float):
             raise InvalidInput(f"stalls: {stall[2]!r} in {stall!r} is not a number of seconds")
-    return [Stall(rank, clock, float(seconds)) for rank, clock, seconds in given or ()]
+    return [Stall(rank, step, float(seconds)) for rank, step, seconds in given or ()]
 
 
 #: What was recorded of plans on machines, by all that it depends on: equal for points that come to the same.
@@ -104,7 +104,7 @@ def numbers(one: Timeline, plan: Plan) -> dict[str, Any]:
     low, high = one.interval or (None, None)
     links = one.traffic
     found: dict[str, Any] = {
-        "time": one.seconds, "rate": plan.batch * plan.tokens / one.seconds if one.seconds else None, "kind": one.kind, "tier": one.tier, "compute": one.compute,
+        "time": one.seconds, "rate": plan.batch * plan.tokens / one.seconds if one.seconds else None, "kind": one.kind, "solver": one.solver, "compute": one.compute,
         **{name: value if _modelled(name, one.machine) else None for name, value in one.exposed.items()},
         "time low": low, "time high": high,
         "efficiency": one.compute / one.seconds if one.seconds else None,
@@ -129,7 +129,7 @@ _SECONDS = {"time", "time low", "time high", "compute", "imbalance", "merge", "i
 _OTHERS = {
     "rate": ("tokens/s", "kind"), "efficiency": ("compute / time", "kind"), "bytes": ("bytes", "counted"), "busiest link": ("bytes", "counted"),
     "messages": ("messages", "counted"), "memory": ("bytes per rank", "modelled"), "energy": ("J", "kind"),
-    "cost": ("currency of machine.price", "kind"), "kind": ("", ""), "tier": ("", ""), "fits": ("", "modelled"),
+    "cost": ("currency of machine.price", "kind"), "kind": ("", ""), "solver": ("", ""), "fits": ("", "modelled"),
 }  # fmt: skip
 #: Seconds that jitter, and so an extrapolation, has no part in.
 _PLAIN = {"compute", "imbalance", "merge", "interference", "stalls", "wait", "call", "failure every"}

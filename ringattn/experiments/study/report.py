@@ -10,7 +10,7 @@ from ...config.groups import ExecuteGroup
 from ...errors import plural
 from ...text import duration, rate, size
 from .extend import Extended
-from .paper import Code, Grid, Heading, Items, Part, Plot, Text
+from .paper import Code, Heading, Items, Part, Plot, TableItem, Text
 from .tables import Row, Table, column_of
 
 #: Rows of the table in a report; all of them are in sweep.csv.
@@ -30,7 +30,7 @@ WHAT = (
     "machine",
 )
 #: What a report shows of every pass, and of what was executed.
-SHOWN = ("time", "rate", "tier", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
+SHOWN = ("time", "rate", "solver", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
 EXECUTED = (
     "turn",
     "how",
@@ -141,7 +141,7 @@ def _executed(table: Table, options: ExecuteGroup) -> list[Part]:
     )
     turned = (
         f"In the order of the turns: whole ranks, the shortest sequences first, then sampled rows, the longest first. Each takes "
-        f"its seconds, at assumed rates and not by a clock, from study.execute.budget={options.budget:g}; where more is needed than is "
+        f"its seconds, at assumed rates and not by a step, from study.execute.budget={options.budget:g}; where more is needed than is "
         "left at its turn, nothing is executed, and the next has its turn."
     )
     return [
@@ -154,7 +154,7 @@ def _executed(table: Table, options: ExecuteGroup) -> list[Part]:
 def _grid(table: Table, names: Sequence[str]) -> list[Part]:
     header = ["point", *(_header(table, name) for name in names)]
     rows = [[str(row["point"]), *(shown(table, name, row) for name in names)] for row in table.rows[:ROWS]]
-    found: list[Part] = [Grid(header, rows)]
+    found: list[Part] = [TableItem(header, rows)]
     if len(table.rows) > ROWS:
         found.append(Text(f"The first {ROWS} of {len(table.rows):,} points; all are in sweep.csv."))
     return found
@@ -208,8 +208,8 @@ def _extended(extended: Sequence[Extended]) -> list[Part]:
     ]  # fmt: skip
     assumed = [
         "The time is a straight line through the last two points of a series, in the number of ranks at as many tokens on each.",
-        "A clock takes as long, and links are as fast, among all of these ranks as among those of the points.",
+        "A step takes as long, and links are as fast, among all of these ranks as among those of the points.",
         "No rank fails. Where the table says how often one does, and that is less than the time of a pass, no pass ends.",
         "Nothing of this size was executed, counted or modelled: it says what the model's formula gives, no more.",
     ]
-    return [Grid(header, rows), Items(assumed)]
+    return [TableItem(header, rows), Items(assumed)]

@@ -18,7 +18,7 @@ from ...files import OUTPUTS, check_writable, make_folder, write_text
 from ...plan.plan import Plan
 from ...progress import Tell
 from ...reporting.provenance import git, source
-from ...timing.window import Window, window
+from ...timing.window import StepWindow, window
 from . import plots, trace
 from .checks import check, extrapolated
 from .executed import Order, execute, executed_plan, left_out, name_of, wanted
@@ -225,11 +225,11 @@ def _drawn(study: Study, found: Table) -> tuple[list[Path], list[str]]:
     return files, remarks
 
 
-def _seen(config: SimulateConfig, options: WindowGroup) -> Window:
+def _seen(config: SimulateConfig, options: WindowGroup) -> StepWindow:
     machine = asked_machine(config)
     plan, asked = asked_plan(config, machine), asked_options(config)
     return window(
         plan, machine, ranks=range(options.first_rank, min(options.first_rank + options.ranks, plan.ranks)),
-        clocks=range(options.first_clock, options.first_clock + options.clocks),
+        steps=range(options.first_step, options.first_step + options.steps),
         slow=asked["slow"], slow_links=asked["slow_links"], stalls=asked["stalls"],
     )  # fmt: skip

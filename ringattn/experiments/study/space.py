@@ -58,7 +58,7 @@ class Point:
     @property
     def problem(self) -> str:
         """What a plan is made of: points that differ in the machine alone have the same."""
-        left = ("machine", "slow", "slow_links", "stalls", "passes", "tier", "seed", "backward")
+        left = ("machine", "slow", "slow_links", "stalls", "passes", "solver", "seed", "backward")
         found = {name: value for name, value in self.inputs.items() if name not in left}
         chosen = self.config.layout.spec == "auto" or self.config.schedule.spec == "auto"
         return json.dumps(self.inputs if chosen else found, sort_keys=True)

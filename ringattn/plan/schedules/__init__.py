@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 from ...errors import InvalidInput, did_you_mean
 from ...registry import Registry
-from ..block_demand import Wanted
+from ..block_demand import BlockDemand
 from .base import Schedule
 
 #: Schedules without teams. Each is made of a `Wanted`, and of a number where its class says `numbered`.
 SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
     "schedules",
     {
-        "ring": "plan.schedules.ring:Ring",
-        "direct": "plan.schedules.direct:Direct",
-        "allgather": "plan.schedules.allgather:AllGather",
-        "double_ring": "plan.schedules.double_ring:DoubleRing",
+        "ring": "plan.schedules.ring:RingSchedule",
+        "direct": "plan.schedules.direct:DirectSchedule",
+        "allgather": "plan.schedules.allgather:AllGatherSchedule",
+        "double_ring": "plan.schedules.double_ring:DoubleRingSchedule",
     },
 )
 TEAMS = re.compile(r"\s*ulysses\s*\(\s*(?:size\s*=\s*)?(\d+)\s*(?:,\s*(.+?)\s*)?\)\s*")
@@ -30,7 +30,7 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
     """
     if name.strip() == "auto":
         return "auto"
-    size, rest = teams(name)
+    size, rest = split_ulysses(name)
     if TEAMS.fullmatch(name):
         between = "ring" if rest == "auto" else resolve(rest)
         _check_teams(name, size, ranks, heads, kv_heads)
@@ -49,13 +49,13 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
     return f"{kind}({number})"
 
 
-def teams(name: str) -> tuple[int, str]:
+def split_ulysses(name: str) -> tuple[int, str]:
     """The ranks of a team that exchange heads, 1 without teams, and the schedule between the teams."""
     match = TEAMS.fullmatch(name)
     return (int(match[1]), match[2] or "ring") if match else (1, name)
 
 
-def planner(name: str, wanted: Wanted) -> Schedule:
+def planner(name: str, wanted: BlockDemand) -> Schedule:
     """What plans ranks by a resolved schedule without teams, for blocks of keys or of queries."""
     kind, number = _parse(name)
     make = SCHEDULES[kind]

@@ -6,7 +6,7 @@ from ..steps import Hop, Kind, Part, Step
 from .base import Schedule
 
 
-class AllGather(Schedule):
+class AllGatherSchedule(Schedule):
     """No route: whole blocks go to everybody at once."""
 
     def held(self, rank: int) -> tuple[Part, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from ..block_demand import Wanted
+from ..block_demand import BlockDemand
 from ..steps import Part, Step
 
 
@@ -17,7 +17,7 @@ class Schedule(ABC):
     #: Ranks of a node, where the schedule knows of nodes.
     inner = 1
 
-    def __init__(self, demand: Wanted) -> None:
+    def __init__(self, demand: BlockDemand) -> None:
         self.demand = demand
 
     @abstractmethod

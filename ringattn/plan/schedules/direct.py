@@ -8,7 +8,7 @@ from .relay import runs, search
 from .route import Edge, Route
 
 
-class Direct(Route):
+class DirectSchedule(Route):
     """A star around every owner: the edge to the rank at distance d up the ring has time d."""
 
     def arrivals(self, rank: int) -> Iterator[Edge]:

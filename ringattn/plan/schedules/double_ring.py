@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..block_demand import Wanted
+from ..block_demand import BlockDemand
 from .relay import runs
 from .route import Edge, Route
 
 
-class DoubleRing(Route):
-    """At clock t * inner + j a rank computes with a block of the node t before its own, j places before its own."""
+class DoubleRingSchedule(Route):
+    """At step t * inner + j a rank computes with a block of the node t before its own, j places before its own."""
 
     lanes = 2
     numbered = True
 
-    def __init__(self, demand: Wanted, inner: int) -> None:
+    def __init__(self, demand: BlockDemand, inner: int) -> None:
         super().__init__(demand)
         self.inner, self.nodes = inner, demand.layout.ranks // inner
 
@@ -56,7 +56,7 @@ class DoubleRing(Route):
         return tuple(range(run.start + node * self.inner, run.stop + node * self.inner) for run in around)
 
     def _made(self, owner: int, t: int, j: int) -> tuple[Edge, ...]:
-        """The edge by which the block of `owner` gets to its clock (t, j), or none where nobody behind it needs it."""
+        """The edge by which the block of `owner` gets to its step (t, j), or none where nobody behind it needs it."""
         if t >= self.nodes or j >= self.inner:
             return ()
         home, place = divmod(owner, self.inner)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..row_sets import Cuts
+from ..row_sets import RowSets
 from ..steps import RankPlan
-from .direct import Direct
+from .direct import DirectSchedule
 from .route import Edge
 
 
-class Pull(Direct):
+class PullSchedule(DirectSchedule):
     """A rank takes the rows that it needs and brings back their gradients; it serves nobody, and keeps nothing.
 
     Its visits are those of `direct`, in the same order. No name stands for it: ranks that wait for each other need
@@ -23,7 +23,7 @@ class Pull(Direct):
     def stops(self, owner: int) -> Iterator[Edge]:
         return iter(())
 
-    def kept(self, rank: int) -> dict[Edge, Cuts]:
+    def kept(self, rank: int) -> dict[Edge, RowSets]:
         return {}
 
     def steps(self, rank: int) -> RankPlan:

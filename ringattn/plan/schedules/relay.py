@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..block_demand import Wanted, remembered
+from ..block_demand import BlockDemand, remembered
 
 #: The direction is chosen from all blocks of up to EXACT ranks, from fewer the more there are above, LEAST at least.
 EXACT, LEAST = 32, 2
@@ -34,7 +34,7 @@ def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
     return (range(start, start + length),) if length > 0 else ()
 
 
-def beyond(demand: Wanted, owner: int, way: Way, distance: int) -> tuple[range, ...]:
+def beyond(demand: BlockDemand, owner: int, way: Way, distance: int) -> tuple[range, ...]:
     """The ranks on a way of the block of `owner`, from `distance` to its limit."""
     length = way.limit - distance + 1
     start = owner + distance if way.sign > 0 else owner - way.limit
@@ -56,7 +56,7 @@ def search(
     yield from search(some, near, middle, every)
 
 
-def _needed(demand: Wanted, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
+def _needed(demand: BlockDemand, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
     """Whether ranks first, first + sign, .. (`queriers` of them) need blocks owner, owner - sign, .. (`owners`)."""
     ranks = demand.layout.ranks
     if way.sign > 0:
@@ -67,7 +67,7 @@ def _needed(demand: Wanted, way: Way, first: int, queriers: int, owner: int, own
 
 
 @remembered
-def reach(demand: Wanted, owner: int, way: Way) -> int:
+def reach(demand: BlockDemand, owner: int, way: Way) -> int:
     """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
@@ -95,7 +95,7 @@ def halves(rank: int, ranks: int, way: Way) -> tuple[range, range]:
     return range(way.limit, before, -1), range(before, 0, -1)
 
 
-def passing(demand: Wanted, rank: int, way: Way, distances: range | None = None) -> Iterator[int]:
+def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = None) -> Iterator[int]:
     """Distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` where given.
 
     A block arrives where this rank or one farther on its way needs it. The distances are halved until a
@@ -121,7 +121,7 @@ def sampled(ranks: int) -> list[int]:
 
 
 @remembered
-def sizes(demand: Wanted, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
+def sizes(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     """(distance, rows) along a way of the block of `owner`: so many rows, of all heads, go up to this distance.
 
     What is needed beyond a distance only shrinks with it, so that equal sizes are the same rows, and distances between
@@ -194,7 +194,7 @@ class Ends:
 
 
 @remembered
-def _ends(demand: Wanted) -> Ends | None:
+def _ends(demand: BlockDemand) -> Ends | None:
     """What ranks need of all blocks, or of those of the `sampled` ranks; None where it is not runs, or ranks are too many to list."""
     layout = demand.layout
     if layout.ranks > LISTED or layout.tokens * layout.ranks > SUMMED:
@@ -221,7 +221,7 @@ def _ends(demand: Wanted) -> Ends | None:
 
 
 @remembered
-def _along(demand: Wanted, way: Way) -> dict[int, int]:
+def _along(demand: BlockDemand, way: Way) -> dict[int, int]:
     """`rows_along` by owner, of the blocks that `_ends` lists; empty where it lists none."""
     ends = _ends(demand)
     if ends is None:
@@ -230,7 +230,7 @@ def _along(demand: Wanted, way: Way) -> dict[int, int]:
     return dict(zip(ends.blocks, rows.tolist(), strict=True))
 
 
-def rows_along(demand: Wanted, owner: int, way: Way) -> int:
+def rows_along(demand: BlockDemand, owner: int, way: Way) -> int:
     """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
     known = _along(demand, way)
     if owner in known:
@@ -242,13 +242,13 @@ def rows_along(demand: Wanted, owner: int, way: Way) -> int:
     return found
 
 
-def all_along(demand: Wanted, owners: Sequence[int], way: Way) -> int:
+def all_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
     """`rows_along` of some blocks, summed."""
     known = _along(demand, way)
     return sum(known[owner] if owner in known else rows_along(demand, owner, way) for owner in owners)
 
 
-def kept_along(demand: Wanted, chosen: Sequence[Way]) -> int | None:
+def kept_along(demand: BlockDemand, chosen: Sequence[Way]) -> int | None:
     """Rows of all heads that all ranks together keep of what ends with them on these ways, see `Route.kept`; None where
     that is not found for all ranks at once."""
     ends, ranks = _ends(demand), demand.layout.ranks
@@ -259,7 +259,7 @@ def kept_along(demand: Wanted, chosen: Sequence[Way]) -> int | None:
 
 
 @remembered
-def ways(demand: Wanted) -> tuple[Way, ...]:
+def ways(demand: BlockDemand) -> tuple[Way, ...]:
     """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
 
     Counted on all blocks up to EXACT ranks, on evenly spaced ones above.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import merge
 
-from ..block_demand import Wanted
-from ..row_sets import WHOLE, Cuts
+from ..block_demand import BlockDemand
+from ..row_sets import WHOLE, RowSets
 from .relay import Way, beyond, halves, passing, reach, sizes, ways
 from .route import Edge, Route
 
@@ -14,16 +14,16 @@ from .route import Edge, Route
 REMEMBERED = 4096
 
 
-class Ring(Route):
+class RingSchedule(Route):
     """Every block goes along each way of the ring; its edge at distance d serves the ranks from d to the way's limit."""
 
-    def __init__(self, demand: Wanted) -> None:
+    def __init__(self, demand: BlockDemand) -> None:
         super().__init__(demand)
         self.ways = [way for way in ways(demand) if way.limit]
         self.lanes = len(self.ways)
         self._whole: dict[tuple[int, int], int] = {}
 
-    def cuts(self, edge: Edge) -> Cuts:
+    def cuts(self, edge: Edge) -> RowSets:
         # What travels only shrinks: what is whole at some distance was whole before.
         key = edge.owner, edge.lane
         if edge.time <= self._whole.get(key, 0):

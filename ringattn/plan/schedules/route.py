@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
-from ..row_sets import Cuts, minus, total
+from ..row_sets import RowSets, minus, total
 from ..steps import ORDER, Hop, Part, Step, parts
 from .base import Schedule
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Edge:
-    """Rows of `owner` go from rank `source` to `target`, which computes with them at clock `time`.
+    """Rows of `owner` go from rank `source` to `target`, which computes with them at step `time`.
 
-    The message is posted by both at clock `post` < `time`, and may take until `time` - 1. A rank computes with its own
-    block at clock 0. `lane` tells apart edges of a schedule that uses several directions.
+    The message is posted by both at step `post` < `time`, and may take until `time` - 1. A rank computes with its own
+    block at step 0. `lane` tells apart edges of a schedule that uses several directions.
     """
 
     owner: int
@@ -48,7 +48,7 @@ class Route(Schedule):
 
     @abstractmethod
     def at(self, rank: int, time: int) -> tuple[Edge, ...]:
-        """The edges to `rank` for its clock `time` > 0, those behind which nobody needs a row perhaps among them."""
+        """The edges to `rank` for its step `time` > 0, those behind which nobody needs a row perhaps among them."""
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
         """The same edges in parts that are known without each other, each the latest first. Where a route can, the owners
@@ -67,11 +67,11 @@ class Route(Schedule):
     def behind(self, edge: Edge) -> tuple[range, ...]:
         """Runs of ranks that the edge serves: its target, and all behind it."""
 
-    def cuts(self, edge: Edge) -> Cuts:
+    def cuts(self, edge: Edge) -> RowSets:
         """The rows that travel on an edge."""
         return self.demand.cuts(self.behind(edge), edge.owner)
 
-    def ends(self, edge: Edge) -> Cuts:
+    def ends(self, edge: Edge) -> RowSets:
         """The rows that arrive on an edge and go no further."""
         return self._minus(edge.owner, self.cuts(edge), [self.cuts(e) for e in self.onward(edge)])
 
@@ -84,7 +84,7 @@ class Route(Schedule):
             if self.ends(edge):
                 yield edge
 
-    def back(self, edge: Edge, siblings: Iterable[Edge] = ()) -> Cuts:
+    def back(self, edge: Edge, siblings: Iterable[Edge] = ()) -> RowSets:
         """The rows that the backward brings back on an edge: those that no sibling before it brings."""
         earlier = []
         for sibling in siblings:
@@ -93,16 +93,16 @@ class Route(Schedule):
             earlier.append(self.cuts(sibling))
         return self._minus(edge.owner, self.cuts(edge), earlier)
 
-    def kept(self, rank: int) -> dict[Edge, Cuts]:
+    def kept(self, rank: int) -> dict[Edge, RowSets]:
         """What `rank` holds on to for the backward: of the latest rows that end here as much as one block.
 
         What it does not keep it gets again from the owner.
         """
         return self._answer("kept", rank, self.latest)
 
-    def latest(self, rank: int, arrivals: int | None = None) -> dict[Edge, Cuts]:
+    def latest(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
         """What `kept` gives, looked for in the latest `arrivals` only, where that is given."""
-        found: dict[Edge, Cuts] = {}
+        found: dict[Edge, RowSets] = {}
         left: dict[int, int] = {}
         block = self.demand.block_heads * self.demand.layout.rows(rank)
         for edge in islice(self.arrivals(rank), arrivals):
@@ -123,72 +123,72 @@ class Route(Schedule):
 
     def forward(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's forward."""
-        clock = Clock(+1)
+        builder = StepBuilder(+1)
         if self.demand.visits(rank, rank):
-            clock.visit(0, (Part("kv", rank),))
+            builder.visit(0, (Part("kv", rank),))
         for edge in self.arriving(rank).values():
             block = parts("kv", edge.owner, self.cuts(edge))
-            clock.recv(edge.post, edge.time - 1, edge.source, block)
+            builder.recv(edge.post, edge.time - 1, edge.source, block)
             if self.demand.visits(rank, edge.owner):
-                clock.visit(edge.time, block)
+                builder.visit(edge.time, block)
         for edge in self.departing(rank):
-            clock.send(edge.post, edge.time - 1, edge.target, parts("kv", edge.owner, self.cuts(edge)))
-        return clock.steps()
+            builder.send(edge.post, edge.time - 1, edge.target, parts("kv", edge.owner, self.cuts(edge)))
+        return builder.steps()
 
     def backward(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's backward in which keys and values, and their gradients, go back."""
-        clock, arrivals, departures = Clock(-1), tuple(self.arriving(rank).values()), self.departing(rank)
+        builder, arrivals, departures = StepBuilder(-1), tuple(self.arriving(rank).values()), self.departing(rank)
         if self.demand.visits(rank, rank):
-            clock.visit(0, (Part("kv", rank),))
+            builder.visit(0, (Part("kv", rank),))
         for edge in arrivals:
             if self.demand.visits(rank, edge.owner):
-                clock.visit(edge.time, parts("kv", edge.owner, self.cuts(edge)))
+                builder.visit(edge.time, parts("kv", edge.owner, self.cuts(edge)))
         kept = self.kept(rank)
         for edge in arrivals:
             if edge.source != edge.owner:
                 siblings = self.onward(self.arriving(edge.source)[edge.owner])
-                clock.send(edge.time, edge.post + 1, edge.source, parts("kv", edge.owner, self.back(edge, siblings)))
-            clock.send(edge.time - 1, edge.post, edge.source, parts("grad", edge.owner, self.cuts(edge)))
+                builder.send(edge.time, edge.post + 1, edge.source, parts("kv", edge.owner, self.back(edge, siblings)))
+            builder.send(edge.time - 1, edge.post, edge.source, parts("grad", edge.owner, self.cuts(edge)))
             if edge not in kept:
-                clock.recv(edge.time + 1, edge.time + 1, edge.owner, parts("kv", edge.owner, self.ends(edge)))
+                builder.recv(edge.time + 1, edge.time + 1, edge.owner, parts("kv", edge.owner, self.ends(edge)))
         for edge in departures:
             if edge.owner != rank:
                 siblings = self.onward(self.arriving(rank)[edge.owner])
-                clock.recv(edge.time, edge.post + 1, edge.target, parts("kv", edge.owner, self.back(edge, siblings)))
-            clock.recv(edge.time - 1, edge.post, edge.target, parts("grad", edge.owner, self.cuts(edge)))
+                builder.recv(edge.time, edge.post + 1, edge.target, parts("kv", edge.owner, self.back(edge, siblings)))
+            builder.recv(edge.time - 1, edge.post, edge.target, parts("grad", edge.owner, self.cuts(edge)))
         for edge in self.stops(rank):
             if edge not in self.kept(edge.target):
-                clock.send(edge.time + 1, edge.time + 1, edge.target, parts("kv", rank, self.ends(edge)))
-        return clock.steps()
+                builder.send(edge.time + 1, edge.time + 1, edge.target, parts("kv", rank, self.ends(edge)))
+        return builder.steps()
 
     def queries(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's backward in which queries rotate. The route is one of blocks of queries.
 
-        They go outward as keys do in a forward, with lse and delta. What is gathered for a row lags one clock behind,
+        They go outward as keys do in a forward, with lse and delta. What is gathered for a row lags one step behind,
         and goes home from where the row stops. Where a row goes on to two ranks, its sum so far goes with the first;
         the other begins anew.
         """
-        clock = Clock(+1)
+        builder = StepBuilder(+1)
         if self.demand.visits(rank, rank):
-            clock.visit(0, (Part("q", rank),))
+            builder.visit(0, (Part("q", rank),))
         for edge in self.arriving(rank).values():
             cuts, time = self.cuts(edge), (edge.post, edge.time - 1)
-            clock.recv(*time, edge.source, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
+            builder.recv(*time, edge.source, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
             if self.demand.visits(rank, edge.owner):
-                clock.visit(edge.time, parts("q", edge.owner, cuts))
+                builder.visit(edge.time, parts("q", edge.owner, cuts))
             if edge.source != edge.owner:
                 siblings = self.onward(self.arriving(edge.source)[edge.owner])
-                clock.recv(edge.post + 1, edge.time, edge.source, parts("dq", edge.owner, self.back(edge, siblings)))
-            clock.send(edge.time + 1, edge.time + 1, edge.owner, parts("dq", edge.owner, self.ends(edge)))
+                builder.recv(edge.post + 1, edge.time, edge.source, parts("dq", edge.owner, self.back(edge, siblings)))
+            builder.send(edge.time + 1, edge.time + 1, edge.owner, parts("dq", edge.owner, self.ends(edge)))
         for edge in self.departing(rank):
             cuts, time = self.cuts(edge), (edge.post, edge.time - 1)
-            clock.send(*time, edge.target, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
+            builder.send(*time, edge.target, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
             if edge.owner != rank:
                 siblings = self.onward(self.arriving(rank)[edge.owner])
-                clock.send(edge.post + 1, edge.time, edge.target, parts("dq", edge.owner, self.back(edge, siblings)))
+                builder.send(edge.post + 1, edge.time, edge.target, parts("dq", edge.owner, self.back(edge, siblings)))
         for edge in self.stops(rank):
-            clock.recv(edge.time + 1, edge.time + 1, edge.target, parts("dq", rank, self.ends(edge)))
-        return clock.steps()
+            builder.recv(edge.time + 1, edge.time + 1, edge.target, parts("dq", rank, self.ends(edge)))
+        return builder.steps()
 
     def departing(self, rank: int) -> list[Edge]:
         """The edges from `rank`."""
@@ -202,13 +202,13 @@ class Route(Schedule):
         """What is known of a rank, kept with the demand, which other schedules may ask as well."""
         return self.demand.memory.answer((type(self), self.inner, name, rank), lambda: make(rank))
 
-    def _minus(self, owner: int, cuts: Cuts, others: list[Cuts]) -> Cuts:
+    def _minus(self, owner: int, cuts: RowSets, others: list[RowSets]) -> RowSets:
         return minus(cuts, others, self.demand.block_heads, self.demand.layout.rows(owner))
 
 
 @dataclass
-class Clock:
-    """What a rank does at each clock, counted up (+1) or down (-1). Messages of one pair and time are one message."""
+class StepBuilder:
+    """What a rank does at each step, counted up (+1) or down (-1). Messages of one pair and time are one message."""
 
     sign: int
     visits: dict[int, list[Part]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Where the pairs and rows of a band may change from rank to rank at a clock: a few places, however many ranks.
+"""Where the pairs and rows of a band may change from rank to rank at a step: a few places, however many ranks.
 
 Both are made of distances between chunks, clipped: constant but where a distance crosses an edge of the band, or where
-ranks turn from the last to the first. A distance is a rank, twice a rank, or none, and a constant of the clock, so that the
+ranks turn from the last to the first. A distance is a rank, twice a rank, or none, and a constant of the step, so that the
 places follow by solving for the rank. There may be more of them than changes, never fewer.
 """
 
@@ -13,14 +13,14 @@ import numpy as np
 
 from ...plan.schedules.relay import Way
 from .banded import Banded
-from .traffic import Course
+from .traffic import BandTraffic
 
 #: A chunk is at an edge of the band for two distances around it; the rest forgives the rounding of divisions.
 AROUND = np.arange(-3, 4)
 
 
-def places(band: Banded, ways: Sequence[Way], course: Course, away: np.ndarray) -> np.ndarray:
-    """Ranks at which a run of equal ranks may begin at the clocks of visits at distances `away`, int64 [clocks, places],
+def places(band: Banded, ways: Sequence[Way], course: BandTraffic, away: np.ndarray) -> np.ndarray:
+    """Ranks at which a run of equal ranks may begin at the steps of visits at distances `away`, int64 [steps, places],
     unordered, repeated, 0 among them."""
     found = [np.zeros((len(away), 1), dtype=np.int64)]
     for way in ways:
@@ -82,8 +82,8 @@ def _halves(twice: np.ndarray) -> Iterator[np.ndarray]:
     yield (twice + 1) // 2
 
 
-def _wide(place: np.ndarray, clocks: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(place, (len(clocks), place.shape[1]))
+def _wide(place: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(place, (len(steps), place.shape[1]))
 
 
 def _inside(place: np.ndarray, ranks: int) -> np.ndarray:

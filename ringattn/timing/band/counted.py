@@ -1,4 +1,4 @@
-"""A pass of a band that hides something: pairs and rows of any ranks at any clocks, counted exactly."""
+"""A pass of a band that hides something: pairs and rows of any ranks at any steps, counted exactly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..rates import Faults, Rates
 from ..solvers.recurrence import Phase, Ring, Value
 from .banded import Banded
 from .breakpoints import owners
-from .direct_costs import Crossing
-from .last_receivers import PART, Straight
-from .neighbor_messages import Lanes, scaled
-from .traffic import Course
+from .direct_costs import DirectCosts
+from .last_receivers import PART, LastReceivers
+from .neighbor_messages import NeighborMessages, scaled
+from .traffic import BandTraffic
 
-#: Counts of this many ranks x clocks live as long as their plan.
+#: Counts of this many ranks x steps live as long as their plan.
 REMEMBERED = 1 << 21
 
 
@@ -40,9 +40,9 @@ class Counted:
         return np.arange(self.band.ranks)
 
     @cached_property
-    def course(self) -> Course:
+    def course(self) -> BandTraffic:
         """What travels."""
-        return Course.of(self.rates.plan, self.rates.backward)
+        return BandTraffic.of(self.rates.plan, self.rates.backward)
 
     @cached_property
     def reach(self) -> int:
@@ -52,21 +52,21 @@ class Counted:
         )
 
     @property
-    def clocks(self) -> int:
-        """Clocks of the pass: sums that go home straight do so after the last visit."""
+    def steps(self) -> int:
+        """Steps of the pass: sums that go home straight do so after the last visit."""
         homeward = self.course.straight > 0 and not self.course.back and self.reach > 0
         return self.reach + 1 + homeward
 
     @cached_property
-    def straight(self) -> Straight:
+    def straight(self) -> LastReceivers:
         """What goes straight between owners and the ranks where rows stop."""
         return self.rates.plan.memory.answer(
             ("straight", self.band, self.ways, self.course),
-            lambda: Straight.of(self.band, self.ways, self.course, self.reach),
+            lambda: LastReceivers.of(self.band, self.ways, self.course, self.reach),
         )
 
     @cached_property
-    def across(self) -> Straight:
+    def across(self) -> LastReceivers:
         """What of that goes between ranks that are no neighbours."""
         return self.straight.some(~self.straight.beside)
 
@@ -88,7 +88,7 @@ class Counted:
 
     @cached_property
     def _turns(self) -> np.ndarray:
-        """clock * ranks + rank where runs of ranks begin that send as many bytes straight to a neighbour; ascending."""
+        """step * ranks + rank where runs of ranks begin that send as many bytes straight to a neighbour; ascending."""
         found = [np.zeros(0, dtype=np.int64)]
         for keys, size in self._beside.values():
             begins = np.append(True, (np.diff(keys) != 1) | (np.diff(size) != 0))
@@ -96,44 +96,44 @@ class Counted:
         return np.unique(np.concatenate(found))
 
     def turns(self, first: int, last: int) -> np.ndarray:
-        """Those of clocks first .. last - 1, counted from clock `first`."""
+        """Those of steps first .. last - 1, counted from step `first`."""
         low, high = np.searchsorted(self._turns, (first * self.band.ranks, last * self.band.ranks))
         return self._turns[low:high] - first * self.band.ranks
 
     def ring(self) -> Ring:
-        """The ring problem, counted clock by clock: once where that is little, else whenever it is asked for."""
-        if self.band.ranks * self.clocks <= REMEMBERED:
-            clocks = self.rates.plan.memory.answer(
-                ("clocks", self.band, self.ways, self.course), lambda: list(self._each())
+        """The ring problem, counted step by step: once where that is little, else whenever it is asked for."""
+        if self.band.ranks * self.steps <= REMEMBERED:
+            steps = self.rates.plan.memory.answer(
+                ("steps", self.band, self.ways, self.course), lambda: list(self._each())
             )
-            counted: Callable[[], Iterable[np.ndarray]] = lambda: clocks  # noqa: E731
+            counted: Callable[[], Iterable[np.ndarray]] = lambda: steps  # noqa: E731
         else:
             counted = self._each
 
         def phases() -> Iterator[Phase]:
-            for clock, counts in enumerate(counted()):
-                crossing = self.crossing(clock, clock + 1)
-                phase = self.phase(counts, crossing=crossing, clocks=np.asarray(clock))
-                yield phase if crossing is None else replace(phase, chords=crossing.chords.inside(clock, clock + 1))
+            for step, counts in enumerate(counted()):
+                crossing = self.crossing(step, step + 1)
+                phase = self.phase(counts, crossing=crossing, steps=np.asarray(step))
+                yield phase if crossing is None else replace(phase, chords=crossing.chords.inside(step, step + 1))
 
         return Ring(self.band.ranks, phases, self.rates.buffers, self.rates.gamma, stalls=self.faults.stalls)
 
     def _each(self) -> Iterator[np.ndarray]:
-        return (self.at(self.ranks, np.asarray(clock)) for clock in range(self.clocks))
+        return (self.at(self.ranks, np.asarray(step)) for step in range(self.steps))
 
-    def away(self, clocks: np.ndarray) -> np.ndarray:
-        """The distance of owners of the blocks that are visited at clocks."""
-        return self.reach - clocks if self.course.back else clocks
+    def away(self, steps: np.ndarray) -> np.ndarray:
+        """The distance of owners of the blocks that are visited at steps."""
+        return self.reach - steps if self.course.back else steps
 
-    def at(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
-        """Pairs of one head and query rows that are merged of ranks at clocks, and for each of `signs` the bytes that they
+    def at(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Pairs of one head and query rows that are merged of ranks at steps, and for each of `signs` the bytes that they
         send to that neighbour: int64 [2 + signs, ...]."""
-        return np.concatenate([self._visited(ranks, clocks), self._sent(ranks, clocks)])
+        return np.concatenate([self._visited(ranks, steps), self._sent(ranks, steps)])
 
-    def _visited(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+    def _visited(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Pairs of one head and query rows that are merged, int64 [2, ...]."""
-        found = np.zeros((2, *np.broadcast_shapes(ranks.shape, clocks.shape)), dtype=np.int64)
-        away = self.away(clocks)
+        found = np.zeros((2, *np.broadcast_shapes(ranks.shape, steps.shape)), dtype=np.int64)
+        away = self.away(steps)
         for index, way in enumerate(self.ways or (Way(+1, 0),)):
             # At distance 0 a rank visits its own block, whatever the ways.
             visiting = (away <= way.limit) & ((away > 0) | (index == 0))
@@ -147,10 +147,10 @@ class Counted:
                 found[1] += merged * band.rows_seeing(*((owner, ranks) if turned else (ranks, owner)))
         return found
 
-    def _sent(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+    def _sent(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Bytes that ranks send to a neighbour, for each of `signs`: int64 [signs, ...]."""
-        found = np.zeros((len(self.signs), *np.broadcast_shapes(ranks.shape, clocks.shape)), dtype=np.int64)
-        away = self.away(clocks)
+        found = np.zeros((len(self.signs), *np.broadcast_shapes(ranks.shape, steps.shape)), dtype=np.int64)
+        away = self.away(steps)
         for way in self.ways:
             sent = found[self.signs.index(self._sign(way))]
             for cargo in self.course.cargo:
@@ -159,52 +159,52 @@ class Counted:
                 rows = self.band.rows_beyond(owner, way.sign, hop + 1, way.limit)
                 sent += rows * (hop >= cargo.lag) * cargo.row_bytes
         for sign, (keys, size) in self._beside.items():
-            wanted = clocks * self.band.ranks + ranks
+            wanted = steps * self.band.ranks + ranks
             place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
             found[self.signs.index(sign)] += size[place] * (keys[place] == wanted)
         return found
 
-    def many(self, ranks: np.ndarray, clocks: np.ndarray) -> np.ndarray:
+    def many(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The same of many ranks, part by part."""
-        clocks = np.broadcast_to(clocks, (len(ranks), *clocks.shape[1:]))
+        steps = np.broadcast_to(steps, (len(ranks), *steps.shape[1:]))
         parts = range(0, max(len(ranks), 1), PART)
-        return np.concatenate([self.at(ranks[i : i + PART], clocks[i : i + PART]) for i in parts], axis=1)
+        return np.concatenate([self.at(ranks[i : i + PART], steps[i : i + PART]) for i in parts], axis=1)
 
-    def moving(self, sent: np.ndarray, ranks: np.ndarray | None, beside: np.ndarray | None) -> Lanes:
-        """The messages to neighbours of one clock on the machine, of bytes by `signs`."""
+    def moving(self, sent: np.ndarray, ranks: np.ndarray | None, beside: np.ndarray | None) -> NeighborMessages:
+        """The messages to neighbours of one step on the machine, of bytes by `signs`."""
         faults = self.faults if ranks is None else self.faults.at(ranks)
-        return Lanes(self.rates, faults, [*zip(self.signs, sent, strict=True)], ranks, beside)
+        return NeighborMessages(self.rates, faults, [*zip(self.signs, sent, strict=True)], ranks, beside)
 
     def phase(
         self,
         counts: np.ndarray,
         ranks: np.ndarray | None = None,
-        crossing: Crossing | None = None,
-        clocks: np.ndarray | None = None,
+        crossing: DirectCosts | None = None,
+        steps: np.ndarray | None = None,
     ) -> Phase:
-        """One clock on the machine, of all ranks or of `ranks`, neighbours along the last axis, with the chords that
-        `crossing` has at `clocks` in what their messages take. Without stalls."""
+        """One step on the machine, of all ranks or of `ranks`, neighbours along the last axis, with the chords that
+        `crossing` has at `steps` in what their messages take. Without stalls."""
         faults = self.faults if ranks is None else self.faults.at(ranks)
         merge = scaled(self.rates.merge(self.band.heads), faults)
         beside: np.ndarray | None = None
         longest: Value = 0.0
-        if crossing is not None and clocks is not None:
-            beside, longest = crossing.at(self.ranks if ranks is None else ranks, clocks)
+        if crossing is not None and steps is not None:
+            beside, longest = crossing.at(self.ranks if ranks is None else ranks, steps)
         moving = self.moving(counts[2:], ranks, beside)
         lanes = tuple(moving.lane(sign) for sign, size in moving.sizes.items() if np.any(size))
         return Phase(1, scaled(counts[0] * self.pair, faults), merge * counts[1], lanes, longest=longest)
 
-    def crossing(self, first: int, last: int) -> Crossing | None:
-        """The chords of clocks first .. last - 1 on the machine; None where there are none."""
+    def crossing(self, first: int, last: int) -> DirectCosts | None:
+        """The chords of steps first .. last - 1 on the machine; None where there are none."""
         found = self.across.between(first, last)
-        if not len(found.clock):
+        if not len(found.step):
             return None
         none = np.zeros((2, 2, 1, 1))
 
-        def lanes(ranks: np.ndarray, clocks: np.ndarray) -> Lanes:
-            return self.moving(self._sent(ranks, clocks), ranks, none)
+        def lanes(ranks: np.ndarray, steps: np.ndarray) -> NeighborMessages:
+            return self.moving(self._sent(ranks, steps), ranks, none)
 
-        return Crossing.of(self.rates, self.faults, found, lanes)
+        return DirectCosts.of(self.rates, self.faults, found, lanes)
 
     @property
     def pair(self) -> float:
@@ -229,7 +229,7 @@ class Counted:
 
     def hidden(self) -> tuple[Ring, int, str] | None:
         """The uniform ring with the same makespan, where one rank is at least as busy as any other, and as any message
-        takes, at every clock: then no rank begins a clock later than that one, which waits for nobody. With its clocks,
+        takes, at every step: then no rank begins a step later than that one, which waits for nobody. With its steps,
         and what was compared.
         """
         if len(self.ways) > 1:
@@ -250,10 +250,10 @@ class Counted:
         ring = Ring(self.band.ranks, phases)
         if self.ways:
             busy = [ring.busy(phase) for phase in (phases if runs[-1][1] > 1 else phases[:-1])]
-            if min(float(np.min(value)) for value in busy) < self._longest(sign):  # nothing moves at the last clock
+            if min(float(np.min(value)) for value in busy) < self._longest(sign):  # nothing moves at the last step
                 return None
         words = (
-            f"{compared:,} pair counts: rank {rank} has the most at every clock, and a whole block takes no longer than any "
+            f"{compared:,} pair counts: rank {rank} has the most at every step, and a whole block takes no longer than any "
             "of its visits"
         )
         return ring, sum(count for _, count in runs), words
@@ -262,28 +262,28 @@ class Counted:
         """Seconds of the message of a whole block on the slowest link."""
         block = self.band.rows * sum(cargo.row_bytes for cargo in self.course.cargo)
         size = np.full(self.band.ranks, float(block))
-        return float(np.max(Lanes(self.rates, self.faults, [(sign, size)]).lane(sign).seconds))
+        return float(np.max(NeighborMessages(self.rates, self.faults, [(sign, size)]).lane(sign).seconds))
 
     def _busiest(self, limit: int, sign: int) -> tuple[int | None, int, list[tuple[int, int]]]:
-        """A rank that has as many pairs as any at each clock up to `limit`, and merges all its rows where any rank merges,
-        or None, how many counts were compared, and its pairs as (pairs, clocks) runs, the first clock by itself.
+        """A rank that has as many pairs as any at each step up to `limit`, and merges all its rows where any rank merges,
+        or None, how many counts were compared, and its pairs as (pairs, steps) runs, the first step by itself.
 
-        A visit's chunks are apart by rank - owner, which has two values at a clock, before and after the turn of the
+        A visit's chunks are apart by rank - owner, which has two values at a step, before and after the turn of the
         ring, and, where a rank has two chunks, by 2 ranks - 1 - rank - owner, over which the most is taken.
         """
-        band, ranks, clocks = self.band, self.band.ranks, np.arange(limit + 1)
-        apart = sign * clocks
+        band, ranks, steps = self.band, self.band.ranks, np.arange(limit + 1)
+        apart = sign * steps
         found = []
-        for distance in (apart, np.where(clocks > 0, apart - sign * ranks, apart)):
+        for distance in (apart, np.where(steps > 0, apart - sign * ranks, apart)):
             pairs = band.area(distance)
             found.append(pairs if band.chunks == 1 else pairs + band.area(-distance))
-        most, count = np.maximum(*found), 2 * len(clocks)
+        most, count = np.maximum(*found), 2 * len(steps)
         if band.chunks == 2:
             across = np.arange(2 * ranks - 1) - (2 * ranks - 1)
             most = most + np.max(band.area(across) + band.area(-across))
             count += len(across)
         for rank in (ranks - 1, 0):
-            visits = np.full_like(clocks, rank), (rank - sign * clocks) % ranks
+            visits = np.full_like(steps, rank), (rank - sign * steps) % ranks
             pairs = band.pairs(*visits)
             merged = self.rates.machine.merge is None or (band.rows_seeing(*visits) == band.rows)[pairs > 0].all()
             if (pairs >= most * band.heads).all() and merged:

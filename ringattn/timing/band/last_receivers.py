@@ -9,7 +9,7 @@ import numpy as np
 
 from ...plan.schedules.relay import Way
 from .banded import Banded
-from .traffic import Course
+from .traffic import BandTraffic
 
 #: Ranks that are counted at a time, which bounds the memory that it takes.
 PART = 16384
@@ -42,28 +42,28 @@ def stops(band: Banded, way: Way) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Straight:
-    """Messages that go straight, by clock and then by sender: int64 [messages] each. `bytes` are those of each."""
+class LastReceivers:
+    """Messages that go straight, by step and then by sender: int64 [messages] each. `bytes` are those of each."""
 
     ranks: int
-    clock: np.ndarray
+    step: np.ndarray
     source: np.ndarray
     target: np.ndarray
     bytes: np.ndarray
 
     @classmethod
-    def of(cls, band: Banded, ways: Sequence[Way], course: Course, reach: int) -> Straight:
+    def of(cls, band: Banded, ways: Sequence[Way], course: BandTraffic, reach: int) -> LastReceivers:
         """Those of a course of the blocks of a band, the farthest of which makes `reach` hops."""
         found = [np.zeros((4, 0), dtype=np.int64)]
         for way in ways if course.straight else ():
             owner, distance, rows = stops(band, way)
             end = (owner + way.sign * distance) % band.ranks
-            clock, size = distance + 1, rows * course.straight
+            step, size = distance + 1, rows * course.straight
             if course.back:
                 again = ~_kept(end, distance, rows, band.rows)
-                found.append(np.stack([reach - clock, owner, end, size])[:, again])
+                found.append(np.stack([reach - step, owner, end, size])[:, again])
             else:
-                found.append(np.stack([clock, end, owner, size]))
+                found.append(np.stack([step, end, owner, size]))
         every = np.concatenate(found, axis=1)
         every = every[:, every[3] > 0]
         return cls(band.ranks, *every[:, np.lexsort((every[1], every[0]))])
@@ -73,23 +73,23 @@ class Straight:
         """Which messages go to a neighbour, in the message that the sender may have for it anyway: bool [messages]."""
         return np.isin((self.target - self.source) % self.ranks, (1, self.ranks - 1))
 
-    def some(self, which: np.ndarray | slice) -> Straight:
+    def some(self, which: np.ndarray | slice) -> LastReceivers:
         """Some of the messages."""
-        return Straight(
-            self.ranks, self.clock[which], self.source[which], self.target[which], self.bytes[which]
+        return LastReceivers(
+            self.ranks, self.step[which], self.source[which], self.target[which], self.bytes[which]
         )  # fmt: skip
 
-    def between(self, first: int, last: int) -> Straight:
-        """The messages of clocks first .. last - 1."""
-        return self.some(slice(*np.searchsorted(self.clock, (first, last))))
+    def between(self, first: int, last: int) -> LastReceivers:
+        """The messages of steps first .. last - 1."""
+        return self.some(slice(*np.searchsorted(self.step, (first, last))))
 
     def keys(self, up: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Messages to the next rank (`up`) or to the one before, of neighbours: clock * ranks + sender, ascending, and
+        """Messages to the next rank (`up`) or to the one before, of neighbours: step * ranks + sender, ascending, and
         bytes. Of two ranks each is the next one of the other."""
         mine = self.some((self.target - self.source) % self.ranks == (1 if up else self.ranks - 1))
         if self.ranks == 2 and not up:
             mine = mine.some(slice(0))
-        return mine.clock * self.ranks + mine.source, mine.bytes
+        return mine.step * self.ranks + mine.source, mine.bytes
 
 
 def _kept(end: np.ndarray, distance: np.ndarray, rows: np.ndarray, block: int) -> np.ndarray:

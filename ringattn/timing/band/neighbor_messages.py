@@ -1,4 +1,4 @@
-"""Messages of one clock on a machine."""
+"""Messages of one step on a machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from ..rates import Faults, Rates
 from ..solvers.recurrence import NEVER, Lane, Value, shifted
 
-#: Bytes that one message of a clock carries: those of each rank, or of all.
+#: Bytes that one message of a step carries: those of each rank, or of all.
 Bytes = np.ndarray | float
 
 
-class Lanes:
-    """The messages of a clock to neighbours, of all ranks or of `ranks`, neighbours along the last axis.
+class NeighborMessages:
+    """The messages of a step to neighbours, of all ranks or of `ranks`, neighbours along the last axis.
 
-    `sizes` are (direction, bytes), one of each direction at most. Those of one rank and kind of link in a clock follow
+    `sizes` are (direction, bytes), one of each direction at most. Those of one rank and kind of link in a step follow
     each other, so that each ends with the last of them at its sender or its receiver. `beside` are the seconds of other
     messages that ranks send (0) and receive (1) between nodes (0) and within (1): float64 [2, 2, ranks].
     """

@@ -1,11 +1,11 @@
-"""Which rows travel at which clock of a ring's pass: one description for the forward and for either backward."""
+"""Which rows travel at which step of a ring's pass: one description for the forward and for either backward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...plan.row_sets import Cut
+from ...plan.row_sets import RowSet
 from ...plan.steps import Kind, Part
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cargo:
-    """Rows of blocks that every clock moves by one rank. Hop h of a block is that between the ranks at distances h and
-    h + 1 of its owner; at the clock of visits at distance t, hop t - `lag` is made, of hops from `lag` on. A row of all
+    """Rows of blocks that every step moves by one rank. Hop h of a block is that between the ranks at distances h and
+    h + 1 of its owner; at the step of visits at distance t, hop t - `lag` is made, of hops from `lag` on. A row of all
     heads is `row_bytes` bytes.
     """
 
@@ -24,11 +24,11 @@ class Cargo:
 
 
 @dataclass(frozen=True)
-class Course:
-    """What travels in a pass, beside each other in one message where sender, receiver and clock are the same.
+class BandTraffic:
+    """What travels in a pass, beside each other in one message where sender, receiver and step are the same.
 
-    `back`: hops are made toward the owner, and clocks go from the farthest distance down to 0. `straight`: bytes of a row
-    that goes between the owner and the rank where it stops at once, at the clock of the distance after that at which it
+    `back`: hops are made toward the owner, and steps go from the farthest distance down to 0. `straight`: bytes of a row
+    that goes between the owner and the rank where it stops at once, at the step of the distance after that at which it
     stops; 0 where none does. With `back` those are rows that ranks have not kept, from the owner; else sums for rows, all
     of them, to the owner.
     """
@@ -38,11 +38,11 @@ class Course:
     straight: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, backward: bool) -> Course:
+    def of(cls, plan: Plan, backward: bool) -> BandTraffic:
         """That of a ring plan: `Route.forward`, `Route.backward` and `Route.queries`."""
 
         def row(*kinds: Kind) -> int:
-            one = Cut((0,), ((range(1),),))
+            one = RowSet((0,), ((range(1),),))
             return sum(plan.part_heads(kind) * plan.part_bytes(Part(kind, 0, one)) for kind in kinds)
 
         if not backward:

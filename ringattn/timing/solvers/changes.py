@@ -1,4 +1,4 @@
-"""Clocks of a ring whose numbers change at a few ranks from one clock to the next."""
+"""Steps of a ring whose numbers change at a few ranks from one step to the next."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .recurrence import Chords
+from .recurrence import DirectMessages
 
 
 @dataclass(frozen=True)
 class Changes:
-    """`clocks` clocks of a stencil whose coefficients (own, below, above) change at a few ranks from clock to clock.
+    """`steps` steps of a stencil whose coefficients (own, below, above) change at a few ranks from step to step.
 
     They begin with `whole`, float64 [ranks] each, or with those before where that is None. Point i sets those of rank
-    `rank[i]` to `values[:, i]` from clock `at[i]` on; points ascend with their clock. `chords` are of these clocks, too.
+    `rank[i]` to `values[:, i]` from step `at[i]` on; points ascend with their step. `chords` are of these steps, too.
     """
 
-    clocks: int
+    steps: int
     whole: tuple[np.ndarray, ...] | None
     at: np.ndarray
     rank: np.ndarray
     values: np.ndarray
-    chords: Chords | None = None
+    chords: DirectMessages | None = None
 
     def later(self, seconds: float) -> Changes:
         """The same points and chords, where all that ranks wait for takes `seconds` longer. Without `whole`."""
@@ -31,12 +31,12 @@ class Changes:
         return replace(self, whole=None, values=self.values + seconds, chords=chords)
 
     def between(self, begin: int, end: int) -> Changes:
-        """The points at clocks begin .. end - 1, which count from `begin`."""
+        """The points at steps begin .. end - 1, which count from `begin`."""
         some = slice(*np.searchsorted(self.at, (begin, end)))
         return Changes(end - begin, None, self.at[some] - begin, self.rank[some], self.values[:, some])
 
     def inside(self, begin: int, end: int, first: int, width: int, ranks: int) -> Changes | None:
-        """The points at clocks begin .. end - 1 among `width` ranks from `first` on around the ring, whose ranks count
+        """The points at steps begin .. end - 1 among `width` ranks from `first` on around the ring, whose ranks count
         from `first`; None where there are none."""
         found = self.between(begin, end)
         away = (found.rank - first) % ranks
@@ -57,7 +57,7 @@ class Changes:
         return replace(self, at=self.at[some], rank=place[some], values=self.values[:, some], chords=None)
 
     def apply(self, coefficients: Sequence[np.ndarray | float | None], begin: int, end: int) -> None:
-        """Set the coefficients to those after the points of clocks begin .. end - 1: of a rank with several, the last."""
+        """Set the coefficients to those after the points of steps begin .. end - 1: of a rank with several, the last."""
         low, high = np.searchsorted(self.at, (begin, end))
         for coefficient, values in zip(coefficients, self.values[:, low:high], strict=True):
             assert isinstance(coefficient, np.ndarray)

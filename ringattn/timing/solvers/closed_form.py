@@ -1,4 +1,4 @@
-"""Tier A: all ranks alike. No rank waits for another, and a clock takes the longest of a visit and a message."""
+"""Solver A: all ranks alike. No rank waits for another, and a step takes the longest of a visit and a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .recurrence import Ring, Solved, Value, largest
 
 
 def closed(ring: Ring, why: str = "all ranks and links alike") -> Solved | None:
-    """The sum over clocks of max(c + mu, l), for any number of slots; None where ranks or links differ.
+    """The sum over steps of max(c + mu, l), for any number of slots; None where ranks or links differ.
 
     With all starts S(k) equal, a message begins at S(k): the one before it arrived by then, and g <= l.
     """
@@ -22,9 +22,9 @@ def closed(ring: Ring, why: str = "all ranks and links alike") -> Solved | None:
         alike = [_alike(value) for value in (*longest, *(lane.gap for lane in phase.lanes))]
         if None in alike:
             return None
-        times.append(phase.clocks * max(value for value in alike[: len(longest)] if value is not None))
+        times.append(phase.steps * max(value for value in alike[: len(longest)] if value is not None))
     seconds = fsum(times)
-    return Solved("A", seconds, np.broadcast_to(np.asarray(seconds), (ring.ranks,)), why)
+    return Solved("closed_form", seconds, np.broadcast_to(np.asarray(seconds), (ring.ranks,)), why)
 
 
 def _alike(value: Value) -> float | None:
@@ -35,9 +35,9 @@ def _alike(value: Value) -> float | None:
 
 
 def rate(ring: Ring) -> float:
-    """Seconds per clock after many clocks of the first phase, alike in all clocks: the largest mean over a cycle.
+    """Seconds per step after many steps of the first phase, alike in all steps: the largest mean over a cycle.
 
-    A cycle returns to its rank over clocks: by staying (c + mu), by the link's own occupation (g), by a slot that must be
+    A cycle returns to its rank over steps: by staying (c + mu), by the link's own occupation (g), by a slot that must be
     free again (l / B), or all around the ring (mean of l). Baccelli, Cohen, Olsder, Quadrat, Synchronization and
     Linearity, theorem 3.28. For one direction without waiting for sends, or with one slot.
     """

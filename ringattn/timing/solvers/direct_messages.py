@@ -1,7 +1,7 @@
-"""Messages between ranks of a ring that are no neighbours: chords, and the ranks that they delay within some clocks.
+"""Messages between ranks of a ring that are no neighbours: chords, and the ranks that they delay within some steps.
 
-A delay moves by one rank per clock, or jumps along a chord. So within some clocks all that chords change lies around
-their ends, and these ranks are gone through together, beside the blocks of tier D that know nothing of chords.
+A delay moves by one rank per step, or jumps along a chord. So within some steps all that chords change lies around
+their ends, and these ranks are gone through together, beside the blocks of solver stencil that know nothing of chords.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from collections.abc import Sequence
 import numpy as np
 
 from .changes import Changes
-from .recurrence import NEVER, Chords
+from .recurrence import NEVER, DirectMessages
 
 
 def joined(
     now: np.ndarray,
-    clocks: int,
+    steps: int,
     coefficients: Sequence[np.ndarray | float | None],
-    chords: Chords,
+    chords: DirectMessages,
     changes: Changes | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ranks that chords may delay within `clocks` clocks of the stencil max(now + own, below + left, above + right),
-    ascending, and their times after these clocks. `changes` are those of all ranks at the same clocks.
+    """The ranks that chords may delay within `steps` steps of the stencil max(now + own, below + left, above + right),
+    ascending, and their times after these steps. `changes` are those of all ranks at the same steps.
     """
     ranks = len(now)
     ends = np.concatenate([chords.source, chords.target])
-    # What is wrong at the ends of runs of ranks moves inward by one rank per clock, too.
-    taken = _around(ends, 2 * clocks, ranks)
+    # What is wrong at the ends of runs of ranks moves inward by one rank per step, too.
+    taken = _around(ends, 2 * steps, ranks)
     here = now[taken]
     own, left, right = (np.array(np.broadcast_to(NEVER if c is None else c, (ranks,))[taken]) for c in coefficients)
     points = None if changes is None else changes.among(taken)
     source, target = np.searchsorted(taken, chords.source), np.searchsorted(taken, chords.target)
     both, seconds = np.stack([source, target]), chords.seconds
-    first = np.searchsorted(chords.at, np.arange(clocks + 1)).tolist()
-    begins = [0] * (clocks + 1) if points is None else np.searchsorted(points.at, np.arange(clocks + 1)).tolist()
-    for k in range(clocks):
+    first = np.searchsorted(chords.at, np.arange(steps + 1)).tolist()
+    begins = [0] * (steps + 1) if points is None else np.searchsorted(points.at, np.arange(steps + 1)).tolist()
+    for k in range(steps):
         if points is not None and begins[k] < begins[k + 1]:
             points.apply((own, left, right), k, k + 1)
         # The last of these ranks stands before the first, as it does where they are all.
@@ -49,7 +49,7 @@ def joined(
             # Not broadcast: maximum.at of numpy 2.4 reads beyond values that are.
             np.maximum.at(then, both[:, some].ravel(), np.concatenate([ended, ended]))
         here = then
-    reached = _around(ends, clocks, ranks)
+    reached = _around(ends, steps, ranks)
     return reached, here[np.searchsorted(taken, reached)]
 
 

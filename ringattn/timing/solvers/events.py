@@ -1,4 +1,4 @@
-"""Tier F: the steps of all ranks of a plan, event by event. Any schedule, and nodes whose ranks share a way out.
+"""solver events: the steps of all ranks of a plan, event by event. Any schedule, and nodes whose ranks share a way out.
 
 A message begins when both ends have posted it. Those that a rank posts in one step over one kind of link follow each
 other, so that all of them end together; a node's shared way out, and in, takes messages in the order in which they are
@@ -33,7 +33,7 @@ LOOKED_AT = 8
 
 
 @dataclass
-class _Message:
+class _MessageTimes:
     """One message: who posted it when, how long each side's link needs for it, and which step of a side waits for it."""
 
     source: int
@@ -45,11 +45,11 @@ class _Message:
 
 
 @dataclass
-class _Rank:
+class _RankTimes:
     """A rank on its way through its steps."""
 
     busy: list[float]
-    posts: list[list[_Message]]
+    posts: list[list[_MessageTimes]]
     begun: float = 0.0
     step: int = 0
     #: By step: how many messages it waits for have not ended, and when the last of the others did.
@@ -109,8 +109,11 @@ def events(
             if len(message.posted) < 2:
                 continue
             start = now
-            if machine.shared and not message.near:
-                ports = (out, message.source // machine.inner), (into, message.target // machine.inner)
+            if machine.shared_nic and not message.near:
+                ports = (
+                    (out, message.source // machine.ranks_per_node),
+                    (into, message.target // machine.ranks_per_node),
+                )
                 start = max(now, *(free[node] for free, node in ports))
                 for free, node in ports:
                     free[node] = start + message.seconds
@@ -123,7 +126,7 @@ def events(
     stuck = [i for i, rank in enumerate(ranks) if rank.step < len(rank.busy)]
     assert not stuck, f"ranks {stuck[:5]} wait for messages that nobody sends"
     finish = np.array([rank.begun for rank in ranks])
-    return Solved("F", float(finish.max(initial=0.0)), finish, why), loads, traffic
+    return Solved("events", float(finish.max(initial=0.0)), finish, why), loads, traffic
 
 
 def _check(rates: Rates, why: str) -> None:
@@ -137,7 +140,7 @@ def _check(rates: Rates, why: str) -> None:
         raise Unsupported(
             f"{plan.ranks:,} ranks are more than the {RANKS:,} that are simulated step by step, as this plan must be: {why}. "
             "Try schedule=ring with Full, Causal or Window on contiguous or zigzag ranks of equal size, their backward without "
-            "machine.shared, or a mask that repeats on contiguous ranks of equal size"
+            "machine.shared_nic, or a mask that repeats on contiguous ranks of equal size"
         )
     looked = sorted({plan.ranks * i // LOOKED_AT for i in range(LOOKED_AT)})
     size = [sum(1 + len(s.sends) for s in _steps(rates, rank)) for rank in looked]
@@ -154,21 +157,23 @@ def _steps(rates: Rates, rank: int) -> tuple[Step, ...]:
     return found.backward if rates.backward else found.forward
 
 
-def _prepare(rates: Rates, faults: Faults, noise: np.random.Generator | None) -> tuple[list[_Rank], Loads, Traffic]:
+def _prepare(
+    rates: Rates, faults: Faults, noise: np.random.Generator | None
+) -> tuple[list[_RankTimes], Loads, Traffic]:
     plan = rates.plan
-    known: dict[tuple[int, int, int], _Message] = {}
+    known: dict[tuple[int, int, int], _MessageTimes] = {}
     links: defaultdict[tuple[int, int], int] = defaultdict(int)
     loads = Loads.none(plan.ranks)
-    ranks: list[_Rank] = []
+    ranks: list[_RankTimes] = []
     count = 0
     visits_of: list[list[float]] = [[] for _ in range(plan.ranks)]
     for index in told(range(plan.ranks), plan.ranks, "ranks"):
-        steps, rank = _steps(rates, index), _Rank([], [])
+        steps, rank = _steps(rates, index), _RankTimes([], [])
         count += sum(1 + len(step.sends) for step in steps)
         if count > EVENTS:
             raise Unsupported(_too_many(f"more than {EVENTS:,}"))
         for stall in (stall for stall in faults.stalls if stall.rank == index):
-            if stall.clock >= len(steps):
+            if stall.step >= len(steps):
                 raise InvalidInput(
                     f"{stall}: rank {index} has the steps 0 .. {len(steps) - 1}, as it is simulated by steps"
                 )
@@ -210,28 +215,28 @@ def _work(
 
 
 def _late(faults: Faults, index: int, number: int) -> float:
-    return sum(stall.seconds for stall in faults.stalls if (stall.rank, stall.clock) == (index, number))
+    return sum(stall.seconds for stall in faults.stalls if (stall.rank, stall.step) == (index, number))
 
 
 def _posts(
-    rates: Rates, faults: Faults, index: int, step: Step, known: dict[tuple[int, int, int], _Message],
+    rates: Rates, faults: Faults, index: int, step: Step, known: dict[tuple[int, int, int], _MessageTimes],
     links: defaultdict[tuple[int, int], int],
-) -> list[_Message]:  # fmt: skip
+) -> list[_MessageTimes]:  # fmt: skip
     """The messages that a rank posts in a step; each takes as long as all of its kind, at the side where that is longer."""
     found = []
     for hops, sends in ((step.sends, True), (step.recvs, False)):
-        alone: list[tuple[Hop, _Message, float]] = []
+        alone: list[tuple[Hop, _MessageTimes, float]] = []
         for hop in hops:
             source, target = (index, hop.peer) if sends else (hop.peer, index)
-            near, alpha, beta = rates.machine.link(source, target)
+            near, latency, bandwidth = rates.machine.link(source, target)
             size = sum(map(rates.plan.part_bytes, hop.parts))
             if sends:
                 links[source, target] += size
-            message = known.setdefault((source, target, hop.tag), _Message(source, target, near))
-            alone.append((hop, message, faults.link_factor(source) * (alpha + size / beta)))
+            message = known.setdefault((source, target, hop.tag), _MessageTimes(source, target, near))
+            alone.append((hop, message, faults.link_factor(source) * (latency + size / bandwidth)))
         whole = {near: sum(seconds for _, m, seconds in alone if m.near == near) for near in (True, False)}
         for hop, message, seconds in alone:
-            queued = rates.machine.shared and not message.near  # one after another on the node's way
+            queued = rates.machine.shared_nic and not message.near  # one after another on the node's way
             message.seconds = max(message.seconds, seconds if queued else whole[message.near])
             message.until[index] = hop.until
             found.append(message)

@@ -1,8 +1,8 @@
-"""Tier F of many ranks by few: where a mask repeats and sees only so far, a smaller plan has the same times.
+"""solver events of many ranks by few: where a mask repeats and sees only so far, a smaller plan has the same times.
 
 Ranks own equal runs of tokens, and the mask and the nodes repeat every `period` of them. A rank's finish depends on others
-through messages alone. Those that can delay it, one after another, were posted at clocks ever earlier: it depends on no
-rank farther away than the sum over clocks of the longest distance of a message. So first ranks, last ranks and one period
+through messages alone. Those that can delay it, one after another, were posted at steps ever earlier: it depends on no
+rank farther away than the sum over steps of the longest distance of a message. So first ranks, last ranks and one period
 between them, each with as many ranks around as that, have the times of the same ranks among any number more.
 """
 
@@ -65,7 +65,7 @@ def folded(rates: Rates, why: str) -> tuple[Solved, Loads, Traffic, str] | str:
     words = f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; they repeat every {size:,}, and {apart} ({why})"
     whole = Loads(*(fold.unfolded(x) for x in (loads.compute, loads.merge, loads.interference, loads.stalls)))
     return (
-        Solved("F folded", solved.seconds, fold.unfolded(solved.finish), words),
+        Solved("events, folded", solved.seconds, fold.unfolded(solved.finish), words),
         whole,
         _traffic(rates, fold, traffic),
         f"steps and pairs of {compared:,} ranks of the whole plan with those of the smaller one; the finish of two periods",
@@ -83,14 +83,14 @@ def found(rates: Rates) -> Fold | str:
     if repeats is None:
         return "the mask does not repeat, or not for all lengths"
     rows = plan.tokens // plan.ranks
-    size = lcm(lcm(repeats, rows) // rows, machine.inner)
+    size = lcm(lcm(repeats, rows) // rows, machine.ranks_per_node)
     if size > LONGEST or 4 * size > plan.ranks:
         return f"the mask and the nodes repeat every {size:,} ranks, and {LONGEST} are looked at, or a fourth"
     around = 0 if _apart(plan, size) else _around(rates, size)
     if around is None:
         return "ranks that share a way out of their node depend on each other without end"
     first = -(-around // size) * size
-    # Four groups at least: a visit at one distance must not share its clock, nor a clock beside it, with one around the ring.
+    # Four groups at least: a visit at one distance must not share its step, nor a step beside it, with one around the ring.
     least = 2 * first + 4 * size
     if least + size > min(plan.ranks, RANKS):
         return f"a rank depends on others up to {around:,} away"
@@ -113,7 +113,7 @@ def _around(rates: Rates, size: int) -> int | None:
     Beside the chains of messages: their time depends on what both sides post with them, that on what ranks see, and
     whether these do as others do on whether the sequence ends where they look.
     """
-    if rates.machine.shared and rates.machine.inner > 1:
+    if rates.machine.shared_nic and rates.machine.ranks_per_node > 1:
         return None
     start = rates.plan.ranks // 2 // size * size
     farthest: defaultdict[int, int] = defaultdict(int)
@@ -122,7 +122,7 @@ def _around(rates: Rates, size: int) -> int | None:
         for step in _steps(rates.plan, rank, rates.backward):
             for hop in (*step.sends, *step.recvs):
                 away = abs(hop.peer - rank)
-                # Both sides post a message at the clock that its tag holds.
+                # Both sides post a message at the step that its tag holds.
                 farthest[hop.tag // 2] = max(farthest[hop.tag // 2], away)
                 reach = max(reach, away, *(abs(part.owner - rank) for part in hop.parts))
     return sum(farthest.values()) + 4 * reach + size

@@ -1,7 +1,7 @@
-"""Tier E: visits whose times vary. Sampled runs of the ring, or of smaller rings whose time per clock is extrapolated.
+"""Solver E: visits whose times vary. Sampled runs of the ring, or of smaller rings whose time per step is extrapolated.
 
 The time of a visit is its mean times a gamma variable of mean 1 (exponential where the standard deviation is the mean).
-In a ring of K clocks the slowest rank has waited for the worst path through the times of its neighbours: last-passage
+In a ring of K steps the slowest rank has waited for the worst path through the times of its neighbours: last-passage
 percolation. Its time is K rate + b K^(1/3), whose second part is both the drift and the fluctuation (Johansson 2000), so
 that T / K is a line in K^(-2/3).
 """
@@ -21,7 +21,7 @@ from .stencil import dense
 
 #: Runs per size, and the two-sided 95 % quantile of Student's t with REPEATS - 1 degrees of freedom.
 REPEATS, STUDENT = 8, 2.365
-#: Rings of up to this many ranks x clocks are run as they are; of larger ones, uniform ones of these sizes stand in.
+#: Rings of up to this many ranks x steps are run as they are; of larger ones, uniform ones of these sizes stand in.
 RUN, SIZES = 1 << 21, (128, 256, 512, 1024)
 
 
@@ -44,8 +44,8 @@ class Sampled:
 def varied(ring: Ring, jitter: float, seed: int) -> Sampled:
     """The time of a ring whose visits vary by `jitter`, standard deviation over mean. Raises Unsupported."""
     source = np.random.default_rng(seed)
-    clocks = sum(phase.clocks for phase in ring.phases) if isinstance(ring.phases, tuple) else None
-    if clocks is None or ring.ranks * clocks <= RUN:
+    steps = sum(phase.steps for phase in ring.phases) if isinstance(ring.phases, tuple) else None
+    if steps is None or ring.ranks * steps <= RUN:
         return repeated(lambda: _run(ring, jitter, source), f"runs of the ring itself, seed {seed}")
     assert isinstance(ring.phases, tuple)
     values = [
@@ -53,16 +53,16 @@ def varied(ring: Ring, jitter: float, seed: int) -> Sampled:
     ]
     if ring.stalls or any(isinstance(value, np.ndarray) for value in values):
         raise Unsupported(
-            f"jitter on {ring.ranks:,} ranks x {clocks:,} clocks: more than {RUN:,} are extrapolated from smaller rings, "
-            "which needs all ranks and links alike; try a machine with inner=1 and no slow ranks, or fewer ranks"
+            f"jitter on {ring.ranks:,} ranks x {steps:,} steps: more than {RUN:,} are extrapolated from smaller rings, "
+            "which needs all ranks and links alike; try a machine with ranks_per_node=1 and no slow ranks, or fewer ranks"
         )
-    # The longest phase, for as many clocks as ranks; the others add as they are.
-    main = max(ring.phases, key=lambda phase: phase.clocks)
+    # The longest phase, for as many steps as ranks; the others add as they are.
+    main = max(ring.phases, key=lambda phase: phase.steps)
     found = []
     for _ in told(range(REPEATS), REPEATS, "runs with jitter"):
-        times = [_run(replace(ring, ranks=n, phases=(replace(main, clocks=n),)), jitter, source) / n for n in SIZES]
+        times = [_run(replace(ring, ranks=n, phases=(replace(main, steps=n),)), jitter, source) / n for n in SIZES]
         slope, level = np.polyfit([n ** (-2 / 3) for n in SIZES], times, 1)
-        found.append(clocks * (float(level) + float(slope) * clocks ** (-2 / 3)))
+        found.append(steps * (float(level) + float(slope) * steps ** (-2 / 3)))
     return _summed(
         found, True, f"T / K = rate + b K^(-2/3) fitted to rings of {SIZES[0]} .. {SIZES[-1]} ranks, seed {seed}"
     )
@@ -91,7 +91,7 @@ def _run(ring: Ring, jitter: float, source: np.random.Generator) -> float:
 
     def phases() -> Iterator[Phase]:
         for phase in ring.phases() if callable(ring.phases) else ring.phases:
-            for _ in range(phase.clocks):
-                yield replace(phase, clocks=1, compute=phase.compute * factor(jitter, source, ring.ranks))
+            for _ in range(phase.steps):
+                yield replace(phase, steps=1, compute=phase.compute * factor(jitter, source, ring.ranks))
 
     return dense(replace(ring, phases=phases)).seconds

@@ -1,4 +1,4 @@
-"""Tier B: ranks that repeat with a period. One period stands for all, and once its state repeats, time is jumped over.
+"""solver periodic: ranks that repeat with a period. One period stands for all, and once its state repeats, time is jumped over.
 
 A ring whose numbers repeat every q ranks has starts that do so, too: S_{r+q}(k) = S_r(k), by induction over k. A
 max-plus linear recurrence whose state at k + p is that at k plus a constant goes on so for ever (cyclicity: Baccelli,
@@ -17,7 +17,7 @@ from .stencil import Delay
 
 #: Periods of more ranks are not looked for.
 LARGEST = 1024
-#: State differences are constant where their spread is at most this part of a clock's time; the jump adds at most as
+#: State differences are constant where their spread is at most this part of a step's time; the jump adds at most as
 #: much for every period that it leaves out.
 SPREAD = 4e-16
 
@@ -37,8 +37,8 @@ def quotient(ring: Ring, copies: int = 1) -> Solved | None:
     for phase in small.each():
         jumped += _advance(state, phase)
     finish = np.tile(state.finish(), copies * ring.ranks // size)
-    why = f"ranks repeat every {size}; {jumped:,} of {state.clock:,} clocks are jumped over"
-    return Solved("B", float(finish.max()), finish, why)
+    why = f"ranks repeat every {size}; {jumped:,} of {state.step:,} steps are jumped over"
+    return Solved("periodic", float(finish.max()), finish, why)
 
 
 def _period(ring: Ring) -> int | None:
@@ -62,16 +62,16 @@ def _part(phase: Phase, size: int) -> Phase:
         return value[:size].copy() if isinstance(value, np.ndarray) else value
 
     lanes = tuple(Lane(lane.sign, cut(lane.seconds), cut(lane.gap), cut(lane.bytes)) for lane in phase.lanes)
-    return Phase(phase.clocks, cut(phase.compute), cut(phase.merge), lanes)
+    return Phase(phase.steps, cut(phase.compute), cut(phase.merge), lanes)
 
 
 def _advance(state: Delay, phase: Phase) -> int:
-    """Go through a phase; how many of its clocks were jumped over.
+    """Go through a phase; how many of its steps were jumped over.
 
-    The state is compared with that of a marked clock for as many clocks as a period may have, and marks are set ever
-    farther apart, so that most clocks are gone through without comparing.
+    The state is compared with that of a marked step for as many steps as a period may have, and marks are set ever
+    farther apart, so that most steps are gone through without comparing.
     """
-    left, apart = phase.clocks, 2 * state.ring.buffers
+    left, apart = phase.steps, 2 * state.ring.buffers
     while left:
         mark = state.rows()
         for period in range(1, min(2 * state.ring.ranks, left) + 1):
@@ -83,9 +83,9 @@ def _advance(state: Delay, phase: Phase) -> int:
                 state.shift(times * period, times * gain)
                 state.advance(phase, left - times * period)
                 return times * period
-        step = min(apart, left)
-        state.advance(phase, step)
-        left, apart = left - step, 2 * apart
+        count = min(apart, left)
+        state.advance(phase, count)
+        left, apart = left - count, 2 * apart
     return 0
 
 
