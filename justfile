@@ -1,0 +1,19 @@
+# `just` lists the recipes; each calls a script that works without `just`.
+default:
+    @just --list
+
+# Set up and run attention on two ranks of this machine: just run tokens=32k
+run *overrides:
+    scripts/run {{overrides}}
+
+# Set up and run the tests: just test -k layout
+test *arguments:
+    scripts/test {{arguments}}
+
+# Lint, format check, types
+check:
+    scripts/check
+
+# Alternating measurements, written to outputs/bench/: just bench suite=ring
+bench *overrides:
+    scripts/setup && .venv/bin/ringattn bench {{overrides}}
