@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from loaded_modules import modules_after
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringattn"
@@ -96,12 +95,6 @@ def test_exceptions_are_caught_by_name_and_files_stay_short(name: str) -> None:
             names = ast.unparse(node.type) if node.type else "everything"
             assert names not in ("everything", "Exception", "BaseException")
     assert len(path.read_text().splitlines()) <= 500
-
-
-def modules_after(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    return set(done.stdout.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
 
 
 def test_developers_get_what_the_mpi_tests_need() -> None:
-    """scripts/test installs the extra dev: nothing of tests/mpi is skipped after it."""
+    """scripts/test installs the extra dev: no MPI test is skipped after it."""
     assert '/scripts/setup" dev' in (ROOT / "scripts" / "test").read_text()
     extras = PROJECT.get("project", {}).get("optional-dependencies", {})
     assert set(extras.get("mpi", [])) <= set(extras.get("dev", []))

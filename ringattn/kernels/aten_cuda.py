@@ -1,6 +1,6 @@
 """The attention ops that PyTorch ships for CUDA: flash, cuDNN and memory-efficient, behind one choice.
 
-Written from the ops' sources; not yet run on a GPU. tests/test_kernels.py checks every choice where there is one.
+Written from the ops' sources; not yet run on a GPU. tests/kernels/test_kernels.py checks every choice where there is one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,254 @@
+"""What cannot be used is refused in a line, before anything is computed or written: files, sizes, patterns and paths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import Inside
+from measured import measured_machine
+
+from ringattn.cli.stored import read_npz
+from ringattn.errors import InvalidInput
+from ringattn.files import MARK, check_writable, replacing, write_text
+from ringattn.machine.file import read_machine, write_machine
+
+NAMES = ("q", "k", "v")
+ROWS = 256
+NUMBERS = np.random.default_rng(0).standard_normal((1, 2, ROWS, 8)).astype(np.float32)
+VIRTUAL = ("run", "transport=virtual", "ranks=2", "tokens=64", "heads=2", "head_dim=8", "repeat=1", "threads=1")
+
+
+def npy(shape: Any = NUMBERS.shape, version: tuple[int, int] = (1, 0), body: bytes = NUMBERS.tobytes()) -> bytes:
+    text = repr({"descr": "<f4", "fortran_order": False, "shape": shape}).encode().ljust(117) + b"\n"
+    size = struct.pack("<H" if version[0] == 1 else "<I", len(text))
+    return b"\x93NUMPY" + bytes(version) + size + text + body
+
+
+def packed(path: Path, *members: tuple[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name that is there twice
+        for name, data in members or [(name, npy()) for name in NAMES]:
+            archive.writestr(name, data)
+    return path
+
+
+MEMBERS: list[tuple[str, bytes | tuple[str, ...], str]] = [
+    ("more rows than stored", npy((1, 2, 300, 8)), "is 19,200 bytes, and the file holds 16,384"),
+    ("fewer rows than stored", npy((1, 2, 200, 8)), "is 12,800 bytes"),
+    ("past the end", npy((1, 2, 1 << 40, 8)), "and the file holds 16,384"),
+    ("more than memory addresses", npy((1 << 33, 1 << 33, 256, 8)), "and the file holds 16,384"),
+    ("negative", npy((-1, -2, ROWS, 8)), "expected whole numbers >= 0"),
+    ("a truth value", npy((True, 2, ROWS, 8)), "expected whole numbers >= 0"),
+    ("bytes missing", npy(body=NUMBERS.tobytes()[:-4]), "the file holds 16,380"),
+    ("bytes too many", npy(body=NUMBERS.tobytes() + b"abcd"), "the file holds 16,388"),
+    ("an unknown version", npy(version=(9, 0)), "version 9.0 of the npy format"),
+    ("an unknown minor version", npy(version=(2, 7)), "version 2.7 of the npy format"),
+    ("an open bracket", b"\x93NUMPY\x01\x00\x76\x00" + b"(" * 117 + b"\n", "not a whole npz file"),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), [(data, words) for _, data, words in MEMBERS], ids=[x[0] for x in MEMBERS])
+def test_wrong_members_of_npz(tmp_path: Path, data: bytes, words: str) -> None:
+    path = packed(tmp_path / "x.npz", ("q.npy", data), ("k.npy", npy()), ("v.npy", npy()))
+    with pytest.raises(InvalidInput, match=words):
+        read_npz(path, NAMES)
+
+
+def test_members_of_npz_that_are_there_twice(tmp_path: Path) -> None:
+    for second in ("q.npy", "q"):
+        with pytest.raises(InvalidInput, match="holds q twice"):
+            read_npz(packed(tmp_path / "x.npz", ("q.npy", npy()), (second, npy())), NAMES)
+
+
+CHANGES: list[tuple[bytes, int, bytes, str]] = [  # after the first of such bytes, so far from them, these
+    (b"\x93NUMPY", 1000, b"\xaa\x55", "Bad CRC-32 for file 'q'"),
+    (b"PK\x01\x02", 24, b"\0\0\0\1", "has two sizes"),
+    (b"PK\x01\x02", 42, b"\7", "not a whole npz file"),
+    (b"PK\x05\x06", 8, b"\2\0\2\0", "2 members are told, and 3 are listed"),
+    (b"PK\x01\x02", 8, b"\1", "encrypted"),
+    (b"PK\x01\x02", 6, b"\xff", "zip file version"),
+    (b"PK\x03\x04", 30, b"z", "not a whole npz file"),
+]
+
+
+@pytest.mark.parametrize(("after", "far", "put", "words"), CHANGES)
+def test_broken_npz(tmp_path: Path, after: bytes, far: int, put: bytes, words: str) -> None:
+    path = packed(tmp_path / "x.npz")
+    assert set(read_npz(path, NAMES)) == {*NAMES}
+    data = bytearray(path.read_bytes())
+    at = data.index(after) + far
+    data[at : at + len(put)] = put
+    path.write_bytes(data)
+    with pytest.raises(InvalidInput, match=words):
+        read_npz(path, NAMES)
+
+
+def test_npz_that_numpy_writes_is_read(tmp_path: Path) -> None:
+    for version in ((1, 0), (2, 0), (3, 0)):
+        path = packed(tmp_path / "x.npz", *((f"{name}.npy", npy(version=version)) for name in NAMES))
+        assert np.array_equal(read_npz(path, NAMES)["k"].rows(range(ROWS)).numpy(), NUMBERS)
+
+
+YAML: list[tuple[str, Callable[[str], str], str]] = [
+    ("aliases", lambda text: "a: &a [x, x]\nb: [*a, *a]\n", "has an alias"),
+    ("itself", lambda text: "a: &a\n  b: *a\n", "has an alias"),
+    ("deep", lambda text: "a: " + "[" * 5000 + "]" * 5000, "nested more than 32 deep"),
+    ("deep mappings", lambda text: "{a: " * 300 + "1" + "}" * 300, "nested more than 32 deep"),
+    ("large", lambda text: "a: " + "x" * (1 << 24), "which no machine file has"),
+    ("twice", lambda text: text.replace("made:", "made:\n  a: 1\nmade:"), "a key is there twice"),
+    ("a large number", lambda text: text.replace("value: 0.03", "value: 1" + "0" * 400), "OverflowError"),
+    ("a larger number", lambda text: text.replace("value: 0.03", "value: 1" + "0" * 5000), "is no YAML"),
+    ("a tag", lambda text: text.replace("value: 0.03", "value: !!python/name:os.system"), "is no YAML"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), [(change, words) for _, change, words in YAML], ids=[x[0] for x in YAML])
+def test_machine_files_that_are_none(tmp_path: Path, change: Callable[[str], str], words: str) -> None:
+    path = tmp_path / "m.yaml"
+    write_machine(path, measured_machine())
+    path.write_text(change(path.read_text()))
+    with pytest.raises(InvalidInput, match=words):
+        read_machine(path)
+
+
+def test_numbers_of_machine_files_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    write_machine(path, measured_machine())
+    path.write_text(path.read_text().replace("value: 0.03", "value: 3e-2") + "made: {date: 2026-01-02}\n")
+    with pytest.raises(InvalidInput, match="a key is there twice"):
+        read_machine(path)
+    path.write_text(path.read_text().replace("made: {}\n", ""))
+    assert read_machine(path).gamma == 0.03
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "pattern=null"), "pattern=null: unknown option"),
+        (("run", "transport=null"), "transport=null: unknown option"),
+        (("plan", "-m", "pattern=causal,null"), "pattern=null: unknown option"),
+        (("plan", "hydra/job_logging=null"), "Config group override must be"),
+        (("plan", "tokens=" + "9" * 400), "is larger than 2^63 - 1"),
+        (("plan", "tokens=" + "9" * 5000), "4300 digits"),
+        (("plan", "ranks=" + "9" * 400), "is larger than 2^63 - 1"),
+        (("plan", "tokens=64", "heads=1e5"), "heads=100,000: 4,096 is the most"),
+        (("simulate", "head_dim=1e18"), "is the most that is planned for"),
+        (("simulate", "batch=1e30"), "is larger than 2^63 - 1"),
+        (("plan", "tokens=64", "pattern=Window(1, **x)"), "** is not understood"),
+        (("plan", "tokens=64", "pattern=Window(left=1, left=2)"), "gives left twice"),
+        (("plan", "tokens=64", "pattern=" + "Window(1) & " * 5000 + "Full()"), "nested too deep"),
+        (("plan", "tokens=64", f"output.path={'x' * 300}"), "File name too long"),
+        (("plan", "tokens=64", f"output.path={'x/' * 3000}"), "File name too long"),
+        (("bench", f"output.path={'x' * 300}"), "File name too long"),
+        (("plan", "machine=file", "machine.path=pipe"), "is a pipe or a device"),
+        (("plan", "tokens=64", "output.path=link"), "the folder "),
+        (("plan", "tokens=64", "output.path=circle"), "cannot be written"),
+        ((*VIRTUAL, "input.path=pipe"), "is a pipe or a device"),
+        ((*VIRTUAL, "input.path=/dev/zero"), "is a pipe or a device"),
+        ((*VIRTUAL, "threads=100000"), "threads=100,000: must be 1 .. "),
+        ((*VIRTUAL, "timeout=1e30"), "at most 31,536,000"),
+        ((*VIRTUAL, "tokens=1T", "input=random"), "and this machine has "),
+        ((*VIRTUAL, "tokens=1T"), "has only"),
+        ((*VIRTUAL, "ranks=1e9"), "1,000,000,000 virtual ranks of this plan have about"),
+        ((*VIRTUAL, "ranks=20000", "repeat=3"), "20,000 virtual ranks of this plan have about"),
+        (("run", "tokens=1T", "input=random", "ranks=2"), "and this machine has "),
+        (("simulate", "mode=numerics", "ranks=1e9", "tokens=64"), "mode=numerics walks along all ranks"),
+        (("simulate", "mode=numerics", "tokens=64", "numerics.spread=0"), "numerics.spread=0: "),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_a_line_and_nothing_else(inside: Inside, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nowhere/x.json")
+    (tmp_path / "circle").symlink_to("circle")
+    before = sorted(tmp_path.iterdir())
+    done = inside(*arguments, cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert words in done.stderr and len(done.stderr) < 1500, done.stderr
+    assert [path for path in sorted(tmp_path.iterdir()) if path.name != "outputs"] == before
+
+
+def test_long_patterns_are_read(inside: Inside, tmp_path: Path) -> None:
+    """The text between two commas is no name of a file."""
+    done = inside("plan", "tokens=8", "ranks=2", "pattern=" + "Window(1) & " * 30 + "Causal()", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert inside("plan", "tokens=8", "experiment=null", cwd=tmp_path).returncode == 0
+
+
+def test_the_mode_of_an_output_is_kept(tmp_path: Path) -> None:
+    path, other = tmp_path / "x", tmp_path / "y"
+    path.write_text("secret")
+    path.chmod(0o600)
+    with replacing(path) as temporary:
+        assert stat.S_IMODE(temporary.stat().st_mode) == 0o600  # never open to others, not even for a moment
+        temporary.write_text("new")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", 0o600)
+    mask = os.umask(0o027)
+    try:
+        write_text(other, "")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(other.stat().st_mode) == 0o640
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from ringattn.files import replacing
+with replacing(Path(sys.argv[1])) as temporary:
+    temporary.write_text("half")
+    print("begun", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """By the next that writes the same file, and not before the process has ended."""
+    path = tmp_path / "x.json"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        check_writable(path)
+        (left,) = tmp_path.iterdir()
+        assert left.read_text() == "half" and left.name.startswith(f".{path.name}{MARK}")
+    finally:
+        process.kill()
+        process.communicate()
+    assert list(tmp_path.iterdir()) == [left]
+    write_text(path, "whole")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+@pytest.mark.parametrize("imported", ["omegaconf"])
+def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str, imported: str) -> None:
+    """Sent while a package is imported, by the import itself: no wait, and the same moment every time."""
+    code = (
+        "import os, sys, builtins\n"
+        "from ringattn.cli.main import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {imported!r}: os.kill(os.getpid(), {int(number)})\n"
+        f"for name in [name for name in sys.modules if name.split('.')[0] == {imported!r}]: del sys.modules[name]\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['ringattn', 'plan', 'tokens=64', 'ranks=2']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stderr) == (status, f"ringattn: {word}\n")

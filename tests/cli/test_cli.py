@@ -1,0 +1,284 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import Inside, ringattn
+from safetensors.torch import load_file, save_file
+
+import ringattn as ra
+from ringattn.config.overrides import prepare
+from ringattn.config.schema import SCHEMAS, parse_size
+from ringattn.errors import InvalidInput
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4096", 4096), ("64k", 65536), ("1M", 1 << 20), ("2G", 2 << 30), ("1e9", 10**9), ("1_000", 1000), ("1.5k", 1536)],
+)
+def test_sizes(text: str, number: int) -> None:
+    assert parse_size(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "ten", "1e-3", "1e400", "-x"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(InvalidInput, match="not a whole number"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["-4", "-64k", "-1.5", "-1e9"])
+def test_negative_sizes(text: str) -> None:
+    with pytest.raises(InvalidInput, match=f"chunk={text}: is negative; write 4096"):
+        parse_size(text, "chunk")
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("pattern=causal", ["pattern=causal"]),
+        ("pattern=Causal() & Window(4096)", ["pattern=custom", "pattern.spec='Causal() & Window(4096)'"]),
+        ("layout=striped(64)", ["layout=custom", "layout.spec='striped(64)'"]),
+        ("kernel=aten_cuda:flash", ["kernel=custom", "kernel.spec='aten_cuda:flash'"]),
+        ("ranks=2,4", ["ranks=2,4"]),
+        ("hydra.verbose=true", ["hydra.verbose=true"]),
+    ],
+)
+def test_written_groups(override: str, wanted: list[str]) -> None:
+    assert prepare("run", [override]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("verb", "override", "words"),
+    [
+        ("run", "rank=2", "unknown key 'rank'; did you mean 'ranks'?"),
+        ("plan", "backward=true", "unknown key 'backward'"),
+        ("run", "input.pth=x", "unknown key 'input.pth'; did you mean 'path'?"),
+        ("run", "pattern=casual", "pattern=casual: unknown option; did you mean 'causal'? expected one of causal, "),
+        ("run", "transport=glo", "did you mean 'gloo'?"),
+        ("bench", "suit=ring", "did you mean 'suite'?"),
+        ("plan", "pattern.left=5", "pattern.left=5 has no meaning with pattern=causal; patterns that take left: "),
+        ("run", "schedule.ranks_per_node=2", "schedules that take ranks_per_node: double_ring"),
+        ("run", "layout.block=3", "has no meaning with layout=contiguous; layouts that take block: striped"),
+    ],
+)
+def test_did_you_mean(verb: str, override: str, words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        prepare(verb, [override])
+    assert words in str(caught.value)
+
+
+def test_sizes_are_understood_everywhere() -> None:
+    found = prepare(
+        "plan",
+        [
+            "ranks=2,8k",
+            "pattern=window",
+            "pattern.left=4k",
+            "kv_heads=null",
+            "machine.ranks_per_node=1e1",
+            "tokens=1M",
+            "ranks=range(1,3)",
+        ],
+    )
+    assert found == [
+        "ranks=2,8192", "pattern=window", "pattern.left=4096", "kv_heads=null", "machine.ranks_per_node=10", "tokens=1M", "ranks=range(1,3)"
+    ]  # fmt: skip
+
+
+def test_a_plan_of_too_many_steps_says_so(inside: Inside, tmp_path: Path) -> None:
+    done = inside("plan", "tokens=1073741824", "ranks=262144", "schedule=ring", "layout=contiguous", cwd=tmp_path)
+    assert done.returncode == 0 and "neither drawn nor counted" in done.stdout and "rank 0" not in done.stdout
+    done = inside("plan", "tokens=1G", "ranks=256k", "pattern=window", "layout=contiguous", cwd=tmp_path)
+    assert done.returncode == 0 and "rank 245760" in done.stdout
+
+
+def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
+    done = ringattn("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan = ra.make_plan(ra.Causal(), tokens=1024, ranks=4, layout="zigzag")
+    assert ra.Plan.from_json((tmp_path / "p.json").read_text()) == plan
+    for fact in (plan.picture().splitlines()[1], f"{plan.pairs():,}", f"{plan.pairs(2):,}", plan.hash, "[counted]"):
+        assert fact in done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json"], "plan leaves nothing else behind"
+
+
+def test_balanced_layouts_are_written_in_three_ways(inside: Inside, tmp_path: Path) -> None:
+    for override, name in (
+        (("layout=balanced",), "balanced(31)"),
+        (("layout=balanced", "layout.chunk=50"), "balanced(50)"),
+        (("layout=balanced(20)",), "balanced(20)"),
+    ):
+        done = inside("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])", *override, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"{name} on 4 ranks" in done.stdout
+
+
+def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
+    for arguments, code, words in (
+        (("--help",), 0, "ringattn <verb>"),
+        (("--version",), 0, ra.__version__),
+        ((), 2, "doctor"),
+        (("paln",), 2, "did you mean 'plan'?"),
+        (("run", "--cfg", "job", "--resolve"), 0, "spec: Causal()"),
+        (("plan", "--help"), 0, "pattern=causal | dilated | "),
+        (("plan", "ranks=four"), 2, "ranks=four: not a whole number"),
+        (("plan", "tokens=1e30"), 2, "is larger than 2^63 - 1"),
+        (("plan", "output.path=/proc/p.json"), 2, "no file can be made in /proc"),
+        (("plan", "output.path=/dev/null"), 2, "is no ordinary file"),
+        (("run", "input=file", "input.path=./x.npz", "output.path=x.npz"), 2, "is the input, which would be lost"),
+        (("run", "input=random", "output.path=x.pt"), 2, "output.path=x.pt: safetensors is what is written"),
+        (
+            ("run", "kernel=aten_cuda", "transport=virtual", "tokens=64", "input=random"),
+            2,
+            "needs tensors on a cuda device",
+        ),
+        (("plan", "tokens=12x"), 2, "tokens=12x: not a whole number"),
+        (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),
+        (("plan", "pattern=documents"), 2, "needs pattern.lengths=..., such as"),
+        (("plan", "experiment=window_64k"), 0, "over 65,536 tokens, contiguous on 4 ranks"),
+        (("plan", "machine.ranks_per_node=3", "tokens=64"), 2, "8 ranks do not fill nodes of 3 evenly"),
+        (("plan", "ranks=2", "output.path=no/such/p.json"), 2, "the folder no/such does not exist"),
+        (("simulate", "backward=maybe"), 2, "ringattn: backward=maybe: expected true or false; try backward=false"),
+        (("calibrate", "rows=5"), 2, "rows=5: expected a list; try 'rows=[64,256,1024,4096]'"),
+        (("plan", "machine.flops=fast"), 2, "machine.flops=fast: expected a number, or null"),
+        (("bench", "cases=x"), 2, "cases=x: expected a list of names, or null"),
+        (("simulate", "slow={1"), 2, "slow={1: cannot be read as key=value (no viable alternative at input '{1')"),
+        (("run", "+tokens"), 2, "+tokens: cannot be read as key=value (missing EQUAL at '<EOF>')"),
+        (("simulate", "tokens=${nope}"), 2, "'nope' not found; ringattn simulate --help shows groups and keys"),
+        (("simulate", "machine.memory=8G", "ranks=2"), 0, "8.0 GiB"),
+        (
+            ("simulate", "ranks=1", "tokens=64"),
+            0,
+            "over 64 tokens, contiguous on 1 rank, ring, B=1 H=1 K=1 D=64 float32",
+        ),
+    ):
+        done = inside(*arguments, cwd=tmp_path)
+        assert done.returncode == code, (arguments, done.stderr)
+        assert words in done.stdout + done.stderr, (arguments, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR" not in done.stderr
+
+
+def test_sweep(inside: Inside, tmp_path: Path) -> None:
+    done = inside("plan", "-m", "ranks=2,3", "tokens=64", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 ranks" in done.stdout and "on 3 ranks" in done.stdout
+
+
+def test_doctor(inside: Inside, tmp_path: Path) -> None:
+    done = inside("doctor", cwd=tmp_path)
+    assert done.returncode == 0
+    for words in ("launcher", "none, rank 0 of 1", "gloo", "kernel aten_cpu", "pip install 'ringattn[mpi]'"):
+        assert words in done.stdout or "mpi4py" in done.stdout
+
+
+@pytest.mark.multi
+def test_run_on_local_ranks_equals_torchrun_and_virtual(tmp_path: Path) -> None:
+    common = (
+        "tokens=600",
+        "heads=4",
+        "kv_heads=2",
+        "head_dim=16",
+        "repeat=1",
+        "layout=zigzag",
+        "pattern=window",
+        "pattern.left=99",
+    )
+    outs = {}
+    for name, arguments, launcher in (
+        ("local", ("ranks=2", "threads=1"), ()),
+        ("torchrun", (), torchrun(2)),
+        ("virtual", ("ranks=2", "transport=virtual", "threads=1"), ()),
+    ):
+        done = ringattn("run", *common, *arguments, f"output.path={name}.safetensors", cwd=tmp_path, launcher=launcher)
+        assert done.returncode == 0, done.stderr
+        assert "[measured]" in done.stdout and "as planned" in done.stdout
+        assert done.stdout.count("forward time") == 1, "only rank 0 prints"
+        outs[name] = load_file(tmp_path / f"{name}.safetensors")
+    assert all(torch.equal(outs["local"][key], outs[name][key]) for name in outs for key in ("out", "lse"))
+    assert outs["local"]["out"].shape == (1, 4, 600, 16)
+    runs = [p for p in tmp_path.glob("outputs/**/.hydra")]
+    assert len(runs) == 3, "one run directory per job, whatever the launcher"
+
+
+def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(1, h, tokens, 8).to(dtype) for name, h in (("q", 4), ("k", 2), ("v", 2))}
+
+
+@pytest.mark.multi
+def test_run_on_a_file(tmp_path: Path) -> None:
+    tensors = inputs(77, torch.bfloat16)
+    save_file(tensors, tmp_path / "x.safetensors")
+    done = ringattn(
+        "run", "input=file", "input.path=x.safetensors", "ranks=2", "backward=true", "layout=striped", "repeat=1",
+        "output.path=y.safetensors", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wanted = ra.virtual_attention(*tensors.values(), ra.Causal(), ranks=2, layout="striped")
+    assert torch.equal(load_file(tmp_path / "y.safetensors")["out"], wanted)
+    assert "backward time" in done.stdout
+
+
+def test_wrong_files_are_refused_and_nothing_is_written(inside: Inside, tmp_path: Path) -> None:
+    good = inputs(40)
+    save_file(good, tmp_path / "good.safetensors")
+    whole = (tmp_path / "good.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[:-100])
+    save_file({"q": good["q"], "k": good["k"]}, tmp_path / "two.safetensors")
+    save_file({**good, "v": good["v"].double()}, tmp_path / "mixed.safetensors")
+    save_file({**good, "k": good["k"][:, :, :39].contiguous()}, tmp_path / "short.safetensors")
+    arrays = {name: x.numpy() for name, x in good.items()}
+    np.savez_compressed(tmp_path / "packed.npz", **arrays)
+    (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 not whole")
+    (tmp_path / "x.txt").write_text("no")
+    for name, words in (
+        ("none.safetensors", "no such file"),
+        ("cut.safetensors", "not a whole safetensors file"),
+        ("two.safetensors", "has no tensor 'v'"),
+        ("mixed.safetensors", "must have one dtype"),
+        ("short.safetensors", "do not fit each other"),
+        ("packed.npz", "is compressed and cannot be read by rows; write it with numpy.savez"),
+        ("cut.npz", "not a whole npz file"),
+        ("x.txt", "expected a .safetensors or .npz file"),
+    ):
+        done = inside("run", "input=file", f"input.path={name}", "output.path=y.safetensors", cwd=tmp_path)
+        assert done.returncode == 2 and words in done.stderr, (name, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "y.safetensors").exists()
+
+
+@pytest.mark.multi
+def test_an_error_under_torchrun_is_told_by_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "cut.safetensors").write_bytes(b"12345678901234567890")
+    done = ringattn("run", "input=file", "input.path=cut.safetensors", cwd=tmp_path, launcher=torchrun(2))
+    assert done.returncode != 0
+    assert "not a whole safetensors file" in done.stderr
+
+
+def test_an_unwritable_output_is_refused_before_the_run(inside: Inside, tmp_path: Path) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    done = inside("run", "ranks=2", "tokens=64", "output.path=folder.safetensors", cwd=tmp_path)
+    assert done.returncode == 2 and "is a folder" in done.stderr
+
+
+def test_text_that_is_too_short(inside: Inside, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("abc")
+    done = inside("run", "input.path=t.txt", "tokens=10", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "has only 3 bytes; try tokens=3" in done.stderr
+
+
+def test_every_schema_has_its_config() -> None:
+    root = Path(__file__).resolve().parents[2] / "conf"
+    assert {path.stem for path in root.glob("*.yaml")} == {*SCHEMAS, "job", "quiet"}
+    assert json.dumps(sorted(SCHEMAS)) == '["bench", "calibrate", "doctor", "plan", "run", "simulate"]'

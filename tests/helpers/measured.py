@@ -1,0 +1,33 @@
+"""Kernel times and machines of tests, as a calibration would have found them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ringattn as ra
+from ringattn.machine.kernel_times import SHAPES, KernelTimes, TimeGrid
+
+ROWS = (64, 256, 1024)
+
+
+def times(rate: float = 1e10, overhead: float = 0.0, head_dim: int = 64, **by_shape: float) -> KernelTimes:
+    """Kernel times with one rate per shape, forward and backward."""
+    grids = [
+        TimeGrid(shape, back, ROWS, (1,) if shape == "triangle" else ROWS, tuple(((by_shape.get(shape, rate),) * (1 if shape == "triangle" else 3),) * 3))
+        for shape in SHAPES for back in (False, True)
+    ]  # fmt: skip
+    return KernelTimes(head_dim, "float32", (overhead, overhead), tuple(grids))
+
+
+def machine(kernel: KernelTimes | None = None, **values: object) -> ra.Machine:
+    return ra.Machine(**{"flops": 1e10, "latency": 0.0, "bandwidth": 1e15, "kernel": kernel, **values})  # type: ignore[arg-type]
+
+
+def measured_machine() -> ra.Machine:
+    sources = tuple(
+        (name, "measured") for name in ("flops", "latency", "bandwidth", "merge", "gamma", "kernel", "residuals")
+    )
+    return machine(
+        replace(times(3.25e10, 1.5e-5, triangle=2e10), heads=8), flops_dtype="float32", merge=1e10, gamma=0.03, ranks_per_node=2, shared_nic=True, watts=700.0,
+        residuals=(0.9, 1.0, 1.05), sources=(*sources, ("watts", "cited")),
+    )  # fmt: skip

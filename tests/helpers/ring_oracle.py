@@ -1,0 +1,82 @@
+"""The recurrence of a ring in plain Python, rank by rank and step by step: what every solver must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ringattn.timing.solvers.recurrence import Ring
+
+NEVER = float("-inf")
+
+
+@dataclass
+class Step:
+    """One step: busy seconds by rank, and by direction (seconds, gap) of the message of each rank, or None."""
+
+    busy: list[float]
+    messages: dict[int, list[tuple[float, float] | None]] = field(default_factory=dict)
+
+
+def starts(ranks: int, steps: list[Step], buffers: int = 1, waits: bool = True) -> list[list[float]]:
+    """S[k][r], when rank r begins step k; the last row is when it has finished."""
+    begun = [[0.0] * ranks]
+    arrivals: list[dict[tuple[int, int], float]] = []
+    last: dict[tuple[int, int], float] = {}
+    for k, step in enumerate(steps):
+        now, here = begun[-1], {}
+        for sign, row in step.messages.items():
+            for rank, message in enumerate(row):
+                if message is not None:
+                    ready = now[rank]
+                    if k - buffers + 1 >= 0:
+                        ready = max(ready, begun[k - buffers + 1][(rank + sign) % ranks])
+                    here[sign, rank] = max(ready + message[0], last.get((sign, rank), NEVER) + message[1])
+        last.update(here)
+        arrivals.append(here)
+        then = []
+        for rank in range(ranks):
+            ready = now[rank] + step.busy[rank]
+            for sign in (1, -1):
+                ready = max(ready, here.get((sign, (rank - sign) % ranks), NEVER))
+                if waits and k - buffers + 1 >= 0:
+                    ready = max(ready, arrivals[k - buffers + 1].get((sign, rank), NEVER))
+            then.append(ready)
+        begun.append(then)
+    return begun
+
+
+def steps_of(ring: Ring) -> list[Step]:
+    found = []
+
+    def at(value: float | np.ndarray, rank: int) -> float:
+        return float(value[rank]) if isinstance(value, np.ndarray) else float(value)
+
+    for phase in ring.phases:
+        for _ in range(phase.steps):
+            messages = {
+                lane.sign: [
+                    (at(lane.seconds, r), at(lane.gap, r)) if at(lane.seconds, r) != NEVER else None
+                    for r in range(ring.ranks)
+                ]
+                for lane in phase.lanes
+            }
+            busy = []
+            for r in range(ring.ranks):
+                travels = [
+                    both[0]
+                    for sign, row in messages.items()
+                    for both in (row[r], row[(r - sign) % ring.ranks])
+                    if both is not None
+                ]
+                late = sum(s.seconds for s in ring.stalls if (s.rank, s.step) == (r, len(found)))
+                visit = at(phase.compute, r)
+                taken = ring.gamma * min(visit, max(travels)) if travels else 0.0
+                busy.append(visit + taken + at(phase.merge, r) + late)
+            found.append(Step(busy, messages))
+    return found
+
+
+def truth(ring: Ring) -> np.ndarray:
+    return np.array(starts(ring.ranks, steps_of(ring), ring.buffers, ring.waits)[-1])

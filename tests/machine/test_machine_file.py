@@ -1,0 +1,125 @@
+"""Machines: files read back as they were, sources of every number, and intervals of measured passes."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from measured import machine, measured_machine, times
+
+import ringattn as ra
+from ringattn.config.groups import MachineGroup
+from ringattn.config.schema import conf_dir
+from ringattn.errors import InvalidInput
+from ringattn.machine.file import read_machine, read_record, write_machine
+from ringattn.machine.machine import SOURCES
+from ringattn.machine.presets import FACTS, get_machine
+
+
+def test_intervals_are_order_statistics() -> None:
+    ninety_nine = machine(residuals=tuple(float(x) for x in random.Random(1).sample(range(1, 100), 99)))
+    assert ninety_nine.interval(2.0) == (10.0, 190.0)  # 5 of 100 places on each side
+    assert ninety_nine.interval(1.0, level=0.98) == (1.0, 99.0)
+    assert ninety_nine.interval(1.0, level=0.99) is None, "99 ratios say nothing of 1 in 200"
+    assert machine().interval(1.0) is None
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_intervals_cover_what_they_promise_whatever_the_law(seed: int) -> None:
+    """New draws of a skewed law fall inside as often as promised, over many calibrations."""
+    source = random.Random(seed)
+    hits = total = 0
+    for _ in range(400):
+        low, high = machine(residuals=tuple(source.lognormvariate(0, 0.8) for _ in range(60))).interval(1.0) or (0, 0)
+        for _ in range(20):
+            hits, total = hits + (low <= source.lognormvariate(0, 0.8) <= high), total + 1
+    assert 0.88 <= hits / total <= 0.93
+
+
+def test_a_machine_reads_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    write_machine(path, measured_machine(), made={"cpu": "some"}, samples={"unit": "s", "shift": [1.0]})
+    back = read_machine(path)
+    assert replace(back, sources=()) == replace(measured_machine(), sources=())
+    assert all(
+        back.source(n) == measured_machine().source(n)
+        for n in ("flops", "watts", "ranks_per_node", "kernel", "residuals")
+    )
+    assert read_record(path)["samples"]["shift"] == [1.0]
+    for name, entry in read_record(path)["values"].items():
+        assert entry["unit"] and entry["source"] in SOURCES, name
+    write_machine(path, machine())
+    assert read_machine(path) == machine()
+    write_machine(path, machine(times()))
+    path.write_text(path.read_text().replace("  heads: null\n", ""))  # of a file that was made before they were kept
+    assert read_machine(path).kernel == times()
+
+
+BROKEN = [
+    (lambda text: text.replace("values:", "value:"), "unknown key 'value'; did you mean 'values'"),
+    (
+        lambda text: text.replace("unit: bytes per", "unit: bits per").replace("unit: bytes/s", "unit: bits/s"),
+        "is in 'bits/s'",
+    ),
+    (lambda text: text.replace("  latency:", "  latncy:"), "did you mean 'latency'"),
+    (lambda text: text.replace("ringattn machine 1", "ringattn machine 9"), "is no machine file"),
+    (lambda text: "a: [", "is no YAML"),
+    (lambda text: text.replace("overhead:", "overheat:"), "a part is missing"),
+    (
+        lambda text: text.replace("residuals:", "residuals: {source: measured, values: [abc]}\nsamples:"),
+        "a part is missing",
+    ),
+    (lambda text: text.replace("source: cited", "source: dreamt"), "expected a field and one of cited"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BROKEN)
+def test_broken_files_say_what_is_wrong(tmp_path: Path, change: object, words: str) -> None:
+    path = tmp_path / "m.yaml"
+    write_machine(path, measured_machine())
+    path.write_text(change(path.read_text()))  # type: ignore[operator]
+    with pytest.raises(InvalidInput, match=words):
+        read_machine(path)
+
+
+def test_missing_files_say_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="make one with ringattn calibrate"):
+        read_machine(tmp_path / "none.yaml")
+
+
+def test_a_file_is_a_machine_of_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    write_machine(path, measured_machine())
+    assert MachineGroup("file", path=str(path)).made().kernel == measured_machine().kernel
+    flagged = MachineGroup("file", path=str(path), extrapolate=True, bandwidth=5.0).made()
+    assert flagged.kernel is not None and flagged.kernel.extrapolate and flagged.bandwidth == 5.0
+    assert flagged.source("bandwidth") == "assumed" and flagged.source("latency") == "measured"
+    assert MachineGroup("file", path=str(path), flops=1e9).made().kernel is None
+    for wrong in (MachineGroup("file"), MachineGroup("cpu", path=str(path))):
+        with pytest.raises(InvalidInput, match="needs both machine=file and its path"):
+            wrong.made()
+
+
+def test_every_machine_by_name_says_where_its_numbers_come_from() -> None:
+    files = {path.stem for path in (conf_dir() / "machine").glob("*.yaml")}
+    assert files == {*FACTS, "auto", "file"}
+    for name, facts in FACTS.items():
+        found = get_machine(name)
+        for field, fact in facts.items():
+            assert getattr(found, field) == fact.value and found.source(field) == fact.source
+            assert len(fact.why) >= 8, f"{name}: {field}"
+            if fact.source == "cited":
+                assert any(word in fact.why for word in ("data sheet", "systems", "(2024)", "whitepaper")), fact.why
+        plan = ra.make_plan(ra.Causal(), tokens=1 << 16, ranks=16, layout="zigzag", schedule="ring", dtype="bfloat16")
+        assert 0 < ra.simulate(plan, found).seconds < math.inf
+
+
+@pytest.mark.parametrize("name", [name for name in FACTS if name not in ("cpu", "cuda")])
+def test_the_files_show_the_numbers_of_the_code(name: str) -> None:
+    text = (conf_dir() / "machine" / f"{name}.yaml").read_text()
+    for field, fact in FACTS[name].items():
+        value = fact.value if isinstance(fact.value, bool) else f"{fact.value:.4g}"
+        assert f"#   {field} = {value} [{fact.source}]: {fact.why}\n" in text

@@ -1,0 +1,164 @@
+"""Plans: every pair once, hops that somebody needs, matching messages, JSON, and the cost of one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from counted import CALLS, Counted
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import mark_pairs
+from strategies import problems
+
+from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Plan, Sinks, Window, make_plan
+from ringattn.kernels.aten_cpu import AtenCpu
+from ringattn.layout.regular import make_layout
+from ringattn.plan.key_demand import KeyDemand
+from ringattn.plan.steps import Step
+from ringattn.plan.work import Work
+
+SCHEDULES = ("ring", "direct", "allgather", "double_ring(1)")
+head_counts = st.sampled_from([(1, 1), (4, 2), (3, 1), (2, 2)])
+
+
+@given(problems(), head_counts)
+def test_works_hold_every_pair_once(case: tuple[Pattern, int, int, str], counts: tuple[int, int]) -> None:
+    """Invariant 1: over all visits of all ranks, each (query, key, branch) of the mask is computed once."""
+    pattern, tokens, ranks, name = case
+    heads, kv_heads = counts
+    layout = make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads)
+    demand = KeyDemand(pattern, layout, heads, kv_heads)
+    mask = pattern.mask(tokens, heads)
+    positions = [layout.positions(rank) for rank in range(ranks)]
+    for rank in range(ranks):
+        for owner in range(ranks):
+            wanted = mask[:, positions[rank]][:, :, positions[owner]]
+            for works in (demand.works(rank, owner), demand.batched(rank, owner), _calls(demand.batched(rank, owner))):
+                found = np.zeros_like(wanted)
+                for work in works:
+                    mark_pairs(found, work, kv_heads)
+                assert (found == wanted).all()
+            assert demand.pairs(rank, owner) == wanted.sum()
+            assert demand.needs(range(rank, rank + 1), range(owner, owner + 1)) == bool(wanted.any())
+
+
+def _calls(works: Iterable[Work]) -> list[Work]:
+    return [call for work in works for call in AtenCpu().split(work)]
+
+
+def visits(steps: tuple[Step, ...]) -> list[int]:
+    return [part.owner for step in steps for part in step.visits]
+
+
+@given(problems(), st.sampled_from(SCHEDULES))
+def test_json_round_trip(case: tuple[Pattern, int, int, str], schedule: str) -> None:
+    pattern, tokens, ranks, layout = case
+    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule, heads=2, dtype="bfloat16")
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.hash == plan.hash
+
+
+def test_plans_are_frozen_cached_and_told_apart() -> None:
+    plan = make_plan(Causal(), tokens=100, ranks=4)
+    assert make_plan(Causal(), tokens=100, ranks=4) is plan
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.heads = 3  # type: ignore[misc]
+    others = [
+        make_plan(Full(), tokens=100, ranks=4),
+        make_plan(Causal(), tokens=101, ranks=4),
+        make_plan(Causal(), tokens=100, ranks=5),
+        make_plan(Causal(), tokens=100, ranks=4, layout="zigzag"),
+        make_plan(Causal(), tokens=100, ranks=4, schedule="allgather"),
+        make_plan(Causal(), tokens=100, ranks=4, dtype="bfloat16"),
+        make_plan(Causal(), tokens=100, ranks=4, heads=2),
+        make_plan(Causal(), tokens=100, ranks=4, batch=2),
+    ]
+    assert len({plan.hash, *(other.hash for other in others)}) == 9
+
+
+def test_edited_json_is_refused() -> None:
+    text = make_plan(Causal(), tokens=100, ranks=4).to_json()
+    edited = json.loads(text)
+    edited["tokens"] = 101
+    for wrong, words in (
+        (json.dumps(edited), "edited"),
+        ("{}", "no plan"),
+        ("[1", "no plan"),
+        (text.replace('"format": 3', '"format": 99'), "format 99"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            Plan.from_json(wrong)
+
+
+def test_causal_contiguous_sends_half() -> None:
+    plan = make_plan(Causal(), tokens=512, ranks=8)
+    assert plan.bytes_sent() / plan.full_ring_bytes() == 0.5
+    assert plan.messages(7) == 0 and plan.messages(0) == 1  # rank 0 sends its own block, and nobody sends to it
+    assert plan.pairs() == 512 * 513 // 2
+    assert make_plan(Causal(), tokens=512, ranks=8, layout="zigzag").imbalance == 1.0
+    assert plan.imbalance == pytest.approx(1.873, abs=1e-3)
+
+
+def test_window_reaches_one_neighbour() -> None:
+    plan = make_plan(Window(32), tokens=512, ranks=8)
+    assert plan.messages() == 7 and [len(plan.for_rank(r).forward) for r in (0, 1, 7)] == [1, 2, 2]
+    both = make_plan(Window(32, 32), tokens=512, ranks=8)
+    assert both.messages() == 14
+
+
+def test_dense_ring_and_its_backward() -> None:
+    plan = make_plan(Full(), tokens=512, ranks=8, head_dim=16, dtype="bfloat16", rotate="keys")
+    block = 64 * 32 * 2
+    assert plan.bytes_sent() == 8 * 7 * block
+    # From the block that the forward ended with: P-2 hops of K/V, P-1 of fp32 dK/dV, none exposed.
+    assert plan.bytes_sent(backward=True) == 8 * (6 * block + 7 * 2 * block)
+    assert all(len(plan.for_rank(r).kept) == 1 for r in range(8))
+
+
+def test_bad_arguments() -> None:
+    for arguments, words in (
+        ({"heads": 4, "kv_heads": 3}, "4 query heads cannot share 3.*kv_heads=1 or 2 or 4"),
+        ({"heads": 0}, "heads=0"),
+        ({"dtype": "int8"}, "dtype int8 is not supported"),
+        ({"schedule": "rings"}, "did you mean 'ring'"),
+        ({"layout": "zagzig"}, "unknown layout"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            make_plan(Causal(), tokens=8, ranks=2, **arguments)
+    with pytest.raises(InvalidInput, match="rank 2 is not one of the 2 ranks"):
+        make_plan(Causal(), tokens=8, ranks=2).for_rank(2)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Causal() & Window(4095),
+        Window(100, 100),
+        Causal() & (Window(4095) | Sinks(4)),
+        Causal() & Documents([1 << 14] * (1 << 16)),
+    ],
+    ids=["window", "two-sided", "sinks", "documents"],
+)
+def test_one_rank_of_many_is_planned_without_looking_at_the_others(pattern: Pattern) -> None:
+    """Invariant 6: the tiles that are looked at do not grow with P."""
+    CALLS.clear()
+    ranks = 262_144
+    plan = make_plan(Counted(pattern, Full()), tokens=1 << 30, ranks=ranks)
+    rank_plan = plan.for_rank(ranks // 2)
+    assert set(visits(rank_plan.forward)) >= {ranks // 2}
+    assert len(rank_plan.forward) <= 8
+    assert len(CALLS) < 40_000 < ranks
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    for arguments, words in (
+        ((3, 10), "pattern must be a ringattn pattern"),
+        ((Causal(), 10.5), "needs whole numbers, got tokens=10.5"),
+        ((Causal(), 1 << 62), "positions are 64-bit integers"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            make_plan(arguments[0], tokens=arguments[1], ranks=2, layout="zigzag")  # type: ignore[arg-type]

@@ -1,0 +1,354 @@
+"""Queries that rotate in the backward: what travels, in how many bytes, and when that is the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Result, dense, errors, make_case, mark_pairs
+from strategies import head_counts, problems, schedules
+
+import ringattn as ra
+from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Plan, Window, make_plan
+from ringattn.kernels.base import wide
+from ringattn.kernels.pad import EXTRA, delta, with_delta
+from ringattn.plan.query_demand import _relocated
+from ringattn.plan.row_sets import RowSet, decode, places
+from ringattn.plan.steps import Part, RankPlan
+from ringattn.plan.work import Work
+from ringattn.runtime.message_buffers import Buffer
+
+Problem = tuple[Pattern, int, int, str]
+
+
+class Asked:
+    """Which query rows see keys of which rank, from the dense mask alone."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, ranks = plan, range(plan.ranks)
+        mask = plan.pattern.mask(plan.tokens, plan.heads) > 0
+        at = [plan.layout.positions(rank) for rank in ranks]
+        #: [rank that holds keys][owner of queries]: bool [H, rows]
+        self.need = [[mask[:, at[s]][:, :, at[r]].any(2) for s in ranks] for r in ranks]
+
+    def rows(self, part: Part) -> np.ndarray:
+        found = np.zeros((self.plan.heads, self.plan.layout.rows(part.owner)), dtype=bool)
+        if part.cut is None:
+            return ~found
+        for head in part.cut.heads:
+            for run in part.cut.of(head):
+                assert not found[head, run.start : run.stop : run.step].any(), "rows of a cut are disjoint"
+                found[head, run.start : run.stop : run.step] = True
+        return found
+
+
+@given(problems(), head_counts, st.data())
+def test_query_rows_are_held_before_they_are_used(case: Problem, counts: tuple[int, int], data: st.DataObject) -> None:
+    """Each rank computes all that it must on rows that it holds, with their lse and delta; messages pair up and are
+    not empty; dq of every row comes home exactly once from every rank that has a part in it."""
+    pattern, tokens, ranks, layout = case
+    plan = make_plan(
+        pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=data.draw(st.sampled_from(schedules(ranks))),
+        heads=counts[0], kv_heads=counts[1], rotate="queries",
+    )  # fmt: skip
+    asked, everyone = Asked(plan), range(ranks)
+    sums = [[np.zeros((ranks, *asked.need[0][s].shape), dtype=int) for s in everyone] for _ in everyone]
+    sent: dict[tuple[int, int, int], tuple[tuple[Part, ...], list[np.ndarray]]] = {}
+    expected: dict[tuple[int, int, int], tuple[Part, ...]] = {}
+    todo = {rank: _run(asked, plan.for_rank(rank), sums[rank], sent, expected) for rank in everyone}
+    while todo:
+        before = {rank: next(todo[rank], None) for rank in list(todo)}
+        assert not all(state == "waits" for state in before.values()), "ranks wait for each other"
+        todo = {rank: todo[rank] for rank, state in before.items() if state is not None}
+    assert {key: parts for key, (parts, _) in sent.items()} == expected
+    for owner in everyone:
+        for rank in everyone:
+            assert (sums[owner][owner][rank] == asked.need[rank][owner]).all()
+
+
+def _run(asked: Asked, plan: RankPlan, sums, sent, expected):  # type: ignore[no-untyped-def]
+    """A rank, step by step: yields "waits" as long as a message that it needs now has not been sent."""
+    assert not plan.kept
+    rank, ranks = plan.rank, range(asked.plan.ranks)
+    held = {kind: [np.zeros_like(asked.need[0][s]) for s in ranks] for kind in ("q", "row")}
+    for kind in held:
+        held[kind][rank][:] = True
+    done, waiting = [], []
+    gone = [np.zeros_like(asked.need[0][s]) for s in ranks]
+    for index, step in enumerate(plan.backward):
+        for hop in step.sends:
+            key = rank, hop.peer, hop.tag
+            assert hop.parts and hop.until >= index and key not in sent and hop.peer != rank
+            carried = []
+            for part in hop.parts:
+                rows = asked.rows(part)
+                assert rows.any()
+                if part.kind == "dq":
+                    assert part.owner != rank and not (gone[part.owner] & rows).any(), "a sum goes one way"
+                    gone[part.owner] |= rows
+                    carried.append(np.where(rows, sums[part.owner], 0))
+                    sums[part.owner] *= ~rows
+                else:
+                    assert (held[part.kind][part.owner] >= rows).all(), "a rank sends rows that it does not hold"
+                    carried.append(rows)
+            order = [("dq", "row", "q").index(part.kind) for part in hop.parts]
+            assert order == sorted(order), "wide dtypes first"
+            sent[key] = hop.parts, carried
+        for hop in step.recvs:
+            key = hop.peer, rank, hop.tag
+            assert key not in expected
+            expected[key] = hop.parts
+            waiting.append((hop.until, key))
+        for owner in {part.owner for part in step.visits}:
+            assert all(part.kind == "q" for part in step.visits)
+            rows = sum(asked.rows(part).astype(int) for part in step.visits if part.owner == owner)
+            assert rows.max(initial=1) == 1 and (rows >= asked.need[rank][owner]).all()
+            assert all((held[kind][owner] >= rows).all() for kind in held), "rows that it does not hold"
+            sums[owner][rank] += asked.need[rank][owner]
+            done.append(owner)
+        for until, key in [message for message in waiting if message[0] <= index]:
+            while key not in sent:
+                yield "waits"
+            for part, rows in zip(*sent[key], strict=True):
+                if part.kind == "dq":
+                    sums[part.owner] += rows
+                else:
+                    held[part.kind][part.owner] |= rows
+            waiting.remove((until, key))
+        yield "runs"
+    assert sorted(done) == [owner for owner in ranks if asked.need[rank][owner].any()]
+    assert not waiting
+
+
+@given(problems(), head_counts, st.data())
+def test_works_on_a_cut_of_queries_hold_the_pairs_of_its_rows(
+    case: Problem, counts: tuple[int, int], data: st.DataObject
+) -> None:
+    pattern, tokens, ranks, name = case
+    heads, kv_heads = counts
+    plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=name, schedule="ring", heads=heads, kv_heads=kv_heads)
+    layout, mask = plan.layout, pattern.mask(tokens, heads)
+    rank, owner = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
+    first = data.draw(st.integers(0, rank))
+    behind = (range(first, data.draw(st.integers(rank + 1, ranks))),)
+    wanted = mask[:, layout.positions(owner)][:, :, layout.positions(rank)]
+    found = np.zeros_like(wanted)
+    for cut in plan.transposed.cuts(behind, owner):
+        cut = RowSet(tuple(range(heads)), ((range(layout.rows(owner)),),)) if cut is None else cut
+        inside = np.zeros((heads, cut.count, wanted.shape[2]), dtype=wanted.dtype)
+        for work in plan.transposed.batched(rank, owner, cut):
+            group = len(work.heads) // len(work.kv)
+            for place, head in enumerate(work.heads):
+                assert cut.heads[head] * kv_heads // heads == work.kv[place // group], "heads meet their keys"
+            mark_pairs(inside, work, _All())  # type: ignore[arg-type]
+        for head in cut.heads:
+            found[head][places(cut.of(head))] += inside[cut.index[head]]
+    assert (found == wanted).all()
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(1, 3), st.integers(1, 9), st.integers(0, 9), st.integers(0, 4))
+def test_a_work_is_split_where_a_cut_holds_its_rows_apart(
+    others: set[int], step: int, count: int, keys: int, width: int
+) -> None:
+    """A band over rows that other rows lie between: each run of rows gets the bounds of its own place."""
+    rows = range(3, 3 + count * step, step)
+    for lo, hi in ((None, None), (None, width), (-width, None), (-width, 0)):
+        stop = min(count + width, count + keys) if lo is not None else count
+        work = Work(range(2, 4), range(1, 3), rows, (range(stop),), lo, hi)
+        seen = [
+            [(lo is None or i - j >= lo) and (hi is None or i - j <= hi) for j in range(stop)] for i in range(count)
+        ]
+        if not np.any(seen, axis=1).all():
+            continue
+        cut = RowSet((0, 2, 3), (decode(np.array(sorted(others | set(rows)))),))
+        found = np.zeros((count, stop), dtype=int)
+        index = {row: place for place, row in enumerate(places(cut.rows[0]))}
+        for part in _relocated(work, cut, {}):
+            assert (part.heads, part.kv) == (range(1, 3), range(1, 3))
+            inside = np.zeros((1, cut.count, stop), dtype=int)
+            mark_pairs(inside, replace(part, heads=range(1)), _All())  # type: ignore[arg-type]
+            found += inside[0][[index[row] for row in rows]]
+            assert inside.sum() == inside[0][[index[row] for row in rows]].sum()
+        assert (found == np.array(seen)).all()
+
+
+class _All:
+    """Stands for the number of key/value heads where these have been checked already."""
+
+    def __rmul__(self, head: int) -> _All:
+        return self
+
+    def __floordiv__(self, heads: int) -> _All:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct", "allgather"])
+def test_bytes_of_a_dense_backward(schedule: str) -> None:
+    """Per row and hop (D + Dv) * item + D * wide + 2 * wide for each query head; what is fewer is taken."""
+    options = {"tokens": 512, "ranks": 8, "head_dim": 16, "value_dim": 24, "dtype": "bfloat16", "schedule": schedule}
+    plan = make_plan(Full(), heads=8, **options)
+    hops = 7 * 512 * 8
+    assert plan.rotates == "queries" and all(not plan.for_rank(rank).kept for rank in range(8))
+    assert plan.bytes_sent(backward=True) == hops * ((16 + 24) * 2 + 16 * 4 + 2 * 4)
+    assert plan.bytes_sent(backward=True) == plan.full_ring_bytes(backward=True)
+    assert plan.bytes_sent(backward=True) < make_plan(Full(), heads=8, rotate="keys", **options).bytes_sent(
+        backward=True
+    )
+    shared = make_plan(Full(), heads=8, kv_heads=1, **options)
+    assert shared.rotates == "keys"
+    assert make_plan(Full(), heads=8, comm_dtype="bfloat16", **options).rotates == "keys"
+
+
+@given(problems(), head_counts, st.data())
+@settings(max_examples=30)
+def test_auto_sends_the_fewer_bytes(case: Problem, counts: tuple[int, int], data: st.DataObject) -> None:
+    pattern, tokens, ranks, layout = case
+    schedule = data.draw(st.sampled_from(schedules(ranks)))
+    auto, keys, queries = (
+        make_plan(
+            pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule, heads=counts[0],
+            kv_heads=counts[1], rotate=rotate,
+        )
+        for rotate in ("auto", "keys", "queries")
+    )  # fmt: skip
+    inner = int(schedule.removeprefix("double_ring(").rstrip(")")) if "double" in schedule else 1
+
+    def bytes_between_nodes(plan: Plan) -> int:
+        return sum(
+            plan.part_bytes(part)
+            for rank in range(ranks)
+            for step in plan.for_rank(rank).backward
+            for hop in step.sends
+            for part in hop.parts
+            if hop.peer // inner != rank // inner
+        )
+
+    # A double ring spares the links between nodes first.
+    sent = [(bytes_between_nodes(plan), plan.bytes_sent(backward=True)) for plan in (keys, queries)]
+    assert (bytes_between_nodes(auto), auto.bytes_sent(backward=True)) == min(sent)
+    assert auto.rotates == ("queries" if sent[1] < sent[0] else "keys")
+    assert auto.bytes_sent() == keys.bytes_sent() == queries.bytes_sent()
+    if auto.rotates == "keys":
+        assert all(auto.for_rank(rank) == keys.for_rank(rank) for rank in range(ranks))
+
+
+def test_direct_sends_each_query_row_once_to_each_rank_that_needs_it() -> None:
+    for pattern in (Causal() & Window(40), Dilated((32, 64, 128), (1, 2, 4)), Documents([100, 412])):
+        plan = make_plan(pattern, tokens=512, ranks=8, layout="zigzag", schedule="direct", heads=4, rotate="queries")
+        asked = Asked(plan)
+        rows = sum(int(asked.need[r][s].sum()) for r in range(8) for s in range(8) if r != s)
+        assert plan.bytes_sent(backward=True) == rows * (3 * plan.head_dim + 2) * 4
+
+
+def test_rotate_is_an_input_of_the_plan() -> None:
+    plans = [make_plan(Causal(), tokens=64, ranks=4, heads=2, rotate=rotate) for rotate in ("auto", "keys", "queries")]
+    assert len({plan.hash for plan in plans}) == 3
+    for plan in plans:
+        assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["rotate"] == plan.rotate
+    with pytest.raises(InvalidInput, match=r"did you mean 'queries'.*expected auto, keys, queries"):
+        make_plan(Causal(), tokens=64, ranks=4, rotate="querys")
+    x = torch.zeros(1, 1, 8, 8)
+    with pytest.raises(InvalidInput, match="rotate=3: expected auto"):
+        ra.virtual_attention(x, x, x, Causal(), ranks=2, rotate=3)
+    with pytest.raises(InvalidInput, match="rotate='quays'"):
+        ra.nn.RingAttention(Causal(), ranks=2, rotate="quays")(x, x, x)
+
+
+def test_members_of_teams_choose_for_themselves() -> None:
+    for kv_heads, rotates in ((8, "queries"), (2, "keys")):
+        plan = make_plan(Full(), tokens=64, ranks=8, schedule="ulysses(2)", heads=8, kv_heads=kv_heads)
+        assert plan.rotates == plan.ring_plan(1)[0].rotates == rotates
+        kinds = {part.kind for step in plan.for_rank(1).backward for hop in step.sends for part in hop.parts}
+        assert ("dq" in kinds) == (rotates == "queries")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wider", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_delta_from_a_row_that_has_it(size: float, wider: bool, dtype: torch.dtype) -> None:
+    """Summed as kernels sum it, delta is as exact as the dtype is; with columns also where dO is zero, or small."""
+    torch.manual_seed(0)
+    grad, out = (torch.randn(1, 2, 300, 24).to(dtype) for _ in range(2))
+    grad = grad * size
+    dlse = torch.randn(1, 2, 300).to(dtype) * size if wider else None
+    if wider:
+        grad[0, 0, :100] = 0
+        grad[0, 1, :100] *= 1e-3
+    else:
+        grad[0, 0, 7] = 0
+    wanted = delta(grad, out, dlse)
+    assert wanted.dtype == wide(dtype) and wanted.shape == (1, 2, 300, 1)
+    more, row = with_delta(grad, wanted, wider=wider)
+    assert more.dtype == row.dtype == dtype and more.shape[-1] == row.shape[-1] == 24 + (EXTRA if wider else 0)
+    assert torch.equal(more[..., :24], grad)
+    found = (more.to(wide(dtype)) * row.to(wide(dtype))).sum(-1, keepdim=True)
+    assert ((found - wanted).abs() <= 4 * torch.finfo(dtype).eps * wanted.abs() + 1e-7 * size).all()
+
+
+def test_rounded_queries_are_exact_up_to_their_rounding() -> None:
+    """With a wire dtype lse and delta still travel in fp32; keys rotate unless queries are asked for."""
+    case = make_case(96, 2, 2, torch.float32, batch=1, dim=8)
+    oracle = dense(case, torch.from_numpy(Causal().mask(96, 2)))
+    q, k, v = case.leaves()
+    out = ra.virtual_attention(q, k, v, Causal(), ranks=4, comm_dtype="bfloat16", rotate="queries")
+    grads = torch.autograd.grad(out, (q, k, v), case.grad)
+    assert 1e-6 < max(errors(Result(out, oracle.lse, grads), oracle)) < 0.02
+    plan = make_plan(Causal(), tokens=96, ranks=4, heads=2, head_dim=8, comm_dtype="bfloat16", rotate="queries")
+    part = Part("row", 1)
+    assert plan.part_dtype(part) == "float32" and plan.part_bytes(part) == 24 * 2 * 2 * 4
+    assert plan.part_bytes(Part("q", 1)) == 24 * 2 * 16 * 2 and plan.part_bytes(Part("dq", 1)) == 24 * 2 * 8 * 2
+
+
+def test_only_some_ranks_may_use_the_gradient_of_lse() -> None:
+    """A loss may depend on lse on one rank alone: the others, which compute for its rows, must do as it wants."""
+    case = make_case(60, 2, 2, torch.float64, lse=True)
+    assert case.grad_lse is not None
+    case.grad[:, :, :15] = 0  # rows of rank 0, whose out nobody uses
+    case.grad_lse[:, :, 15:] = 0
+    oracle = dense(case, torch.from_numpy(Causal().mask(60, 2)))
+    for schedule in ("ring", "direct", "allgather", "double_ring(2)"):
+        q, k, v = case.leaves()
+        options = {"ranks": 4, "schedule": schedule, "rotate": "queries", "return_lse": True}
+        out, lse = ra.virtual_attention(q, k, v, Causal(), **options)
+        grads = torch.autograd.grad((out, lse), (q, k, v), (case.grad, case.grad_lse))
+        assert max(errors(Result(out, lse, grads), oracle)) <= 1e-12
+
+
+@pytest.mark.parametrize("dim", [4, 5, 7, 8])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_parts_of_a_message_are_aligned_whatever_the_sizes(ranks: int, dim: int) -> None:
+    """A part of 2-byte numbers and odd size beside parts of 4-byte ones: views of each, in as many bytes as planned."""
+    q, k, v = (torch.randn(1, 3, 21, dim, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    wanted = [x.requires_grad_() for x in (q, k, v)]
+    truth = torch.autograd.grad(ra.attention(*wanted, Causal()).sum(), wanted)
+    for schedule in ("ring", "direct"):
+        out = ra.virtual_attention(
+            *wanted, Causal(), ranks=ranks, schedule=schedule, rotate="queries", comm_dtype="bfloat16"
+        )
+        for a, b in zip(torch.autograd.grad(out.sum(), wanted), truth, strict=True):
+            assert (a - b).abs().max() <= 0.05 * b.abs().max()
+
+
+def test_parts_that_kernels_read_in_place_begin_at_multiples_of_16_bytes() -> None:
+    plan = ra.make_plan(
+        Full(), tokens=21, ranks=3, heads=3, kv_heads=3, head_dim=8, dtype="bfloat16", schedule="ring", rotate="queries"
+    )
+    sent = {hop.parts for step in plan.for_rank(1).backward for hop in step.sends}
+    assert any({"q", "row"} <= {part.kind for part in parts} for parts in sent)
+    for parts in sent:
+        size = sum(map(plan.part_bytes, parts))
+        buffer = Buffer(torch.empty(size, dtype=torch.uint8), parts, plan, wire=True)
+        assert buffer.data.numel() == size  # not a byte of padding
+        for part in parts:
+            offsets = [x.storage_offset() * x.element_size() for x in buffer.view(part)]
+            assert part.kind == "row" or not offsets[0] % 16

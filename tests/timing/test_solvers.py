@@ -1,0 +1,259 @@
+"""The solvers of the ring recurrence against plain Python, against each other where they overlap, and closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ring_oracle import truth
+
+from ringattn import InvalidInput
+from ringattn.timing.solvers import stencil as tier_d
+from ringattn.timing.solvers.closed_form import closed, rate
+from ringattn.timing.solvers.periodic import quotient
+from ringattn.timing.solvers.perturbation import cones
+from ringattn.timing.solvers.recurrence import NEVER, Lane, Phase, Ring, Stall
+from ringattn.timing.solvers.stencil import dense
+
+times = st.floats(0.0, 4.0) | st.sampled_from([0.0, 1.0, 1.5])
+CLOSE = 1e-12
+
+
+def values(ranks: int, least: float = 0.0) -> st.SearchStrategy[float | np.ndarray]:
+    several = st.lists(times, min_size=ranks, max_size=ranks).map(lambda row: np.array(row) + least)
+    return several | times.map(lambda x: x + least)
+
+
+@st.composite
+def lanes(draw: st.DrawFn, ranks: int) -> tuple[Lane, ...]:
+    found = []
+    for sign in draw(st.sampled_from([(1,), (-1,), (1, -1), ()])):
+        seconds = draw(values(ranks))
+        gap = seconds * draw(st.sampled_from([0.0, 0.5, 1.0]))
+        if isinstance(seconds, np.ndarray) and draw(st.booleans()):
+            seconds[draw(st.integers(0, ranks - 1))] = NEVER
+        found.append(Lane(sign, seconds, gap))
+    return tuple(found)
+
+
+@st.composite
+def rings(draw: st.DrawFn) -> Ring:
+    ranks = draw(st.integers(1, 7))
+    phases = tuple(
+        Phase(draw(st.integers(0, 6)), draw(values(ranks)), draw(times), draw(lanes(ranks)))
+        for _ in range(draw(st.integers(1, 3)))
+    )
+    steps = sum(phase.steps for phase in phases)
+    stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, steps - 1), times)
+    return Ring(
+        ranks, phases, draw(st.integers(1, 4)), draw(st.sampled_from([0.0, 0.25])), draw(st.booleans()),
+        tuple(draw(st.lists(stalls, max_size=2))) if steps else (),
+    )  # fmt: skip
+
+
+@given(rings())
+def test_the_dense_tier_is_the_recurrence(ring: Ring) -> None:
+    found = dense(ring)
+    assert found.finish == pytest.approx(truth(ring), rel=CLOSE, abs=CLOSE)
+    assert found.seconds == found.finish.max()
+
+
+@given(rings(), st.integers(1, 4), st.integers(1, 9))
+def test_blocks_do_not_show(ring: Ring, block: int, depth: int) -> None:
+    """Any size of block, also where its neighbours reach around the ring."""
+    whole = dense(ring).finish
+    known = tier_d.BLOCK, tier_d.DEPTH
+    tier_d.BLOCK, tier_d.DEPTH = block, depth
+    try:
+        assert (dense(ring).finish == whole).all()
+    finally:
+        tier_d.BLOCK, tier_d.DEPTH = known
+
+
+@given(
+    times,
+    times,
+    times,
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([1, -1]),
+)
+def test_alike_ranks_have_a_closed_form(
+    compute: float, merge: float, message: float, ranks: int, steps: int, buffers: int, waits: bool, sign: int
+) -> None:
+    """Homogeneous: T = (P - 1) max(c + mu, l) + c + mu, exposed (P - 1) (l - c - mu)."""
+    lane = Lane(sign, message, message / 2)
+    ring = Ring(ranks, (Phase(steps - 1, compute, merge, (lane,)), Phase(1, compute, merge)), buffers, waits=waits)
+    busy = compute + merge
+    wanted = (steps - 1) * max(busy, message) + busy
+    assert truth(ring) == pytest.approx([wanted] * ranks, rel=CLOSE, abs=CLOSE)
+    for found in (closed(ring), dense(ring)):
+        assert found is not None and found.seconds == pytest.approx(wanted, rel=CLOSE, abs=CLOSE)
+    exposed = wanted - steps * busy
+    assert exposed == pytest.approx((steps - 1) * max(message - busy, 0.0), abs=1e-9)
+
+
+@given(rings())
+def test_the_closed_tier_answers_only_where_it_is_right(ring: Ring) -> None:
+    found = closed(ring)
+    if found is not None:
+        assert found.finish == pytest.approx(truth(ring), rel=CLOSE, abs=CLOSE)
+    elif not ring.stalls:
+        every = [
+            v for p in ring.phases for v in (p.compute, *(x for lane in p.lanes for x in (lane.seconds, lane.gap)))
+        ]
+        assert any(isinstance(v, np.ndarray) and np.ptp(v) != 0 for v in every)
+
+
+@st.composite
+def periodic(draw: st.DrawFn) -> Ring:
+    """Rings of several copies of a few ranks, for long enough that states repeat."""
+    size, copies = draw(st.integers(1, 4)), draw(st.integers(2, 4))
+    ranks = size * copies
+
+    def row() -> np.ndarray:
+        return np.tile(np.array(draw(st.lists(times, min_size=size, max_size=size))), copies)
+
+    lane = draw(st.sampled_from([(1,), (-1,), (1, -1)]))
+    moving = []
+    for sign in lane:
+        seconds = row()
+        moving.append(Lane(sign, seconds, seconds * draw(st.sampled_from([0.0, 1.0]))))
+    phases = (Phase(draw(st.integers(1, 60)), row(), 0.25, tuple(moving)), Phase(1, row(), 0.0))
+    return Ring(ranks, phases, draw(st.integers(1, 3)), 0.0, draw(st.booleans()))
+
+
+@given(periodic())
+def test_the_quotient_is_the_ring(ring: Ring) -> None:
+    found = quotient(ring)
+    assert found is not None
+    assert found.finish == pytest.approx(truth(ring), rel=CLOSE, abs=CLOSE)
+    assert found.finish == pytest.approx(dense(ring).finish, rel=CLOSE, abs=CLOSE)
+
+
+def test_the_quotient_jumps() -> None:
+    """262,144 steps of nodes of eight are a few; the result is that of all of them."""
+    ranks, steps = 64, 5000
+    message = np.tile(np.array([0.1] * 7 + [0.9]), ranks // 8)
+    ring = Ring(ranks, (Phase(steps - 1, 0.5, 0.0, (Lane(1, message, message),)), Phase(1, 0.5, 0.0)))
+    found = quotient(ring)
+    assert found is not None and "steps are jumped over" in found.why
+    assert int(found.why.split(";")[1].split(" of ")[0].replace(",", "")) > 0.99 * steps
+    assert found.finish == pytest.approx(dense(ring).finish, rel=CLOSE)
+    assert quotient(Ring(7, (Phase(3, np.arange(7.0), 0.0),))) is None
+
+
+@st.composite
+def perturbed(draw: st.DrawFn) -> Ring:
+    ranks, steps = draw(st.integers(2, 9)), draw(st.integers(2, 14))
+    usual, message = draw(times), draw(times)
+    compute: float | np.ndarray = usual
+    if draw(st.booleans()):
+        compute = np.full(ranks, usual)
+        for _ in range(draw(st.integers(1, 2))):
+            compute[draw(st.integers(0, ranks - 1))] += draw(times)
+    signs = draw(st.sampled_from([(1,), (-1,), (1, -1)]))
+    phases = (
+        Phase(steps - 1, compute, 0.25, tuple(Lane(sign, message, message) for sign in signs)),
+        Phase(1, compute, 0.25),
+    )
+    stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, steps - 1), times)
+    return Ring(ranks, phases, 1, 0.0, draw(st.booleans()), tuple(draw(st.lists(stalls, max_size=4))))
+
+
+@given(perturbed())
+def test_cones_are_the_recurrence(ring: Ring) -> None:
+    """Slow ranks and stalls, also where their cones overlap or meet around the ring."""
+    found = cones(ring)
+    if found is None:  # so many slow ranks that they are the usual ones
+        assert isinstance(ring.phases[0].compute, np.ndarray) and ring.ranks <= 5
+        return
+    assert found.finish == pytest.approx(truth(ring), rel=CLOSE, abs=CLOSE)
+
+
+def test_one_slow_rank() -> None:
+    """finish_d = max(P c, (P - d) c' + d l) for a rank d downstream, without waiting for sends."""
+    ranks, usual, slow, message = 12, 1.0, 1.75, 0.4
+    compute = np.full(ranks, usual)
+    compute[3] = slow
+    ring = Ring(ranks, (Phase(ranks - 1, compute, 0.0, (Lane(1, message, message),)), Phase(1, compute)), waits=False)
+    found = cones(ring)
+    assert found is not None and found.solver == "perturbation"
+    for d in range(ranks):
+        late = (ranks - d) * slow + d * message if d else ranks * slow
+        # The last step is the rank's own: a slow one is slow in it, the others are not.
+        late -= 0 if d == 0 else slow - usual
+        assert found.finish[(3 + d) % ranks] == pytest.approx(max(ranks * usual, late))
+    assert found.seconds == pytest.approx(ranks * slow)
+
+
+def test_one_stall() -> None:
+    """delay_d = (D - d (c - l))+, one hop per step; ranks that wait for sends pass it on both ways."""
+    ranks, message, stall = 20, 0.75, 1.0
+    for waits in (False, True):
+        phases = (Phase(ranks - 1, 1.0, 0.0, (Lane(1, message, message),)), Phase(1, 1.0))
+        found = cones(Ring(ranks, phases, waits=waits, stalls=(Stall(8, 2, stall),)))
+        assert found is not None
+        for rank in range(ranks):
+            d = (rank - 8) % ranks
+            if waits:
+                d = min(d, ranks - d)
+            assert found.finish[rank] - ranks == pytest.approx(max(stall - d * (1.0 - message), 0.0))
+
+
+@pytest.mark.parametrize(("buffers", "wanted"), [(1, 3.0), (2, 1.5), (3, 1.0), (4, 1.0)])
+def test_more_slots_hide_a_slow_latency(buffers: int, wanted: float) -> None:
+    """One link of l = 3 where c = 1: the rate is max(c, l / B); a link that is occupied for as long is never hidden."""
+    ranks, steps = 12, 600
+    seconds, gap = np.full(ranks, 0.1), np.full(ranks, 0.1)
+    seconds[4] = 3.0
+    for occupied in (0.1, 3.0):
+        gap[4] = occupied
+        ring = Ring(ranks, (Phase(steps, 1.0, 0.0, (Lane(1, seconds, gap.copy()),)),), buffers, waits=False)
+        expected = max(wanted, occupied, 1.0)
+        assert rate(ring) == pytest.approx(expected)
+        half = Ring(ranks, (replace(ring.phases[0], steps=steps // 2),), buffers, waits=False)
+        per_step = (dense(ring).seconds - dense(half).seconds) / (steps // 2)
+        assert per_step == pytest.approx(expected, rel=1e-9)
+
+
+@given(st.integers(2, 5), st.integers(1, 3), st.data())
+def test_the_rate_is_the_largest_cycle_mean(ranks: int, buffers: int, data: st.DataObject) -> None:
+    compute = np.array(data.draw(st.lists(st.floats(0.1, 4.0), min_size=ranks, max_size=ranks)))
+    seconds = np.array(data.draw(st.lists(st.floats(0.1, 4.0), min_size=ranks, max_size=ranks)))
+    lane = Lane(1, seconds, seconds * data.draw(st.floats(0.0, 1.0)))
+    long, short = (Ring(ranks, (Phase(n, compute, 0.0, (lane,)),), buffers, waits=False) for n in (900, 420))
+    found = (dense(long).seconds - dense(short).seconds) / 480
+    assert found == pytest.approx(rate(long), rel=1e-3)
+
+
+def test_long_runs_lose_nothing() -> None:
+    """After 200,000 steps of 8 ms, plain Python with exact fractions agrees to 1e-12."""
+    from fractions import Fraction
+
+    ranks, steps = 3, 20_000
+    compute, message = np.array([0.008, 0.0081, 0.0079]), np.array([0.002, 0.0083, 0.001])
+    found = dense(Ring(ranks, (Phase(steps, compute, 0.0, (Lane(1, message, message),)),)))
+    now = [Fraction(0)] * ranks
+    busy, moved = [Fraction(x) for x in compute], [Fraction(x) for x in message]
+    for _ in range(steps):
+        ends = [max(now[r], now[(r + 1) % ranks]) + moved[r] for r in range(ranks)]
+        now = [max(now[r] + busy[r], ends[r], ends[r - 1]) for r in range(ranks)]
+    assert found.finish == pytest.approx([float(x) for x in now], rel=CLOSE)
+
+
+def test_wrong_rings() -> None:
+    for make, words in (
+        (lambda: Ring(0, ()), "ranks >= 1"),
+        (lambda: Ring(2, (Phase(1, np.zeros(3)),)), r"shape \[2\], got \(3,\)"),
+        (lambda: Ring(2, (Phase(1, 1.0, 0.0, (Lane(2, 1.0),)),)), "sign"),
+        (lambda: Ring(2, (Phase(1, 1.0, 0.0, (Lane(1, 1.0, 2.0),)),)), "no longer"),
+        (lambda: Ring(2, (Phase(1, 1.0),), stalls=(Stall(0, 1, 1.0),)), r"a step 0 \.\. 0"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            make()

@@ -1,0 +1,96 @@
+"""Real Gloo ranks: bitwise equal to virtual ones, byte for byte as planned, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_cases
+
+from ringattn.errors import LaunchFailure
+
+Run = Callable[..., list[Any]]
+pytestmark = pytest.mark.multi
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "heads"),
+    [
+        (2, "float32", (4, 2)), (3, "float64", (3, 1)), (4, "bfloat16", (2, 2)), (4, "float64", (3, 1)),
+    ],
+)  # fmt: skip  # another dtype of each number of ranks: test_mpi.py
+def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
+    assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [64] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_head_dim_equals_virtual(run_ranks: Run, ranks: int) -> None:
+    """Rows that are no whole cache lines; and a call in inference mode before each of those that train."""
+    assert run_ranks(rank_cases.odd_head_dims, ranks, timeout=120) == [16] * ranks
+
+
+def test_balanced_shards_on_real_ranks(run_ranks: Run) -> None:
+    assert max(run_ranks(rank_cases.balanced_shards, 2, timeout=60)) <= 1e-12
+
+
+def test_every_rank_is_told_before_the_first_message(run_ranks: Run) -> None:
+    told = run_ranks(rank_cases.errors_on_every_rank, 2, timeout=60)
+    assert len(told[0]) == len(told[1]) == len(rank_cases.WRONG)
+    for good, bad, (on_bad, on_good) in zip(told[0], told[1], rank_cases.WRONG, strict=True):
+        assert bad.startswith(on_bad)
+        assert good.startswith(on_good)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lengths_may_change_on_some_ranks_only(run_ranks: Run, ranks: int) -> None:
+    assert max(run_ranks(rank_cases.varying_lengths, ranks, timeout=60)) <= 1e-12
+
+
+def test_a_rank_that_goes_wrong_later_is_found_at_once(run_ranks: Run) -> None:
+    """The good rank only repeats calls that it remembers, and is told nevertheless."""
+    told = run_ranks(rank_cases.wrong_after_right, 2, timeout=60)
+    wanted = (
+        ("same tokens", "rank 1 cannot take part: q, k and v must have the same batch and the same tokens"),
+        ("disagree about pattern",) * 2,
+        ("scale must be a number", "rank 1 cannot take part: scale must be a number"),
+        ("the scorer was made for", "rank 1 cannot take part: q has 2 heads"),
+        ("key_padding_mask must be", "rank 1 cannot take part: key_padding_mask must be"),
+    )
+    assert len(told[0]) == len(told[1]) == len(wanted)
+    for good, bad, (on_bad, on_good) in zip(told[0], told[1], wanted, strict=True):
+        assert on_bad in bad and on_good in good
+
+
+@pytest.mark.parametrize("how", ["dies", "stays away"])
+def test_a_lost_rank_makes_the_others_raise(new_ranks: Run, how: str, tmp_path: Path) -> None:
+    if how == "dies":
+        with pytest.raises(LaunchFailure, match="rank 2 of 3 was killed by SIGKILL"):
+            new_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50, grace=15)
+    else:
+        new_ranks(rank_cases.one_rank_is_lost, 3, how, str(tmp_path), timeout=50)
+    told = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    for rank, text in enumerate(told):
+        assert re.match(rf"rank {rank} of 3: forward step \d+: (send to|receive from) rank \d, [\d,]+ bytes: ", text)
+        assert "not done within 5 s or the peer is gone" in text
+    assert any("rank 2, " in text for text in told)
+
+
+def test_mesh_axis_and_process_group(run_ranks: Run) -> None:
+    assert run_ranks(rank_cases.mesh_and_subgroup, 4, timeout=60) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "recompute"),
+    [
+        ("ring", "contiguous", "none"),
+        ("ring", "zigzag", "projections"),
+        ("ring", "zigzag", "all"),
+        ("adaptive", "zigzag", "none"),
+        ("adaptive", "contiguous", "projections"),
+    ],
+)
+def test_multihead_modules_on_shards_equal_one_device(run_ranks: Run, kind: str, layout: str, recompute: str) -> None:
+    assert max(run_ranks(rank_cases.multihead, 2, kind, layout, recompute, timeout=60)) <= 1e-12

@@ -1,0 +1,205 @@
+"""Real MPI ranks: bitwise equal to virtual ones, byte for byte as planned, and an end of all where one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import byte_table
+import group_cases
+import pytest
+import torch
+from group_cases import check_order
+from rank_cases import WRONG
+from safetensors.torch import load_file
+
+Run = Callable[..., Any]
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "heads"), [(2, "float64", (3, 1)), (3, "bfloat16", (2, 2)), (4, "float32", (4, 2))]
+)
+def test_mpi_equals_virtual_and_the_plan(mpirun: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
+    assert mpirun("equals_virtual", ranks, dtype, heads, timeout=120) == [32] * ranks
+
+
+def test_byte_table(mpirun: Run) -> None:
+    byte_table.check(mpirun("byte_counts", byte_table.RANKS, timeout=120))
+
+
+def test_every_rank_is_told_before_the_first_message(mpirun: Run) -> None:
+    told = mpirun("errors", 2)
+    assert len(told[0]) == len(told[1]) == len(WRONG)
+    for good, bad, (on_bad, on_good) in zip(*told, WRONG, strict=True):
+        assert bad.startswith(on_bad)
+        assert good.startswith(on_good)
+
+
+def test_records_of_any_length_buffers_that_are_refused_and_tags_above_the_bound(mpirun: Run) -> None:
+    assert mpirun("checks", 3) == [[[0, 1, 2], True, [0, 1, 2], 0]] * 3
+
+
+def test_passes_in_different_order_and_errors_of_signal_handlers(mpirun: Run) -> None:
+    orders, errors = zip(*mpirun("passes", 2), strict=True)
+    check_order(list(orders))
+    assert errors == ([f"RuntimeError: {group_cases.KILLED}"] * 2, [])
+
+
+def test_a_part_of_the_world(mpirun: Run) -> None:
+    assert mpirun("split", 4) == [True] * 4
+
+
+@pytest.mark.parametrize("how", ["raises", "dies", "stays away"])
+def test_one_lost_rank_ends_the_job(mpirun: Run, how: str, tmp_path: Path) -> None:
+    # The lost rank would sleep for longer than this: the job does not wait for it.
+    done = mpirun("lost", 3, how, str(tmp_path), check=False, timeout=45)
+    assert done.returncode != 0
+    if how == "raises":
+        assert "ValueError: a bad day on the last rank" in done.stderr
+    if how == "stays away":
+        told = [path.read_text() for path in tmp_path.glob("told_*")]
+        assert any("of 3: forward step" in text and "rank 2, " in text for text in told), told
+        for text in told:
+            assert "not done within 3 s or the peer is gone (timeout)" in text
+            assert "an earlier message of this transport was lost" in text.splitlines()[-1]
+    deadline = time.monotonic() + 30
+    pids = [path.read_text() for path in tmp_path.glob("pid_*")]
+    assert len(pids) == 3
+    while left := [pid for pid in pids if _alive(pid)]:
+        assert time.monotonic() < deadline, f"processes {left} are left behind"
+        time.sleep(0.1)
+
+
+def _alive(pid: str) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True, check=False).stdout.strip()
+    return bool(state) and not state.startswith("Z")
+
+
+COMMON = ("tokens=300", "heads=4", "kv_heads=2", "head_dim=16", "repeat=1", "layout=zigzag", "pattern=window",
+          "pattern.left=99")  # fmt: skip
+
+
+def test_the_command_under_mpirun(start: Run, mpirun_path: str, tmp_path: Path) -> None:
+    """Rank 0 writes and prints, the others are quiet; the result is that of virtual ranks."""
+    outs = {}
+    for name, launcher, more in (
+        ("mpi", (mpirun_path, "-n", "3"), ("backward=true",)),
+        ("virtual", (), ("ranks=3", "threads=1")),
+    ):
+        command = [*launcher, sys.executable, "-m", "ringattn", "run", f"transport={name}", *COMMON, *more]
+        done = start([*command, f"output.path={name}.safetensors"], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        outs[name] = load_file(tmp_path / f"{name}.safetensors")
+        if name == "mpi":
+            assert "zigzag on 3 mpi ranks" in done.stdout and "NOT AS PLANNED" not in done.stdout
+            assert done.stdout.count("forward time") == 1 and done.stderr == ""
+            assert len(list(tmp_path.glob("outputs/**/.hydra"))) == len(list(tmp_path.glob("outputs/run/*/*"))) == 1
+    assert all(torch.equal(outs["mpi"][key], outs["virtual"][key]) for key in ("out", "lse"))
+
+
+@pytest.mark.parametrize(
+    ("launched", "arguments", "words"),
+    [
+        (
+            False,
+            ("ranks=4",),
+            "no MPI launcher started this process; start it with mpirun -n 4 ringattn run transport=mpi",
+        ),
+        (True, ("tokens=64", "output.path=no/such/x.safetensors"), "the folder no/such does not exist"),
+        pytest.param(
+            True,
+            ("transport.gpu_aware=true", "tokens=64"),
+            "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
+        ),
+        (True, ("input=file", "input.path=none.safetensors"), "no such file"),
+        (True, ("ranks=3",), "ranks=3: mpich started 2, and as many take part"),
+    ],
+)
+def test_errors_of_the_command(
+    start: Run, mpirun_path: str, tmp_path: Path, launched: bool, arguments: tuple[str, ...], words: str
+) -> None:
+    launcher = (mpirun_path, "-n", "2") if launched else ()
+    done = start([*launcher, sys.executable, "-m", "ringattn", "run", "transport=mpi", *arguments], cwd=tmp_path)
+    assert done.returncode != 0
+    assert words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_control_c_is_told_in_a_line(mpirun_path: str, tmp_path: Path) -> None:
+    """As a terminal does it: SIGINT to the whole process group, while the ranks exchange messages."""
+    arguments = ("transport=mpi", "tokens=64", "repeat=1000000", "threads=1", "input=random")
+    process = subprocess.Popen(
+        [mpirun_path, "-n", "2", sys.executable, "-c", STARTED, "run", *arguments], cwd=tmp_path, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 100
+        while len(list(tmp_path.glob("measuring_*"))) < 2:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 130
+    assert told.count("ringattn: interrupted") == 1 and "Traceback" not in told, told
+
+
+#: ringattn, with a file for every rank that has begun to measure.
+STARTED = """
+import os
+import ringattn.cli.run as command
+from ringattn.cli import main
+
+before = command._Ranks.measure
+
+def measure(self):
+    open(f"measuring_{self.rank}", "w").close()
+    return before(self)
+
+command._Ranks.measure = measure
+main()
+"""
+
+
+def test_ranks_of_another_mpi_are_told_so(start: Run, tmp_path: Path) -> None:
+    """The environment speaks of two ranks, and MPI, started by itself, is alone."""
+    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    done = start([sys.executable, "-m", "ringattn", "run", "transport=mpi", "tokens=64"], cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert "openmpi started 2 processes, and MPI in this one knows of 1" in done.stderr
+
+
+def test_a_sweep_has_one_folder(start: Run, mpirun_path: str, tmp_path: Path) -> None:
+    """Only rank 0 writes, and what the other ranks give Hydra to write to is gone."""
+    (scratch := tmp_path / "scratch").mkdir()
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "run", "-m", "transport=mpi", "tokens=64"]
+    done = start([*command, "heads=1", "repeat=1", "layout=zigzag,striped"], cwd=tmp_path, env={"TMPDIR": str(scratch)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("forward time") == 2
+    assert len(list(tmp_path.glob("**/multirun.yaml"))) == 1 and len(list(tmp_path.glob("**/.hydra"))) == 2
+    assert not [path for path in scratch.iterdir() if path.name.startswith("ringattn-")]
+
+
+def test_one_rank_speaks_for_all(start: Run, mpirun_path: str, tmp_path: Path) -> None:
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn"]
+    done = start([*command, "plan", "tokens=1k", "output.path=plan.json"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Causal()") == 1 and (tmp_path / "plan.json").is_file()
+    done = start([*command, "doctor"], cwd=tmp_path, env={"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ringattn doctor") == 1
+    assert "mpich, rank 0 of 2" in done.stdout or "openmpi, rank 0 of 2" in done.stdout
+    (library,) = (line for line in done.stdout.splitlines() if line.startswith("mpi library"))
+    (where,) = (line for line in done.stdout.splitlines() if line.startswith("mpirun"))
+    assert "Version" in library or "MPI" in library.removeprefix("mpi library")
+    assert os.access(where.split()[1].rstrip(","), os.X_OK)
