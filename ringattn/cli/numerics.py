@@ -14,7 +14,7 @@ from ..config.groups import NumericsGroup
 from ..config.schema import SimulateConfig, parse_size
 from ..errors import InvalidInput, NumericsFailure, did_you_mean, plural
 from ..files import STDOUT, check_json, write_json
-from ..numerics import GRADIENTS, MODES, Mutation, NumericsReport, chosen_rows, numerics
+from ..numerics import GRADIENT_FAULTS, MODES, Fault, NumericsReport, chosen_rows, numerics
 from ..plan.plan import Plan
 from ..progress import listening
 from ..reporting.console import Number, console, head, show
@@ -47,11 +47,11 @@ def main(config: SimulateConfig) -> NumericsReport:
     with progress(console()) as tell, listening(tell):
         report = numerics(
             plan, mode=options.way, rows=rows, ranks=ranks, backward=config.backward, together=options.together,
-            period=options.period, seed=config.seed, mutation=fault,
+            period=options.period, seed=config.seed, fault=fault,
         )  # fmt: skip
     numbers = [*report.numbers(), Number("peak memory", size(peak()), "measured")]
     if fault is not None:
-        text = f"{fault.fault} at rank {fault.rank}, block of {fault.owner}: {_caught(report)}"
+        text = f"{fault.kind} at rank {fault.rank}, block of {fault.owner}: {_caught(report)}"
         numbers.append(Number("fault", text, "measured"))
     if config.output.path != STDOUT:
         show(head(plan, "virtual rank"), numbers)
@@ -138,7 +138,7 @@ def _check_effort(plan: Plan, rows: Sequence[int], ranks: range | None) -> None:
         check_effort(plan, {some[0], some[len(some) // 2]}, len(some), EACH, NIGHT, advice)
 
 
-def _fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Mutation | None:
+def _fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Fault | None:
     if options.fault is None:
         return None
     executed = {plan.layout.owner(row) for row in rows} if rows else set(ranks or range(plan.ranks))
@@ -146,14 +146,18 @@ def _fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range
     rank = options.fault_rank
     if rank is None:
         # Gradients come home from later rows to earlier ones, keys the other way round.
-        rank = plan.layout.owner(rows[0 if options.fault in GRADIENTS else -1]) if rows else ordered[len(ordered) // 2]
+        rank = (
+            plan.layout.owner(rows[0 if options.fault in GRADIENT_FAULTS else -1])
+            if rows
+            else ordered[len(ordered) // 2]
+        )
     if rank not in executed:
         some = ", ".join(map(str, ordered[:8]))
         raise InvalidInput(f"numerics.fault_rank={rank} is not executed, so that its fault shows nowhere; try {some}")
     owner = options.fault_owner
     if owner is None:
-        owner = rank if options.fault in GRADIENTS else (rank - 1) % plan.ranks
-    return Mutation(options.fault, rank, owner)
+        owner = rank if options.fault in GRADIENT_FAULTS else (rank - 1) % plan.ranks
+    return Fault(options.fault, rank, owner)
 
 
 def _caught(report: NumericsReport) -> str:
@@ -161,7 +165,7 @@ def _caught(report: NumericsReport) -> str:
     return f"caught by {' and '.join(by)}" if by else "not caught"
 
 
-def _written(report: NumericsReport, numbers: list[Number], fault: Mutation | None) -> dict[str, Any]:
+def _written(report: NumericsReport, numbers: list[Number], fault: Fault | None) -> dict[str, Any]:
     """The report as plain data, with the words as printed."""
     values = {name: value for name, value in vars(report).items() if name != "plan"}
     return {

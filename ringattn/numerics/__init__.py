@@ -1,6 +1,6 @@
-"""The numerics simulator: a plan's own hops, kernels and merges over virtual ranks, with inputs made on demand."""
+"""The numerics simulator: a plan's own messages, kernels and merges over virtual ranks, with inputs made on demand."""
 
-from .mutate import FAULTS, GRADIENTS, Mutation
+from .faults import FAULT_KINDS, GRADIENT_FAULTS, Fault
 from .numerics import MODES, numerics
 from .result import NumericsReport
 from .sampled import chosen_rows, sample
@@ -8,11 +8,11 @@ from .source import PERIOD, RowSource, TensorSource, make_source
 from .whole import Outcome, execute, make_groups, whole
 
 __all__ = [
-    "FAULTS",
-    "GRADIENTS",
+    "FAULT_KINDS",
+    "GRADIENT_FAULTS",
     "MODES",
     "PERIOD",
-    "Mutation",
+    "Fault",
     "NumericsReport",
     "Outcome",
     "RowSource",

@@ -1,4 +1,4 @@
-"""Random numbers that are functions of a counter: any rank works out any of them alone."""
+"""Random numbers as functions of a counter: any rank can compute any number alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What many rows and their gradients must be, in fp64, over the keys (or the queries) that a pattern gives them.
+"""Oracles for many rows and their gradients, in fp64, over the keys (or queries) that a pattern gives them.
 
-`exact_rows` knows only the inputs: one softmax over all keys of a row, gathered from the tiles of the pattern, and dQ of
-the row. `exact_keys` gives dK and dV of key rows. They need the log-sum-exp and the output of every query row that sees
-the key; these are the run's own, which are compared with `exact_rows` on sampled rows. Neither asks the plan's schedule.
+`exact_rows` uses only the inputs: one softmax over all keys of a row, collected from the tiles of the pattern, and dQ
+of the row. `exact_keys` gives dK and dV of key rows. It needs the log-sum-exp and the output of every query row that
+sees the key, and takes those of the run, which `exact_rows` checks on sampled rows. Neither oracle asks the plan's
+schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from ..pattern import Pattern, Tile
 from .source import RowSource
 
-#: Keys, or queries, of a tile that are computed with at a time.
+#: Keys, or queries, of a tile that are computed at a time.
 AT_A_TIME = 1 << 12
 
 
@@ -48,7 +49,7 @@ def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale
     grad = grad * bound.output_scale
     shape = q.shape[:2]
     top, norm = q.new_full(shape, -torch.inf), q.new_zeros(shape)
-    # Sums over the keys of a row of p v, p (grad . v) k and p k, where p are the shares of the row times `norm`.
+    # For each row the sums over its keys of p v, p (grad . v) k and p k, where p / norm is the weight of a key.
     values, pulled, mean = torch.zeros_like(grad), torch.zeros_like(q), torch.zeros_like(q)
     first = 0
     for r in rows:
@@ -77,8 +78,8 @@ def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale
 def exact_keys(
     pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float, seen_by: ExactQueries
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk [K, rows, D] and dv [K, rows, Dv] of the key positions `rows`, from all queries that see each of them. They are
-    NaN where one of these is not among `seen_by`."""
+    """dk [K, rows, D] and dv [K, rows, Dv] of the key positions `rows`, from all queries that see each of them; NaN
+    where one of these queries is not among `seen_by`."""
     bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
     k, v = (torch.cat([source.rows(name, r)[0] for r in rows], 1).double() for name in ("k", "v"))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -101,7 +102,7 @@ def exact_keys(
 
 
 def _of_queries(known: ExactQueries, part: range, heads: torch.Tensor) -> list[torch.Tensor]:
-    """q, grad, lse and delta of the positions `part`; the lse of those that are not known is NaN."""
+    """q, grad, lse and delta of the positions `part`; the lse of an unknown position is NaN."""
     place = np.arange(part.start, part.stop, part.step)
     index = np.searchsorted(known.positions, place).clip(max=len(known.positions) - 1)
     some: slice | torch.Tensor = torch.from_numpy(index)
@@ -122,7 +123,7 @@ def _places(r: range) -> torch.Tensor:
 
 
 def _hidden(tile: Tile, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Which pairs of some rows of a tile are outside its band, [queries, keys]."""
+    """Bool [queries, keys]: the pairs of these rows that are outside the band of the tile."""
     away = q[:, None] - k
     hidden = torch.zeros_like(away, dtype=torch.bool)
     if tile.lo is not None:

@@ -1,9 +1,9 @@
-"""Gradients of sampled query rows: exact dQ of the rows, and what they give to dK and dV of every block.
+"""Gradients of sampled query rows: exact dQ of these rows, and their share of dK and dV of every block.
 
-The loss is that of the sampled rows alone: the cotangent of all others is 0, so that they give nothing to any gradient,
-and dK and dV of a key row are exact sums over the sampled rows that see it. Those of chosen key rows are kept. For every
-other one the count that its gradient carries (see `ledger`) goes into a hash of its block, which is compared with the
-one that the pattern asks for.
+The loss depends on the sampled rows alone: the cotangent of every other row is 0, so that dK and dV of a key row are
+exact sums over the sampled rows that see the key. dK and dV of chosen key rows are kept. For every other key row, the
+count that its gradient carries (see `ledger`) goes into a hash of its block, which is compared with the expected
+hash.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..pattern import Pattern
 from ..plan.plan import Plan
 from ..plan.work import Work
 from ..runtime.accumulators import KernelInputs
+from .faults import GRADIENT_FAULTS, Fault
 from .ledger import AuditingKernel, coefficients, entry, moments, seen_pieces, weights
-from .mutate import GRADIENTS, Mutation
 from .source import K_TAG
 from .walk import Block, Calls, Walk, placed_slots
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Gradients of the block of `owner` that get lost, or come multiplied by `factor`: those that these slots gave."""
+    """A fault: what `slots` add to the gradients of the block of `owner` is multiplied by `factor` (0: lost)."""
 
     owner: int
     slots: frozenset[int]
@@ -38,7 +38,7 @@ class Lost:
 
 @dataclass
 class Backward:
-    """The backward of sampled rows, slot by slot: grad, q, out and lse are [1, H, slots, ...], fp64."""
+    """The backward of sampled rows. grad, q, out and lse are [1, H, slots, ...], fp64."""
 
     plan: Plan
     kernel: AuditingKernel
@@ -54,9 +54,9 @@ class Backward:
     dq: torch.Tensor = field(init=False)
     dk: torch.Tensor = field(init=False)
     dv: torch.Tensor = field(init=False)
-    #: The counts that dK carries: a hash for each key/value head and owner.
+    #: Hashes of the counts that dK carries: uint64 [key/value heads, owners].
     hashes: np.ndarray = field(init=False)
-    #: Blocks of calls whose positions are not those of one owner, and counts that are no integers.
+    #: Kernel calls whose keys do not belong to one owner, plus counts that are not integers.
     strays: int = 0
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Backward:
         self.homes = [plan.layout.owner(key) for key in self.keys]
 
     def compute(self, block: Block, calls: Calls) -> None:
-        """Differentiate the visits to a block."""
+        """Add the gradients of all visits to a block."""
         harmed = self.lost is not None and self.lost.owner == block.owner
         for (work, _), slots in calls.items():
             gone = [slot for slot in slots if harmed and self.lost is not None and slot in self.lost.slots]
@@ -78,7 +78,7 @@ class Backward:
                     self._differentiate(block, work, some, factor)
 
     def _differentiate(self, block: Block, work: Work, slots: list[int], factor: float) -> None:
-        """Add the gradients of a visit; those of keys come home multiplied by `factor`."""
+        """Add the gradients of a visit; the gradients of keys are multiplied by `factor`."""
         heads = slice(work.heads.start, work.heads.stop, work.heads.step)
         for call in self.kernel.split(Work(work.heads, work.kv, range(len(slots)), work.k)):
             index = placed_slots(tuple(slots[call.q.start : call.q.stop : call.q.step]))
@@ -90,7 +90,7 @@ class Backward:
             self._gather(block, call.kv, self.kernel.keys(y, z), factor * dk, factor * dv)
 
     def _gather(self, block: Block, kv: range, places: np.ndarray, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add what came home: places [1, heads, keys], dk, dv [1, heads, keys, ...]."""
+        """Record gradients of keys: places [1, heads, keys], dk and dv [1, heads, keys, ...]."""
         found = dk[0, ..., K_TAG].numpy()
         counts = found.astype(np.int64)
         self.strays += int((counts != found).sum())
@@ -113,7 +113,8 @@ class Backward:
 
 
 def expected_hashes(pattern: Pattern, layout: Layout, rows: Iterable[int], heads: int, kv_heads: int) -> np.ndarray:
-    """The hashes of `Backward` in closed form: the weight of each row times the moments of the keys that it sees."""
+    """The hashes that `Backward` must reach, in closed form: each row's weight times the moments of the keys that it
+    sees."""
     found, group = np.zeros((kv_heads, layout.ranks), dtype=np.uint64), heads // kv_heads
     for row in rows:
         weight = weights(np.array([row])).astype(np.uint64)
@@ -127,7 +128,8 @@ def expected_hashes(pattern: Pattern, layout: Layout, rows: Iterable[int], heads
 
 
 def chosen_keys(plan: Plan, rows: Sequence[int], seed: int, among: Sequence[range] | None = None) -> list[int]:
-    """For each row a key position (of `among` where given) that some head of it sees, at random; distinct."""
+    """Distinct random key positions, for each row a key that some head of the row sees; only keys in `among` where
+    given."""
     random, found = np.random.default_rng(seed + 1), set()
     for row in rows:
         seen = [
@@ -142,10 +144,10 @@ def chosen_keys(plan: Plan, rows: Sequence[int], seed: int, among: Sequence[rang
     return sorted(found)
 
 
-def lost_gradients(walk: Walk, mutation: Mutation) -> Lost:
-    """What a fault of gradients harms: those of ranks that pass, or come home to, the harmed one. Raises InvalidInput
-    where there are none of sampled rows."""
-    plan, rank, owner = walk.plan, mutation.rank, mutation.owner
+def lost_gradients(walk: Walk, fault: Fault) -> Lost:
+    """The gradients that a fault harms: those that pass, or arrive at, the rank of the fault. Raises InvalidInput
+    where none of them comes from a sampled row."""
+    plan, rank, owner = walk.plan, fault.rank, fault.owner
     ranks = {home for home, _ in walk.homes}
     if rank == owner:
         behind = ranks
@@ -163,4 +165,4 @@ def lost_gradients(walk: Walk, mutation: Mutation) -> Lost:
         if home in gone:
             slots |= {slot for mine in walk.slots[place : place + len(local)] for slot in mine}
         place += len(local)
-    return Lost(owner, frozenset(slots), GRADIENTS[mutation.fault])
+    return Lost(owner, frozenset(slots), GRADIENT_FAULTS[fault.kind])

@@ -1,17 +1,18 @@
-"""The ledger: a 64-bit hash of the pairs that were computed, read from the data, against the one that is expected.
+"""The ledger: a 64-bit hash of the computed pairs, read from the data, against the hash of the pairs that the pattern
+asks for.
 
 For every query row and head the hash is the sum over visits of
 
     a(owner) * count + b(owner) * sum of key positions + c(owner) * sum of their squares        (mod 2^64)
 
-with pseudo-random coefficients of the owner. It is a multiset hash: it does not depend on the order of the visits or on
-how a visit is cut into works, and a visit that is lost, doubled or of the wrong rows changes it. What was computed is
-read where a kernel is called, from the tags that `Source` writes into q, k and v; what is expected comes from the tiles
-of the pattern and the ranges of the layout, in closed form. Neither asks the schedule.
+with pseudo-random coefficients of the owner. The sum is a multiset hash: the order of the visits and the way a visit
+is split into kernel calls do not change it; a visit that is lost, doubled or of the wrong rows does. The computed
+pairs are read where a kernel is called, from the tags that `RowSource` writes into q, k and v. The expected pairs
+come from the tiles of the pattern and the ranges of the layout, in closed form. Neither side asks the schedule.
 
-In a backward the gradients themselves carry a count: the columns of dk, dv and dq that are 0 by construction gather, for
-each row, a small weight of every row that it met. They travel and are summed with the gradients, so that a gradient that
-is lost on its way home is missing there.
+In a backward the gradients themselves carry a count. Some columns of dk, dv and dq are 0 by construction; for each
+row these columns sum a small weight of every row that it met. The counts travel with the gradients, so that a
+gradient that is lost on its way home is missing from the count.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from ..pattern.ranges import intersect
 from ..plan.work import Work
 from .source import K_TAG, Q_TAG, RAMP, RowSource
 
-#: Row times piece products at a time.
+#: Cells of a (rows x shard ranges) array that are computed at a time.
 CELLS = 1 << 18
-#: Weights of rows are 1 .. WEIGHTS, so that sums of them are exact in fp32 for more than a million rows.
+#: A row has a weight of 1 .. WEIGHTS, so that fp32 sums the weights of more than a million rows exactly.
 WEIGHTS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-#: What a position is read as where the tags of K and V contradict each other, or are no positions.
+#: The position that stands for tags of K and V that contradict each other or are not positions.
 STRAY = -(1 << 40)
 
 
 def scramble(x: np.ndarray, salt: int) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014) of integers and a salt; uint64."""
+    """Hashes of integers, uint64: the finaliser of splitmix64 (Steele, Lea, Flood 2014) with a salt."""
     with np.errstate(over="ignore"):
         z = x.astype(np.uint64) + np.uint64(salt + 1) * _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -55,31 +56,31 @@ def weights(positions: np.ndarray) -> np.ndarray:
 
 
 def coefficients(owner: np.ndarray) -> np.ndarray:
-    """a, b, c of owners: uint64 [3, ...]."""
+    """The coefficients a, b and c of each owner: uint64 [3, ...]."""
     salts = np.arange(3, dtype=np.int64).reshape(3, *[1] * owner.ndim)
     return scramble(owner[None] * 4 + salts, 0)
 
 
 def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """What a visit adds: moments of its keys, which broadcast with `coefficient[0]`; uint64."""
+    """What a visit adds to a hash, uint64. The moments of its keys broadcast with `coefficient[0]`."""
     with np.errstate(over="ignore"):
         return coefficient[0] * count.astype(np.uint64) + coefficient[1] * first + coefficient[2] * second
 
 
 class PairLedger:
-    """The hashes and the numbers of pairs of some query rows: uint64 and int64 [H, rows], by position."""
+    """Hashes (uint64) and numbers of pairs (int64) of some query rows, [H, rows], by ascending position."""
 
     def __init__(self, positions: np.ndarray, heads: int) -> None:
         self.positions = np.sort(positions)
         self.hashes = np.zeros((heads, len(positions)), dtype=np.uint64)
         self.pairs = np.zeros((heads, len(positions)), dtype=np.int64)
-        #: Rows that were computed and are none of these.
+        #: Computed rows that are not among `positions`.
         self.strays = 0
-        #: Calls of the kernel.
+        #: Kernel calls.
         self.calls = 0
 
     def add(self, head: int, positions: np.ndarray, hashes: np.ndarray, pairs: np.ndarray) -> None:
-        """Add what rows saw; each is [rows]."""
+        """Add the hashes and numbers of pairs of the rows at `positions` of a head; each array is [rows]."""
         index = np.searchsorted(self.positions, positions)
         index[index == len(self.positions)] = 0
         known = self.positions[index] == positions
@@ -90,18 +91,18 @@ class PairLedger:
         np.add.at(self.pairs[head], index, pairs)
 
     def wrong(self, other: PairLedger) -> int:
-        """Rows, of all heads, whose hashes or numbers of pairs differ, and strays."""
+        """How many rows, over all heads, differ in hash or number of pairs, plus the strays of both ledgers."""
         return int(((self.hashes != other.hashes) | (self.pairs != other.pairs)).sum()) + self.strays + other.strays
 
 
 class AuditingKernel(Kernel):
-    """A kernel that enters into a book what it is called with, and lets gradients carry their counts."""
+    """A kernel that records in a ledger the pairs that it computes, and writes counts into the gradients."""
 
     def __init__(
-        self, inner: Kernel, source: RowSource, layout: Layout, book: PairLedger, back: PairLedger | None = None
+        self, inner: Kernel, source: RowSource, layout: Layout, ledger: PairLedger, back: PairLedger | None = None
     ) -> None:
-        #: `back` is the book of what is differentiated, where one is kept.
-        self.inner, self.source, self.layout, self.book, self.back = inner, source, layout, book, back
+        #: `back` is the ledger of the backward, where there is one.
+        self.inner, self.source, self.layout, self.ledger, self.back = inner, source, layout, ledger, back
         self.name = inner.name
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -113,8 +114,8 @@ class AuditingKernel(Kernel):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.book.calls += 1
-        self._enter(q, k, v, work, self.book)
+        self.ledger.calls += 1
+        self._enter(q, k, v, work, self.ledger)
         return self.inner.forward(q, k, v, work, scale)
 
     def backward(
@@ -128,7 +129,7 @@ class AuditingKernel(Kernel):
         work: Work,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        self.book.calls += 1
+        self.ledger.calls += 1
         if self.back is not None:
             self._enter(q, k, v, work, self.back)
         found = self.inner.backward(grad, q, k, v, out, lse, work, scale)
@@ -145,7 +146,7 @@ class AuditingKernel(Kernel):
         dk[..., K_TAG], dv[..., RAMP] = carried.to(dk.dtype), carried.to(dv.dtype)
         return dq, dk, dv
 
-    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, book: PairLedger) -> None:
+    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, ledger: PairLedger) -> None:
         query, place = self._read(q[..., Q_TAG]), self.keys(k, v)
         rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
         known = self._coefficients(place[..., 0])
@@ -162,10 +163,10 @@ class AuditingKernel(Kernel):
         pairs = np.broadcast_to(count, seen.shape)
         for i, head in enumerate(work.heads):
             at = query[:, i].ravel()
-            book.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
+            ledger.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
-        """Positions of keys as V tells them, STRAY where K contradicts; int64 [B, K, keys]."""
+        """Positions of keys, int64 [B, K, keys]: as the tags of V tell them, STRAY where the tags of K contradict."""
         of_k, of_v = self._read(k[..., K_TAG]), self._read(v[..., RAMP])
         period = self.source.period
         # numpy divides by a number with a product; its remainder is four times slower.
@@ -173,7 +174,7 @@ class AuditingKernel(Kernel):
         return of_v if agree.all() else np.where(agree, of_v, STRAY)
 
     def _coefficients(self, first: np.ndarray) -> np.ndarray:
-        """Those of the owners of the blocks that begin at positions `first` [B, K]: [3, B, K, 1]."""
+        """Coefficients [3, B, K, 1] of the owners of the blocks that begin at positions `first` [B, K]."""
         tokens = self.layout.tokens
         owners = [self.layout.owner(p) if 0 <= p < tokens else STRAY for p in first.ravel().tolist()]
         return coefficients(np.array(owners).reshape(*first.shape, 1))
@@ -182,12 +183,12 @@ class AuditingKernel(Kernel):
         read = tags.double().numpy() * (1 / self.source.unit)
         with np.errstate(invalid="ignore"):
             place = read.astype(np.int64)
-        valid = place == read  # what is no number is no position
+        valid = place == read  # a fraction or NaN is not a position
         return place if valid.all() else np.where(valid, place, STRAY)
 
 
 def _bounds(i: np.ndarray, keys: int, lo: int | None, hi: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Row i sees keys low .. high - 1: those with lo <= i - j <= hi."""
+    """(low, high): row i sees keys low .. high - 1, the keys j with lo <= i - j <= hi."""
     low = np.zeros_like(i) if hi is None else np.clip(i - hi, 0, keys)
     high = np.full_like(i, keys) if lo is None else np.clip(i - lo + 1, 0, keys)
     return low, np.maximum(high, low)
@@ -200,12 +201,12 @@ def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return total[..., high] - total[..., low]
 
 
-# -- what is expected -------------------------------------------------------------------------------------------
+# -- expected pairs -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The ranges of all shards, ascending: of step 1 as arrays, others one by one."""
+    """The ranges of all shards in ascending order: ranges of step 1 as arrays, others as a tuple of (range, owner)."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -215,7 +216,7 @@ class Pieces:
 
 @lru_cache(maxsize=4)
 def pieces(layout: Layout) -> Pieces:
-    """The pieces of a layout: 24 bytes for each."""
+    """The ranges of all shards of a layout, 24 bytes for each."""
     starts, stops, owners = (array("q") for _ in range(3))
     others: list[tuple[range, int]] = []
     for rank in range(layout.ranks):
@@ -231,10 +232,10 @@ def pieces(layout: Layout) -> Pieces:
     return Pieces(start, stop, owner, tuple(others))
 
 
-def expect(pattern: Pattern, layout: Layout, q: range, heads: int, book: PairLedger) -> np.ndarray:
-    """Enter what rows `q` (positions) of all heads see into a book, in closed form.
+def expect(pattern: Pattern, layout: Layout, q: range, heads: int, ledger: PairLedger) -> np.ndarray:
+    """Record in a ledger the pairs that the pattern gives the positions `q` in all heads, in closed form.
 
-    Returns the owners of whose block some row of `q` sees a key, ascending.
+    Returns the owners, ascending, of the blocks in which some row of `q` sees a key.
     """
     met = [np.empty(0, dtype=np.int64)]
     for tile in pattern.tiles(q, range(layout.tokens), range(heads)):
@@ -243,13 +244,14 @@ def expect(pattern: Pattern, layout: Layout, q: range, heads: int, book: PairLed
             with np.errstate(over="ignore"):
                 hashes = entry(coefficients(owner), *moments(first, count, step)).sum(-1, dtype=np.uint64)
             for head in tile.heads:
-                book.add(head, rows, hashes, count.sum(-1))
+                ledger.add(head, rows, hashes, count.sum(-1))
             met.append(owner[(count > 0).any(0)])
     return np.unique(np.concatenate(met))
 
 
 def seen_pieces(tile: Tile, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
-    """(owners [S], first position, count, step) of the keys of each row of a tile in each piece; arrays [rows, S]."""
+    """Yield (owners [S], first position, count, step) of the keys that each row of a tile sees in S shard ranges;
+    [rows, S]."""
     all_ = pieces(layout)
     low, high = np.searchsorted(all_.stop, tile.k[0], "right"), np.searchsorted(all_.start, tile.k[-1], "right")
     rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)[:, None]
@@ -278,7 +280,7 @@ def _inside(
 
 
 def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Number, sum and sum of squares of first, first + step, .. (count of them), mod 2^64."""
+    """Count, sum and sum of squares, mod 2^64, of the `count` numbers first, first + step, ..."""
     n, p, s = count.astype(np.uint64), first.astype(np.uint64), np.uint64(step)
     less = np.where(count > 0, count - 1, 0).astype(np.uint64)
     ones = less * n // np.uint64(2)  # 0 + 1 + .. + n-1
@@ -289,8 +291,8 @@ def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray
 
 
 def expected_counts(tiles: Iterator[Tile], rows: range, heads: int, *, keys: bool) -> np.ndarray:
-    """The counts that gradients carry home: for each row of `rows` (positions; of keys, or of queries) and head the
-    weights of all rows that it meets; int64 [heads, rows]."""
+    """The counts that gradients must carry, int64 [heads, rows]: for each position of `rows` (keys, or queries) and
+    each head the summed weights of the rows that it meets."""
     found = np.zeros((heads, len(rows)), dtype=np.int64)
     for tile in tiles:
         mine, other = (tile.k, tile.q) if keys else (tile.q, tile.k)

@@ -1,9 +1,9 @@
-"""Ranks whose plans differ by a shift only, run as one: the executor's program of one of them on a batch of them all.
+"""Ranks whose plans differ only by a shift run as one: the program of one rank on a batch of all of them.
 
-Such ranks form a cohort. Their queries, keys and values are stacked along the batch dimension, so that a call of the
-kernel is one for all of them, and a message is a batch of messages, one for each member. The transport of this file
-takes each member's message to the member, of whatever cohort, that it is for. Steps, buffers, merges and gradients are
-those of the executor; thousands of ranks take the calls of a few.
+Such ranks form a cohort. Their queries, keys and values are stacked along the batch dimension, so that one kernel call
+serves the whole cohort, and a message is a batch of messages, one per member. The transport in this file delivers each
+member's message to its receiver in whatever cohort. Steps, buffers, merges and gradients are those of the executor, and
+thousands of ranks take as many calls as a few.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..transport.base import Message, Post, Program
 from ..transport.virtual import WATCHED, in_turns
 
 T = TypeVar("T")
-#: Where a message is for, or from, a rank that is not executed.
+#: Stands for the cohort of a rank that is not executed.
 OUTSIDE = -1
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Ranks of one plan shape, ascending. Their program is that of the first."""
+    """Ranks of one plan shape, ascending. They run the program of the first rank."""
 
     whole: Plan
     ranks: tuple[int, ...]
@@ -41,19 +41,19 @@ class Cohort:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan with one element of the batch per member."""
+        """The plan with one batch element per member."""
         return Batched.of(self.whole, batch=len(self.ranks))
 
 
 @dataclass(frozen=True)
 class Batched(Plan):
-    """A plan of several elements of a batch that asks another of one, `base`, for its steps, which are the same."""
+    """A plan with a larger batch that takes its steps from `base`, the same plan with a batch of one."""
 
     base: Plan | None = None
 
     @classmethod
     def of(cls, plan: Plan, **changes: Any) -> Batched:
-        """The plan with other sizes, and its steps and demand as they are known already."""
+        """`plan` with changed sizes that shares the steps and the demand of `plan`."""
         made = cls(
             **{f.name: getattr(plan, f.name) for f in fields(Plan)} | {"rotate": plan.rotates} | changes, base=plan
         )
@@ -66,7 +66,7 @@ class Batched(Plan):
 
 
 def shape(plan: Plan, rank: int, *, backward: bool) -> object:
-    """What two ranks have in common where one program can run both: steps and works, but for a shift of all ranks."""
+    """A value that two ranks share exactly where one program can run both: steps and works relative to the rank."""
     size, mine = plan.ranks, plan.for_rank(rank)
 
     def away(part: Part) -> object:
@@ -87,7 +87,7 @@ def shape(plan: Plan, rank: int, *, backward: bool) -> object:
 
 
 def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]:
-    """Ranks by the shape of their plans."""
+    """Cohorts: `ranks` grouped by the shape of their plans."""
     found: dict[object, list[int]] = {}
     for rank in ranks:
         found.setdefault(shape(plan, rank, backward=backward), []).append(rank)
@@ -95,7 +95,7 @@ def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]
 
 
 def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[int]]:
-    """Ranks in groups that send no messages to each other."""
+    """`ranks` split into groups that send no messages to each other."""
     inside, todo, found = set(ranks), set(ranks), []
     for start in ranks:
         if start not in todo:
@@ -117,7 +117,7 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
 
 @dataclass
 class _BatchSend:
-    """A posted batch of messages; `left` are the cohorts that have not got theirs."""
+    """A posted batch of messages; `left` holds the cohorts that have not received their part."""
 
     views: list[torch.Tensor]
     left: set[int]
@@ -147,16 +147,17 @@ class _BatchTicket:
         return all(flight.done for flight in self.flights)
 
 
-#: Changes what arrived: (rank, parts, tensors of each part [heads, rows, width]).
+#: Changes what arrived, in place: (rank, parts, tensors [heads, rows, width] of each part).
 Tamper = Callable[[int, Sequence[Part], Sequence[tuple[torch.Tensor, ...]]], None]
-#: The K and V of a part of a rank that is not executed.
+#: Gives K and V of a part whose owner is not executed.
 Answer = Callable[[Part], tuple[torch.Tensor, ...]]
 
 
 class Lockstep:
-    """Runs one program per cohort. Receive buffers are poisoned until they are filled.
+    """Runs one program per cohort. Receive buffers hold NaN until they are filled.
 
-    Messages from ranks outside are answered by `answer`, which knows blocks of K/V only; those to them are dropped.
+    `answer` gives the messages of ranks that are not executed; it knows only blocks of K/V. Messages to such ranks
+    are dropped.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Lockstep:
         self._open: list[_BatchRecv] = []
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
-        """Run the cohorts' programs to the end, in turns, and return their results in order."""
+        """The results of the cohorts' programs, in order, which run to the end in turns."""
         results = in_turns(programs, self._post, self._stuck)
         assert not self._open, "messages that nobody sent"
         assert all(send.done for send in self._sent.values()), "messages that nobody received"
@@ -211,7 +212,7 @@ class Lockstep:
         return ticket
 
     def _arrive(self, recv: _BatchRecv) -> bool:
-        """Fill a batch of receives once all its senders have posted; whether they had."""
+        """Whether all senders of a batch of receives have posted; if so, the batch is filled."""
         cohort = self.members[recv.cohort]
         away = (recv.hop.peer - cohort.first) % self.size
         route = self._route(recv.cohort, away)
@@ -242,13 +243,14 @@ class Lockstep:
         self.tamper(cohort.ranks[index], parts, grouped)
 
     def _answer(self, cohort: Cohort, recv: _BatchRecv, index: slice | np.ndarray) -> None:
-        """Messages of ranks that are not executed."""
+        """Fill the messages that come from ranks that are not executed."""
         for i in range(len(cohort.ranks))[index] if isinstance(index, slice) else index.tolist():
             views = iter(recv.views)
             for part in _shifted(cohort, recv.hop.parts, i):
                 if part.kind != "kv":
+                    peer = (cohort.ranks[i] + recv.hop.peer - cohort.first) % self.size
                     raise InvalidInput(
-                        f"rank {cohort.ranks[i]} gets gradients from rank {(cohort.ranks[i] + recv.hop.peer - cohort.first) % self.size}, which is not executed; "
+                        f"rank {cohort.ranks[i]} gets gradients from rank {peer}, which is not executed; "
                         "execute all ranks that see each other, or the forward only"
                     )
                 for x in self.answer(part):
@@ -256,7 +258,8 @@ class Lockstep:
             self.answered += 1
 
     def _route(self, c: int, away: int) -> list[tuple[int, Any, Any]]:
-        """(cohort, indices in c, indices there) of the ranks `away` from those of a cohort."""
+        """(other cohort, indices in `c`, indices there) of the ranks that are `away` ranks from the members of cohort
+        `c`."""
         if (c, away) not in self._routes:
             peers = [self._home.get((rank + away) % self.size, (OUTSIDE, 0)) for rank in self.members[c].ranks]
             homes, there = np.array([home for home, _ in peers]), np.array([i for _, i in peers])
@@ -269,14 +272,14 @@ class Lockstep:
 
 
 def _even(a: np.ndarray, b: np.ndarray) -> tuple[Any, Any]:
-    """Two index lists, both as slices where both are runs."""
+    """Both index arrays as slices where both are consecutive, else as they are."""
     if all((np.diff(x) == 1).all() for x in (a, b)):
         return slice(int(a[0]), int(a[-1]) + 1), slice(int(b[0]), int(b[-1]) + 1)
     return a, b
 
 
 def _shifted(cohort: Cohort, parts: tuple[Part, ...], index: int) -> list[Part]:
-    """The parts of the first member's message as those of another member's."""
+    """The parts of the first member's message, renumbered for another member."""
     by = cohort.ranks[index] - cohort.first
     return [replace(part, owner=(part.owner + by) % cohort.whole.ranks) for part in parts]
 

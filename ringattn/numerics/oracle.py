@@ -1,6 +1,7 @@
-"""What rows must be, without a schedule, an executor or a merge: softmax over all keys of a row at once, in fp64 or wider.
+"""Oracles without a schedule, an executor or a merge: one softmax over all keys of a row, in fp64 or wider.
 
-Which keys a row sees is asked of the pattern, for one row at a time (`exact_row`), or of its dense mask (`exact_ranks`).
+The tiles of the pattern tell which keys one row sees (`exact_row`), or its dense mask tells it for all rows
+(`exact_ranks`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..pattern import Pattern
 from ..plan.work import Work
 from .source import RAMP, RowSource
 
-#: Keys of a row that are gathered to be computed with as they are.
+#: The most keys of a row that `one_call` copies into one tensor.
 GATHERED = 1 << 20
 #: Rows of the largest dense mask.
 DENSE = 8192
@@ -32,7 +33,8 @@ class Row:
 
 
 def exact_row(pattern: Pattern, source: RowSource, position: int, scale: float) -> Row:
-    """One row over all keys that it sees. Where K and V are periodic, over one period with multiplicities."""
+    """Attention of one row over all keys that it sees; where K and V are periodic, over one period with
+    multiplicities."""
     bound = pattern.bind(source.heads, source.tokens)
     query = _numbers(source.rows("q", range(position, position + 1)))[:, 0]
     group = source.heads // source.kv_heads
@@ -59,8 +61,8 @@ def exact_row(pattern: Pattern, source: RowSource, position: int, scale: float) 
 def exact_gradients(
     pattern: Pattern, source: RowSource, rows: Sequence[int], keys: Sequence[int], scale: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq [H, rows, D] of query positions, and dk [K, keys, D], dv [K, keys, Dv] of key positions, where the cotangent of
-    `source` is that of these rows, and 0 for all others. From dS = P * (dO V^T - delta), delta = rowsum(dO * O)."""
+    """dq [H, rows, D] of query positions, and dk [K, keys, D], dv [K, keys, Dv] of key positions, where rows outside
+    `rows` have a cotangent of 0. From dS = P * (dO V^T - delta), delta = rowsum(dO * O)."""
     bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
     dq = np.zeros((source.heads, len(rows), source.head_dim))
     dk, dv = (np.zeros((source.kv_heads, len(keys), n)) for n in (source.head_dim, source.value_dim))
@@ -88,20 +90,20 @@ def exact_gradients(
 
 
 def _keys(bound: Pattern, position: int, tokens: int, head: int) -> list[range]:
-    """The key positions that a row sees, as often as it sees them."""
+    """The key positions that a row sees; a position occurs once per branch."""
     row, heads = range(position, position + 1), range(head, head + 1)
     return [part.k for tile in bound.tiles(row, range(tokens), heads) for part in tile.refine()]
 
 
 def _listed(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
-    """(k, v, multiplicity, sum of positions) of the keys as they are."""
+    """(k, v, multiplicity, sum of positions), one entry per key."""
     k, v = (np.concatenate([_numbers(source.rows(name, r))[head] for r in seen]) for name in ("k", "v"))
     place = np.concatenate([np.arange(r.start, r.stop, r.step) for r in seen])
     return k, v, np.ones(len(k), dtype=np.longdouble), place.astype(np.longdouble)
 
 
 def _classes(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
-    """(k, v, multiplicity, sum of positions) of the classes of positions modulo the period."""
+    """(k, v, multiplicity, sum of positions), one entry per class of positions modulo the period."""
     period = source.period
     assert period is not None
     k, v = (_numbers(source.rows(name, range(period)))[head] for name in ("k", "v"))
@@ -122,8 +124,8 @@ def _numbers(x: torch.Tensor) -> np.ndarray:
 
 
 def one_call(kernel: Kernel, pattern: Pattern, source: RowSource, position: int, scale: float) -> torch.Tensor | None:
-    """out [H, Dv] of one row by one call of a kernel for each head, in the dtype of the source: the error of a single
-    device. None where the row sees no key, or too many to be gathered."""
+    """out [H, Dv] of one row by one kernel call per head, in the dtype of the source, as a single device computes it.
+    None where the row sees no key, or more than `GATHERED`."""
     bound, outs = pattern.bind(source.heads, source.tokens), []
     query = source.rows("q", range(position, position + 1))
     for head in range(source.heads):
@@ -139,8 +141,8 @@ def one_call(kernel: Kernel, pattern: Pattern, source: RowSource, position: int,
 def exact_ranks(
     pattern: Pattern, source: RowSource, layout: Layout, ranks: Sequence[int], scale: float
 ) -> tuple[np.ndarray, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """(positions, out, (dq, dk, dv)) of ranks that see each other and nobody else: dense fp64 attention under the mask
-    of the pattern, by autograd, with the cotangent of the source. Rows in the order of the ranks."""
+    """(positions, out, (dq, dk, dv)) of ranks that see only each other, in the order of the ranks: dense fp64 attention
+    under the mask of the pattern, by autograd, with the cotangent of the source."""
     places = np.concatenate([layout.positions(rank) for rank in ranks])
     runs = [r for rank in ranks for r in layout.shard(rank)]
     q, k, v, grad = (

@@ -1,4 +1,4 @@
-"""What a simulation of the numerics found, with the kind of every number."""
+"""The report of a numerics simulation, with the kind of every number."""
 
 from __future__ import annotations
 
@@ -9,61 +9,62 @@ from ..plan.plan import Plan
 from ..reporting.console import Number
 from ..text import duration
 
-#: What each mode executes of a real run.
+#: Which parts of a real run each mode executes.
 WAYS = {
-    "sample": "sample: hops, kernel and merges of chosen rows; neither executor nor transport runs, as they do with way=all",
+    "sample": "sample: messages, kernel and merges of chosen rows; only way=all runs the executor and a transport",
     "all": "all: the executor, with copies between ranks of one process as its transport",
 }
 
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """Errors are the largest absolute ones over the largest entry of the truth, or over 1 where that is smaller."""
+    """Each error is the largest absolute error over the largest entry of the truth, or over 1 where that entry is
+    smaller."""
 
     plan: Plan
     #: "sample" or "all".
     mode: str
-    #: Ranks that were executed, and query rows that were compared with an oracle.
+    #: Executed ranks, and query rows that were compared with an oracle.
     ranks: int
     rows: int
-    #: Blocks that the executed ranks visited, and those that the pattern asks for.
+    #: Blocks that the executed ranks visited, and blocks that the pattern asks for.
     visits: int
     visits_expected: int
-    #: (query, key, head, branch) pairs that were computed, of the compared rows (sample) or executed ranks (all).
+    #: Computed (query, key, head, branch) pairs of the compared rows (sample) or the executed ranks (all).
     pairs: int
     pairs_expected: int
-    #: Rows, of all heads, whose ledger is not the expected one; None where no ledger was kept.
+    #: Rows, over all heads, whose ledger differs from the expected ledger; None where no ledger was kept.
     wrong: int | None
-    #: Rows of gradients (in `sample`: rows of dq and blocks of dk), of all heads, whose counts are not the expected ones;
+    #: Rows of gradients (in `sample`: rows of dq and blocks of dk), over all heads, with unexpected counts;
     #: None without a backward or a ledger.
     wrong_gradients: int | None
     error: float
     lse_error: float
-    #: Of dq, dk, dv together, on the compared rows; None without a backward.
+    #: The largest error of dq, dk and dv on the compared rows; None without a backward.
     gradient_error: float | None
-    #: The most that each of the errors may be.
+    #: The largest error that passes.
     tolerance: float
     seconds: float
     calls: int
-    #: The most shards of K/V that existed at a time in `sample`; ranks that were executed at a time in `all`.
+    #: The most shards of K/V that existed at a time (sample), or ranks that ran at a time (all).
     live: int
-    #: Key rows whose dk and dv were compared with an oracle of their own. dq was compared on the compared query rows.
+    #: Key rows whose dk and dv were compared with an oracle; dq was compared on the compared query rows.
     keys: int = 0
-    #: Ranks all of whose rows and gradients were compared with a dense oracle, in `all`.
+    #: In `all`: ranks whose gradients were compared with a dense oracle in all rows.
     dense: int = 0
-    #: In `all`: sums of the gradients of all executed rows against what they must be, over the sums of their absolute values.
+    #: In `all`: the error of gradients summed over all executed rows, over the sum of their absolute values.
     sum_error: float | None = None
-    #: Messages from ranks that were not executed, which the source answered.
+    #: Messages of ranks that were not executed; the source made them.
     answered: int = 0
 
     @property
     def complete(self) -> bool:
-        """Whether the ledger is exactly the expected one, as far as one was kept."""
+        """Whether every ledger that was kept equals the expected ledger."""
         return not self.wrong and not self.wrong_gradients and self.visits == self.visits_expected
 
     @property
     def accurate(self) -> bool:
-        """Whether no error is above the tolerance; NaN is."""
+        """Whether no error is NaN or above the tolerance."""
         errors = (self.error, self.lse_error, self.gradient_error or 0.0, self.sum_error or 0.0)
         return all(error <= self.tolerance for error in errors)
 
@@ -72,17 +73,19 @@ class NumericsReport:
         return self.complete and self.accurate
 
     def numbers(self) -> list[Number]:
-        """The report as lines for `report.show`."""
+        """The report as rows of a table."""
         plan = self.plan
         ledger = "not kept"
         if self.wrong is not None:
             ledger = "complete" if self.complete else "NOT COMPLETE"
-            ledger += f": {self.visits:,} of {plural(self.visits_expected, 'visit')}, {self.pairs:,} of {plural(self.pairs_expected, 'pair')}"
+            ledger += f": {self.visits:,} of {plural(self.visits_expected, 'visit')}"
+            ledger += f", {self.pairs:,} of {plural(self.pairs_expected, 'pair')}"
             ledger += f", {plural(self.wrong, 'row')} wrong"
+        calls, rows = plural(self.calls, "call"), plural(plan.tokens, "query row")
         found = [
             Number("way", WAYS[self.mode]),
-            Number("executed", f"{self.ranks:,} of {plural(plan.ranks, 'rank')}, {plural(self.calls, 'call')} of the kernel", "counted"),
-            Number("compared", f"{self.rows:,} of {plural(plan.tokens, 'query row')}, {plural(plan.heads, 'head')}", "counted"),
+            Number("executed", f"{self.ranks:,} of {plural(plan.ranks, 'rank')}, {calls} of the kernel", "counted"),
+            Number("compared", f"{self.rows:,} of {rows}, {plural(plan.heads, 'head')}", "counted"),
             Number("ledger", ledger, "counted"),
             Number("error", f"{self.error:.2e} (out), {self.lse_error:.2e} (lse), at most {self.tolerance:.2e} allowed",
                    "measured"),

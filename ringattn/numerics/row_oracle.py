@@ -1,4 +1,4 @@
-"""Exact rows in fp64, to compare a result with: no tiles, no kernel and no merge of the runtime has a part in it."""
+"""Oracle of some output rows in fp64, without tiles, kernels or merges of the runtime."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from ..pattern import Pattern
 
-#: Keys that are widened to fp64 at a time.
+#: Keys that are converted to fp64 at a time.
 KEYS = 1 << 16
 
-#: Sums a float64 tensor over ranks, or takes the maximum where told so; in place.
+#: Reduces a float64 tensor over the ranks in place: the maximum where the flag is True, else the sum.
 Reduce = Callable[[torch.Tensor, bool], None]
 
 
 def sampled_rows(tokens: int, count: int, seed: int = 0) -> list[int]:
-    """`count` distinct positions, the first and the last among them."""
+    """`count` distinct positions, the first and the last position among them."""
     if count <= 0 or not tokens:
         return []
     inner = np.random.default_rng(seed).permutation(tokens)
@@ -25,7 +25,7 @@ def sampled_rows(tokens: int, count: int, seed: int = 0) -> list[int]:
 
 
 def places(rows: list[int], positions: np.ndarray) -> dict[int, int]:
-    """Where those of the positions `rows` that are among `positions` stand there."""
+    """For each of `rows` that is among `positions`, its index there."""
     return {int(positions[i]): int(i) for i in np.flatnonzero(np.isin(positions, rows))}
 
 

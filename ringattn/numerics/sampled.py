@@ -1,8 +1,8 @@
-"""Some query rows, exactly, over the whole sequence: every hop of their ranks is executed, other ranks' rows are not.
+"""Sampled query rows over the whole sequence: every message of their ranks is executed, rows of other ranks are not.
 
-K/V of an owner are made when a hop brings them and shared by the sampled ranks that wait for the same block: ranks merge
-in the order in which their route lists arrivals, arc by arc and the latest first, not in that of time. In fp64 that
-changes rounding only; `whole` keeps the order of a real run.
+K/V of an owner are made when a message brings them, and are shared by the sampled ranks that wait for the same block.
+Ranks merge in the order in which their route lists arrivals, arc by arc and the latest first, not in the order of
+time. In fp64 that changes rounding only; `whole` keeps the order of a real run.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ..runtime.accumulators import KernelInputs
 from ..runtime.memory_pool import memory_pool
 from ..runtime.softmax import merge_
 from ..timing.options import check_seed
+from .faults import GRADIENT_FAULTS, Fault, with_fault
 from .gradients import Backward, chosen_keys, expected_hashes, lost_gradients
 from .ledger import AuditingKernel, PairLedger, expect
-from .mutate import GRADIENTS, Mutation, tampered
 from .oracle import exact_gradients, exact_row
 from .result import NumericsReport
 from .source import K_TAG, Q_TAG, RAMP, RowSource
 from .walk import Block, Calls, Walk, get_route, placed_slots
 
-#: fp64 errors above this are faults: 262,144 merges drift by less than 1e-12.
+#: The largest fp64 error that passes: 262,144 merges drift by less than 1e-12.
 TOLERANCE = 1e-11
 
 
 def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0) -> list[int]:
-    """`number` distinct query positions, the first and the last of the sequence among them, on at most `ranks` ranks
-    (default: as many as there are rows)."""
+    """`number` distinct query positions on at most `ranks` ranks (default: `number`), the first and the last position
+    of the sequence among them."""
     check_seed(seed)
     random = np.random.default_rng(seed)
     number = min(number, plan.tokens)
@@ -59,7 +59,7 @@ def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0
 
 @dataclass
 class _Forward:
-    """What the slots of sampled rows have seen so far: out [1, H, slots, Dv], lse [1, H, slots], fp64."""
+    """Merged partials of sampled rows: out [1, H, slots, Dv], lse [1, H, slots], fp64."""
 
     kernel: Kernel
     scale: float
@@ -85,7 +85,7 @@ class _Forward:
                     self.out[:, heads, index], self.lse[:, heads, index] = total, lse
 
     def rows(self, slots: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [1, H, rows, Dv] and lse [1, H, rows]: the slots of each row merged, the first first."""
+        """out [1, H, rows, Dv] and lse [1, H, rows]: the slots of each row, merged in their order."""
         first = [mine[0] for mine in slots]
         out, lse = self.out[:, :, first], self.lse[:, :, first]
         for i, mine in enumerate(slots):
@@ -104,14 +104,15 @@ def sample(
     scale: float | None = None,
     grads: bool = False,
     seed: int = 0,
-    mutation: Mutation | None = None,
+    fault: Fault | None = None,
 ) -> NumericsReport:
-    """Execute every hop of the ranks of query positions `rows` for these rows, and compare them with `exact_row`; with
-    `grads` once more for dQ of the rows, and dK and dV of as many key rows, chosen by `seed`, of the loss of these rows
-    alone (see `gradients`).
+    """The report of executing, for the query positions `rows`, every message of their ranks; `exact_row` checks the
+    results.
 
-    Memory does not depend on the number of ranks, but for 24 bytes of each that the ledger's expectation takes. The
-    plan is one of fp64 without teams. Raises InvalidInput or Unsupported.
+    With `grads` a second pass computes dQ of these rows, and dK and dV of as many key rows that `seed` chooses, of a
+    loss that depends on these rows only (see `gradients`). Memory grows with the number of ranks by the 24 bytes per
+    rank that the expected ledger takes. Raises InvalidInput where the plan is not fp64, Unsupported where it uses
+    Ulysses.
     """
     check_plan(plan)
     get_route(plan)
@@ -123,30 +124,30 @@ def sample(
         raise InvalidInput(
             f"rows must be distinct query positions 0 .. {plan.tokens - 1}, at least one; got {rows[:8]}"
         )
-    if mutation is not None:
-        mutation.check(plan, backward=grads)
+    if fault is not None:
+        fault.check(plan, backward=grads)
     begun = time.perf_counter()
     source.live = source.peak = 0
-    true, plan = plan, plan if mutation is None else tampered(plan, mutation)
+    true, plan = plan, plan if fault is None else with_fault(plan, fault)
     factor = plan.head_dim**-0.5 if scale is None else scale
     order, homes = _homes(plan, rows)
-    book = PairLedger(np.array(order), plan.heads)
-    walk = Walk(plan, source, homes, mutation)
+    ledger = PairLedger(np.array(order), plan.heads)
+    walk = Walk(plan, source, homes, fault)
     slotted = np.empty(walk.size, dtype=np.int64)
     for row, mine in zip(order, walk.slots, strict=True):
         slotted[mine] = row
     q = torch.cat([source.rows("q", range(row, row + 1)) for row in slotted.tolist()], 2)
     inner = get_kernel(kernel, q, q, q)
     back = PairLedger(np.array(order), plan.heads)
-    witness = AuditingKernel(inner, source, plan.layout, book, back)
+    audited = AuditingKernel(inner, source, plan.layout, ledger, back)
     out = torch.zeros(1, plan.heads, walk.size, plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    sums = _Forward(witness, factor, q, out, lse, KernelInputs(memory_pool("cpu")))
+    sums = _Forward(audited, factor, q, out, lse, KernelInputs(memory_pool("cpu")))
     walk.run(sums.compute)
     sums.inputs.close()
     out, lse = sums.rows(walk.slots)
     visits = sum(one.visits for one in walk.streams)
-    gradients = _backward(true, plan, sums, walk, slotted, (out, lse), mutation, seed) if grads else None
+    gradients = _backward(true, plan, sums, walk, slotted, (out, lse), fault, seed) if grads else None
     wanted = PairLedger(np.array(order), plan.heads)
     expected = 0
     for rank, local in homes:
@@ -156,17 +157,19 @@ def sample(
     error, lse_error = _errors(true, source, order, factor, out * plan.pattern.output_scale, lse)
     return NumericsReport(
         plan=true, mode="sample", ranks=len(homes), rows=len(order), visits=visits,
-        visits_expected=expected, pairs=int(book.pairs.sum()), pairs_expected=int(wanted.pairs.sum()),
-        wrong=book.wrong(wanted), wrong_gradients=None if gradients is None else gradients.wrong + back.wrong(wanted), error=error,
+        visits_expected=expected, pairs=int(ledger.pairs.sum()), pairs_expected=int(wanted.pairs.sum()),
+        wrong=ledger.wrong(wanted),
+        wrong_gradients=None if gradients is None else gradients.wrong + back.wrong(wanted), error=error,
         lse_error=lse_error, gradient_error=None if gradients is None else gradients.error,
         keys=0 if gradients is None else gradients.keys,
-        tolerance=TOLERANCE, seconds=time.perf_counter() - begun, calls=book.calls, live=source.peak,
+        tolerance=TOLERANCE, seconds=time.perf_counter() - begun, calls=ledger.calls, live=source.peak,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Blocks of heads whose counts are wrong, the largest error, and the number of compared key rows."""
+    """Result of a sampled backward: blocks of heads with wrong counts, the largest error, and how many key rows were
+    compared."""
 
     wrong: int
     error: float
@@ -174,22 +177,23 @@ class _Gradients:
 
 
 def _backward(
-    true: Plan, plan: Plan, sums: _Forward, walk: Walk, slotted: np.ndarray, found: tuple[torch.Tensor, torch.Tensor],
-    mutation: Mutation | None, seed: int,
+    true: Plan, plan: Plan, sums: _Forward, walk: Walk, slotted: np.ndarray, result: tuple[torch.Tensor, torch.Tensor],
+    fault: Fault | None, seed: int,
 ) -> _Gradients:  # fmt: skip
-    """The backward of the sampled rows, compared; `found` are their out and lse."""
+    """The compared backward of the sampled rows; `result` is their (out, lse)."""
     source, kernel = walk.source, sums.kernel
     assert isinstance(kernel, AuditingKernel)
     order = [int(slotted[mine[0]]) for mine in walk.slots]
     place = [order.index(row) for row in slotted.tolist()]
-    again = Walk(plan, source, walk.homes, mutation)
-    lost = lost_gradients(again, mutation) if mutation is not None and mutation.fault in GRADIENTS else None
+    again = Walk(plan, source, walk.homes, fault)
+    lost = lost_gradients(again, fault) if fault is not None and fault.kind in GRADIENT_FAULTS else None
     keys = set(chosen_keys(true, order, seed))
     if lost is not None:
         keys |= set(chosen_keys(true, [int(slotted[slot]) for slot in lost.slots], seed, true.layout.shard(lost.owner)))
     grad = torch.cat([source.rows("grad", range(row, row + 1)) for row in slotted.tolist()], 2)
     state = Backward(
-        plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q, found[0][:, :, place], found[1][:, :, place],
+        plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q,
+        result[0][:, :, place], result[1][:, :, place],
         sorted(keys), KernelInputs(memory_pool("cpu")), lost,
     )  # fmt: skip
     again.run(state.compute)
@@ -206,20 +210,20 @@ def _backward(
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise Unsupported where a plan's ranks exchange heads, or round what they send."""
+    """Raise Unsupported where the ranks of a plan exchange heads, or round what they send."""
     if plan.comm_dtype is not None:
         raise Unsupported(
             f"comm_dtype={plan.comm_dtype} would round the tags that tell positions; make the plan without it"
         )
     if plan.ulysses_size > 1:
         raise Unsupported(
-            f"schedule {plan.schedule}: teams exchange tokens for heads, which the numerics simulator does not execute; "
-            f"try the schedule between the teams, {plan.ring_plan(0)[0].schedule}, or virtual_attention"
+            f"schedule {plan.schedule}: the numerics simulator does not execute the exchange of tokens for heads; "
+            f"try the schedule between the groups, {plan.ring_plan(0)[0].schedule}, or virtual_attention"
         )
 
 
 def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
-    """The rows in the order of their ranks, and for each rank the local indices of its rows."""
+    """(rows in the order of their ranks, (rank, local indices of its rows) for each rank)."""
     by_rank: dict[int, list[tuple[int, int]]] = {}
     for row in rows:
         rank = plan.layout.owner(row)
@@ -242,7 +246,8 @@ def _errors(
 
 
 def gap(found: np.ndarray, exact: np.ndarray) -> float:
-    """Largest error over the largest entry of the truth, or over 1; infinite where something is NaN, or -inf in one."""
+    """Largest error over the largest entry of `exact`, or over 1 where that is smaller; infinite where an entry is
+    NaN or infinite in only one of the arrays."""
     seen = np.isfinite(exact)
     if not np.array_equal(np.isfinite(found), seen):
         return float("inf")

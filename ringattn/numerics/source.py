@@ -1,16 +1,17 @@
-"""Inputs made on demand: every row is a pure function of (seed, tensor, position), so that no whole tensor exists.
+"""Inputs made on demand: every row is a pure function of (seed, tensor, position); no whole tensor exists.
 
-Some columns are fixed, so that rows can be told from the data alone, whatever a plan or a transport says of them:
+Some columns are fixed, so that the data alone tells the position of a row, whatever a plan or a transport says:
 
     q[..., -2] = position, q[..., -1] = 0        v[..., 0] = 1 (every softmax gives 1), v[..., 1] = position
     k[..., -2] = 0, k[..., -1] = position        grad[..., 1] = 0
 
-in units of 1 / 2^bits, which are exact. Products of q and k do not see the tags, as each meets a 0; for the same reason
-the gradients of k[..., -1], v[..., 1] and q[..., -2] are 0 up to the cotangent's own zero, and free to carry a count.
+in units of 1 / 2^bits, which are exact. Each tag meets a 0 in the product of q and k, so that logits do not see tags.
+For the same reason the gradients of k[..., -1], v[..., 1] and q[..., -2] are 0, and these columns are free to carry a
+count.
 
-With a `period` m, row p of k, and of v but for its position, is that of p mod m: attention over any number of keys is
-then one over m keys with integer multiplicities. m is a prime that does not divide the shard, so that no two shards
-are alike.
+With a `period` m, row p of k equals row p mod m, and so does row p of v except for its position tag. Attention over
+any number of keys is then attention over m keys with integer multiplicities. m is a prime that does not divide the
+shard, so that no two shards are alike.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Q_TAG, K_TAG, ONES, RAMP = -2, -1, 0, 1
 BITS = {"float64": 53, "float32": 24}
 #: Rows made at a time.
 CHUNK = 1 << 14
-#: A default period, where shards are shorter than it or no multiple of it.
+#: The default period; a shard that is a multiple of it gets another period.
 PERIOD = 4099
 
 
@@ -47,7 +48,7 @@ PERIOD = 4099
 class RowSource:
     """q, k, v and the cotangent `grad` of out, for one element of a batch. Make one with `make_source`.
 
-    `live` counts the shards of K/V that `shard` has handed out and not got back, `peak` the most at a time.
+    `live` counts the shards of K/V that `shard` has handed out and not taken back, `peak` the most at a time.
     """
 
     tokens: int
@@ -58,7 +59,7 @@ class RowSource:
     dtype: torch.dtype
     seed: int = 0
     period: int | None = None
-    #: Rows that a periodic table has beyond one period, so that a shard is a view of it.
+    #: Rows that a periodic table holds beyond one period, so that a shard is a view of the table.
     margin: int = 0
     live: int = 0
     peak: int = 0
@@ -67,11 +68,11 @@ class RowSource:
 
     @property
     def unit(self) -> float:
-        """What a tag counts positions in."""
+        """The value of one position in a tag."""
         return 2.0 ** -max(self.tokens - 1, 0).bit_length()
 
     def rows(self, name: Name, r: range) -> torch.Tensor:
-        """Rows at positions `r` of a tensor, [1, heads, len(r), width]. What is returned must not be written to."""
+        """Rows at positions `r` of a tensor, [1, heads, len(r), width]. The result must not be written to."""
         if self.period is None or name in ("q", "grad"):
             return self._fresh(name, r)
         table = self._table(name)
@@ -87,7 +88,7 @@ class RowSource:
 
     @contextmanager
     def shard(self, rows: Sequence[range]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V at some positions, [1, K, n, D] and [1, K, n, Dv], until the block ends."""
+        """K and V at the positions `rows`, [1, K, n, D] and [1, K, n, Dv]; valid until the `with` block ends."""
         self.live += 1
         self.made += 1
         self.peak = max(self.peak, self.live)
@@ -109,7 +110,7 @@ class RowSource:
                 memory_pool("cpu").give(store)
 
     def block(self, layout: Layout, owner: int, cut: RowSet | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the rows of a cut of the block of `owner`, [1, heads, rows, D] each; a copy."""
+        """K and V of a row set of the block of `owner`, [1, heads, rows, D] each; a copy. `cut` None: all rows."""
         if cut is None:
             runs = layout.shard(owner)
             k, v = (torch.cat([self.rows(name, r) for r in runs], 2) for name in ("k", "v"))
@@ -124,7 +125,7 @@ class RowSource:
         return found[0], found[1]
 
     def stacked(self, name: Name, layout: Layout, ranks: Sequence[int]) -> torch.Tensor:
-        """The shards of some ranks, which have equally many rows, as a batch: [ranks, heads, rows, width]."""
+        """The shards of ranks with equally many rows as a batch: [ranks, heads, rows, width]."""
         shards = [layout.shard(rank) for rank in ranks]
         if all(len(s) == 1 and s[0].step == 1 for s in shards) and all(
             a[0].stop == b[0].start for a, b in pairwise(shards)
@@ -174,44 +175,44 @@ class RowSource:
 
 
 class TensorSource(RowSource):
-    """A source over whole tensors that are there already, [1, heads, N, width] each."""
+    """A source that reads whole tensors, [1, heads, N, width] each."""
 
     tensors: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, source: RowSource) -> TensorSource:
-        """All rows of a source, made once."""
+        """A source that holds all rows of another source, made once."""
         s = source
         made = cls(s.tokens, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.dtype, s.seed, s.period)
         made.tensors = {name: s.rows(name, range(s.tokens)) for name in NAMES}
         return made
 
     def rows(self, name: Name, r: range) -> torch.Tensor:
-        if r.stop > self.tokens:  # the rest of a period
+        if r.stop > self.tokens:  # rows beyond the sequence complete a period
             return self._fresh(name, r)
         return self.tensors[name][:, :, r.start : r.stop : r.step]
 
 
 def placed(layout: Layout, owner: int, local: Sequence[range]) -> list[range]:
-    """The positions of local rows of a shard, as ranges in the same order."""
-    found, shard = [], layout.shard(owner)
+    """The positions, as ranges in the same order, of local row ranges of the shard of `owner`."""
+    ranges, shard = [], layout.shard(owner)
     for run in local:
         first = 0
         for r in shard:
             skip = max(0, -(-(first - run.start) // run.step))
             inside = range(run.start + skip * run.step, min(run.stop, first + len(r)), run.step)
             if inside:
-                found.append(r[inside.start - first : inside.stop - first : inside.step])
+                ranges.append(r[inside.start - first : inside.stop - first : inside.step])
             first += len(r)
-    return found
+    return ranges
 
 
 def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
-    """The inputs of a plan. `period`: that of K and V, a prime (None: they do not repeat). Raises InvalidInput."""
+    """The inputs of a plan. K and V repeat with `period`, a prime, or not at all (None). Raises InvalidInput."""
     if plan.dtype not in BITS or plan.tokens > 1 << BITS[plan.dtype]:
         raise InvalidInput(
-            f"dtype {plan.dtype} does not hold the {plan.tokens:,} positions of the sequence exactly, which tell shards "
-            "apart; try dtype='float64' (float32: up to 16,777,216 tokens)"
+            f"dtype {plan.dtype} does not hold the {plan.tokens:,} positions of the sequence exactly, which "
+            "tell shards apart; try dtype='float64' (float32: up to 16,777,216 tokens)"
         )
     if min(plan.head_dim, plan.value_dim) < 3:
         raise InvalidInput(
@@ -219,15 +220,17 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowS
             "are needed; try 16"
         )
     if plan.batch != 1:
-        raise InvalidInput(f"batch={plan.batch}: simulated numerics are of one element; make the plan with batch=1")
+        raise InvalidInput(
+            f"batch={plan.batch}: the numerics simulator executes one sequence; make the plan with batch=1"
+        )
     longest = plan.layout.rows(0)
     if period is not None:
         if isinstance(period, bool) or not isinstance(period, int) or not _prime(period):
-            raise InvalidInput(f"period={period!r} must be a prime, so that no shard begins as another; try {PERIOD}")
+            raise InvalidInput(f"period={period!r} must be a prime, so that no two shards begin alike; try {PERIOD}")
         if longest and longest % period == 0:
             raise InvalidInput(
-                f"period={period} divides the {longest:,} rows of a shard: all shards would be alike, and a swap of two "
-                f"would not show; try another prime such as {PERIOD}"
+                f"period={period} divides the {longest:,} rows of a shard: all shards would be alike, and a swap "
+                f"of two would not show; try another prime such as {PERIOD}"
             )
     margin = min(longest + 1, 1 << 16)
     sizes = plan.tokens, plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim

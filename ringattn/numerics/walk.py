@@ -1,8 +1,8 @@
-"""The hops of sampled ranks, in one walk over the owners of blocks: who waits for a block shares it.
+"""The messages of sampled ranks, in one walk over the owners of blocks: all rows that wait for a block share it.
 
-Hops come from the schedule's route one by one, so that a rank with hundreds of thousands of steps never has them all.
-A route lists them in arcs that can be followed at the same time (`Route.arcs`); each arc gathers what it computes in
-slots of its own, in the order of its hops.
+Messages come from the schedule's route one by one, so that memory does not grow with the number of steps. A route
+lists them in arcs that can be followed at the same time (`Route.arcs`); each arc accumulates results in slots of its
+own, in the order of its messages.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..plan.schedules import planner
 from ..plan.schedules.route import Route
 from ..plan.work import Work
 from ..progress import told
-from .mutate import Mutation
+from .faults import Fault
 from .source import RowSource, placed
 
-#: Answers that a plan's demand remembers are dropped after so many hops: a billion tokens have too many.
+#: Messages after which cached answers of the demand are dropped: a billion tokens have too many answers.
 REMEMBERED = 4096
 
 Slots = slice | torch.Tensor
-#: A work without a band, and the slots of the rows that share it.
+#: The slots of the rows that share a work without a band, by (work, turn).
 Calls = dict[tuple[Work, int], list[int]]
 
 
@@ -46,7 +46,7 @@ class SampledArc:
 
 @dataclass(frozen=True)
 class Block:
-    """What a visit is to: a cut of the block of `owner`, as it came."""
+    """The rows of the block of `owner` that a visit computes with, as they arrived."""
 
     owner: int
     cut: RowSet | None
@@ -59,15 +59,15 @@ Compute = Callable[[Block, Calls], None]
 
 @dataclass
 class Walk:
-    """All visits of the rows of some ranks."""
+    """All visits of some rows of some ranks."""
 
     plan: Plan
     source: RowSource
     #: Ranks, ascending, with the local indices of their rows.
     homes: Sequence[tuple[int, tuple[int, ...]]]
-    mutation: Mutation | None = None
+    fault: Fault | None = None
     streams: list[SampledArc] = field(default_factory=list)
-    #: Slots of each row, by the order of `homes`; those of the first arc first.
+    #: Slots of each row, in the order of `homes`; the slot of the first arc comes first.
     slots: list[list[int]] = field(default_factory=list)
     route: Route = field(init=False)
 
@@ -95,7 +95,7 @@ class Walk:
         return sum(map(len, self.slots))
 
     def run(self, compute: Compute) -> None:
-        """Visit owner after owner, the nearest one that a stream waits for first, until none waits."""
+        """Visit owner after owner, always the nearest owner that an arc waits for, until no arc waits."""
         size, at, hops = self.plan.ranks, 0, 0
         for one in reversed(self.streams):
             one.next = next(one.blocks, None)
@@ -109,7 +109,7 @@ class Walk:
             groups: dict[tuple[tuple[int, int], RowSets], list[SampledArc]] = {}
             for one in here:
                 assert one.next is not None
-                came = (at, at) if self.mutation is None else self.mutation.delivered(one.rank, at, size)
+                came = (at, at) if self.fault is None else self.fault.delivered(one.rank, at, size)
                 groups.setdefault((came, one.next[1]), []).append(one)
             for (came, cuts), group in groups.items():
                 seen = {rank for cut in cuts for rank in self._visit(at, came, cut, group, compute)}
@@ -123,17 +123,17 @@ class Walk:
                 self.plan.demand.memory.clear()
 
     def _arcs(self, rank: int) -> list[Iterator[tuple[int, RowSets]]]:
-        """(owner, cuts) of the blocks that a rank has or gets, arc by arc; its own is the first."""
+        """For each arc the (owner, row sets) of the blocks that a rank has or receives; its own block comes first."""
         arcs = [((edge.owner, self.route.cuts(edge)) for edge in arc) for arc in self.route.arcs(rank)]
         own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE)])
         found = [chain(own, *arcs[:1]), *arcs[1:]]
-        m = self.mutation
+        m = self.fault
         return [m.visits(blocks) for blocks in found] if m is not None and m.rank == rank else list(found)
 
     def _visit(
         self, owner: int, came: tuple[int, int], cut: RowSet | None, group: list[SampledArc], compute: Compute
     ) -> set[int]:
-        """One delivered block; returns the ranks of whose rows some saw a key of it."""
+        """Compute with one delivered block; returns the ranks with a row that saw a key of the block."""
         calls: Calls = {}
         seen: set[int] = set()
         for one in group:
@@ -159,24 +159,24 @@ class Walk:
 
 
 def get_route(plan: Plan) -> Route:
-    """The route of a plan's keys and values. Raises Unsupported where there is none."""
+    """The route of a plan's keys and values. Raises Unsupported where the schedule has no route."""
     route = planner(plan.schedule, plan.demand)
     if not isinstance(route, Route):
         raise Unsupported(
-            f"schedule {plan.schedule} brings all blocks at once: there are no hops to follow one by one; try ring, direct or "
-            "double_ring, or mode='all'"
+            f"schedule {plan.schedule} brings all blocks at once: there are no hops to follow one by one; try ring, "
+            "direct or double_ring, or mode='all'"
         )
     return route
 
 
 def _apart(a: int, ranks: int, b: int) -> int:
-    """Hops between two of `ranks` ranks around the ring."""
+    """The distance between two ranks around a ring of `ranks`."""
     return min((a - b) % ranks, (b - a) % ranks)
 
 
 @lru_cache(maxsize=4096)
 def placed_slots(slots: tuple[int, ...]) -> Slots:
-    """Slots as an index of a dimension: a slice where they are a run."""
+    """Slots as an index of a dimension: a slice where the slots are consecutive."""
     if slots[-1] - slots[0] == len(slots) - 1 and list(slots) == sorted(slots):
         return slice(slots[0], slots[-1] + 1)
     return torch.tensor(slots, device="cpu")
@@ -184,9 +184,9 @@ def placed_slots(slots: tuple[int, ...]) -> Slots:
 
 @lru_cache(maxsize=1024)
 def _lowered(works: tuple[Work, ...], local: tuple[int, ...]) -> tuple[tuple[Work, int, tuple[int, ...]], ...]:
-    """Works without a band of the rows `local`, each with the numbers of those rows that share it.
+    """Works without a band for the rows `local`, each with the indices of the rows that share it.
 
-    A row that sees the same keys in several branches has the work several times, told apart by a number.
+    A row that sees the same keys in several branches has the work several times; a number tells these apart.
     """
     found: dict[tuple[Work, int], list[int]] = {}
     for work in works:

@@ -1,8 +1,8 @@
 """All ranks of a plan, or many, executed forward and backward in this process: cohorts in lockstep, groups in turns.
 
-Ranks that send no messages to each other run in turns, as many at a time as the caller allows, so that what exists
-grows with that and not with the sequence. Where only the forward is run, connected ranks may be cut into groups too: what
-crosses the cut is a block of K/V, which the source makes again.
+Ranks that send no messages to each other run in turns, as many at a time as the caller allows, so that memory grows
+with that number and not with the sequence. Without a backward, connected ranks may be split into groups too: only
+blocks of K/V cross the border, and the source makes these again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..plan.steps import Part
 from ..progress import told
 from ..runtime.executor import Forward, Job, backward, forward
 from .exact import ExactQueries, exact_keys, exact_rows
+from .faults import GRADIENT_FAULTS, Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
 from .lockstep import Cohort, Lockstep, cohorts, connected
-from .mutate import GRADIENTS, Mutation, tampered
 from .oracle import DENSE, exact_ranks, one_call
 from .result import NumericsReport
 from .sampled import TOLERANCE, check_plan, gap
 from .source import K_TAG, Q_TAG, RAMP, RowSource, placed
 
-#: Ranks at a time, unless the caller says otherwise: more of them make longer batches than caches hold.
+#: Ranks that run together by default: batches of more ranks do not fit into caches.
 TOGETHER = 128
-#: Groups of ranks whose gradients are compared with a dense oracle, at most.
+#: The most groups of ranks whose gradients are compared with a dense oracle.
 DENSE_GROUPS = 4
-#: Query rows, and key rows, of every rank that are compared with an oracle of their own.
+#: Query rows, and key rows, of every rank that are compared with an oracle.
 COMPARED = 16
-#: Rows for which a kernel is called once, beside one of every rank.
+#: Rows, beside one of every rank, whose single-call error is measured.
 SINGLE = 64
 
 Tensors = tuple[torch.Tensor, ...]
@@ -47,7 +47,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ranks of one cohort computed: out [ranks, H, n, Dv], lse [ranks, H, n] and (dq, dk, dv), or none."""
+    """Results of the ranks of one cohort: out [ranks, H, n, Dv], lse [ranks, H, n], and (dq, dk, dv) or ()."""
 
     ranks: tuple[int, ...]
     out: torch.Tensor
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class CohortGroup:
-    """Ranks that run together, by cohorts."""
+    """Ranks that run together, grouped into cohorts."""
 
     cohorts: tuple[Cohort, ...]
 
@@ -67,7 +67,8 @@ class CohortGroup:
 
 
 def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[CohortGroup]:
-    """Ranks in groups of about `together`, each in cohorts. Raises InvalidInput where gradients would cross a border."""
+    """Groups of about `together` ranks, each split into cohorts. Raises InvalidInput where gradients would leave
+    `ranks`."""
     check_plan(plan)
     found: list[list[int]] = [[]]
     for part in connected(plan, ranks, backward=backward):
@@ -89,37 +90,37 @@ def _check_closed(plan: Plan, ranks: Sequence[int]) -> None:
             for hop in (*step.sends, *step.recvs):
                 if hop.peer not in inside:
                     raise InvalidInput(
-                        f"rank {rank} exchanges gradients with rank {hop.peer}, which is not to be executed; execute "
-                        "all ranks, whole segments of a dilated pattern, or leave out backward=True"
+                        f"rank {rank} exchanges gradients with rank {hop.peer}, which is not executed; execute all "
+                        "ranks, or whole segments of a dilated pattern, or leave out backward=True"
                     )
 
 
 def execute(
     group: CohortGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
-    mutation: Mutation | None = None,
+    fault: Fault | None = None,
 ) -> tuple[list[Outcome], int]:  # fmt: skip
-    """Run a group of ranks forward and, where asked, backward from the cotangent of the source. Also returns the number
-    of messages that the source answered."""
+    """(outcome of each cohort, messages that the source answered) of a group of ranks, forward and, with `grads`,
+    backward from the cotangent of the source."""
     plan, layout = group.cohorts[0].whole, group.cohorts[0].whole.layout
 
     def answer(part: Part) -> Tensors:
         return source.block(layout, part.owner, part.cut)
 
     def tamper(rank: int, parts: Sequence[Part], views: Sequence[Tensors]) -> None:
-        assert mutation is not None
+        assert fault is not None
         for part, tensors in zip(parts, views, strict=True):
-            if part.kind in ("grad", "dq") and mutation.fault in GRADIENTS and part.owner == mutation.owner:
+            if part.kind in ("grad", "dq") and fault.kind in GRADIENT_FAULTS and part.owner == fault.owner:
                 for x in tensors:
-                    x.mul_(GRADIENTS[mutation.fault])
+                    x.mul_(GRADIENT_FAULTS[fault.kind])
             if part.kind != "kv":
                 continue
-            homes = mutation.delivered(rank, part.owner, plan.ranks)
+            homes = fault.delivered(rank, part.owner, plan.ranks)
             for i, home in enumerate(homes):
                 if home != part.owner:
                     tensors[i].copy_(source.block(layout, home, part.cut)[i][0])
 
-    harm = None if mutation is None else tamper
-    harmed = None if mutation is None else mutation.rank
+    harm = None if fault is None else tamper
+    harmed = None if fault is None else fault.rank
     inputs = [
         (
             source.stacked("q", layout, c.ranks),
@@ -151,7 +152,7 @@ def execute(
 
 @dataclass
 class _Compared:
-    """What was compared so far."""
+    """Counts and errors of everything that was compared so far."""
 
     plan: Plan
     source: RowSource
@@ -172,7 +173,7 @@ class _Compared:
     sum_error: float | None = None
     single: float = 0.0
     singles: int = 0
-    #: Ranks whose rows of gradients were all compared with a dense oracle, and their groups.
+    #: Ranks whose gradients were compared with a dense oracle in all rows, and the number of their groups.
     dense: int = 0
     dense_groups: int = 0
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -195,7 +196,8 @@ class _Compared:
                 self._single(chain.from_iterable(places), truth.out)
 
     def _single(self, positions: Iterable[int], truth: torch.Tensor) -> None:
-        """The error of one call of the kernel for a row: of a row of every rank, and of more of the first ranks."""
+        """Measure the error of a single kernel call: for one row of every rank, and for more rows of the first
+        ranks."""
         for i, position in enumerate(positions):
             if i and self.singles >= SINGLE:
                 return
@@ -205,8 +207,8 @@ class _Compared:
                 self.single = max(self.single, gap(_numbers(one), truth[:, i].numpy()))
 
     def _chosen(self, rows: int) -> range:
-        """`COMPARED` local rows of a shard, or all where it has no more: evenly spaced by an odd step, so that no dilation
-        by a power of two hides some of its rows, from a random one on."""
+        """At most `COMPARED` local rows of a shard, from a random row on. The step is odd, so that a dilation by a
+        power of two does not always hide the same rows."""
         step = max(1, rows // COMPARED)
         step -= 1 - step % 2
         count = min(rows, COMPARED)
@@ -214,27 +216,27 @@ class _Compared:
         return range(start, start + count * step, step) if count else range(0)
 
     def _gradient(self, found: torch.Tensor, exact: torch.Tensor, tag: int) -> None:
-        """Gradients of some rows; the column `tag` holds a count."""
+        """Compare gradients of some rows, except for the column `tag`, which holds a count."""
         some = [_numbers(x).copy() for x in (found, exact)]
         for x in some:
             x[..., tag] = 0
         self.gradient_error = max(self.gradient_error or 0.0, gap(*some))
 
-    def ledger_of(self, book: PairLedger, ranks: Sequence[int]) -> None:
-        """The ledger of all rows of some ranks."""
-        wanted = PairLedger(book.positions, self.plan.heads)
+    def ledger_of(self, ledger: PairLedger, ranks: Sequence[int]) -> None:
+        """Compare the ledger of all rows of `ranks` with the expected ledger."""
+        wanted = PairLedger(ledger.positions, self.plan.heads)
         for rank in ranks:
             met = [np.empty(0, dtype=np.int64)]
             for r in self.plan.layout.shard(rank):
                 met.append(expect(self.plan.pattern, self.plan.layout, r, self.plan.heads, wanted))
             self.visits += len(np.unique(np.concatenate(met)))
-        self.wrong += book.wrong(wanted)
-        self.pairs += int(book.pairs.sum())
+        self.wrong += ledger.wrong(wanted)
+        self.pairs += int(ledger.pairs.sum())
         self.pairs_expected += int(wanted.pairs.sum())
-        self.calls += book.calls
+        self.calls += ledger.calls
 
     def counts_of(self, outcome: Outcome) -> None:
-        """The counts that the gradients of all rows of some ranks carried home."""
+        """Compare the counts in the gradients of all rows with the expected counts."""
         dq, dk, dv = outcome.grads
         for i, rank in enumerate(outcome.ranks):
             queries, keys = _expected(self.plan, rank)
@@ -243,8 +245,8 @@ class _Compared:
                 self.wrong_gradients += int((x.double().numpy() != wanted).sum())
 
     def gradients_of(self, outcomes: Sequence[Outcome]) -> None:
-        """Gradients of all rows of ranks that see each other only: dk and dv of some key rows of every rank, sums over all
-        rows, and all rows where a dense mask of them is small enough."""
+        """Compare gradients of ranks that see only each other: dk and dv of some key rows of every rank, sums over
+        all rows, and all rows where their dense mask is small enough."""
         home = {rank: (o, i) for o in outcomes for i, rank in enumerate(o.ranks)}
         for ranks in connected(self.plan, sorted(home), backward=True):
             rows = sum(map(self.plan.layout.rows, ranks))
@@ -282,8 +284,9 @@ class _Compared:
     def _sums(
         self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]], q: torch.Tensor, grad: torch.Tensor
     ) -> None:
-        """What holds of gradients over all rows, since the weights of a row sum to 1 and the gradients of its logits to 0:
-        dv sums to the cotangents of the rows that see a key, dk to 0, and q . dq to as much as k . dk."""
+        """Compare sums of gradients over all rows with what they must be. The weights of a row sum to 1 and the
+        gradients of its logits to 0; so dv sums to the cotangents of the rows that see a key, dk to 0, and q . dq
+        equals k . dk."""
         dq, dk, dv = (torch.cat([o.grads[place][i] for o, i in mine], 1).double() for place in range(3))
         k = torch.cat([self.source.rows("k", r)[0] for r in runs], 1).double()
         grad = grad.unflatten(0, (self.plan.kv_heads, -1))
@@ -311,7 +314,7 @@ def _numbers(x: torch.Tensor) -> np.ndarray:
 
 
 def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """The counts of the query rows [H, n] and of the key rows [K, n] of a rank, in local order."""
+    """Expected counts of the query rows [H, n] and the key rows [K, n] of a rank, in local order."""
     heads, everything = range(plan.heads), range(plan.tokens)
     group = plan.heads // plan.kv_heads
     queries, keys = [], []
@@ -336,21 +339,22 @@ def whole(
     kernel: str = "auto",
     scale: float | None = None,
     together: int = TOGETHER,
-    mutation: Mutation | None = None,
+    fault: Fault | None = None,
     watch: Callable[[Outcome], None] | None = None,
 ) -> NumericsReport:
-    """Execute `ranks` (default: all) from end to end, with a ledger of all their rows, and compare `COMPARED` query rows of
-    each with `exact_rows`. With `grads`, also dq of these rows, dk and dv of as many key rows with `exact_keys`, sums of
-    the gradients of all rows, and all rows of a few ranks with a dense oracle where its mask is small enough.
+    """The report of executing `ranks` (default: all) from end to end, with a ledger of all their rows.
 
-    `watch` is shown the results of every cohort. Raises InvalidInput or Unsupported.
+    `COMPARED` query rows of each rank are compared with `exact_rows`. With `grads`, `exact_rows` also checks dq of
+    these rows, `exact_keys` checks dk and dv of as many key rows, sums of the gradients of all rows are checked, and
+    a dense oracle checks all rows of a few ranks where its mask is small enough. `watch` gets the results of every
+    cohort. Raises InvalidInput or Unsupported.
     """
-    if mutation is not None:
-        mutation.check(plan, backward=grads)
+    if fault is not None:
+        fault.check(plan, backward=grads)
     if together < 1:
         raise InvalidInput(f"together={together} must be a number of ranks >= 1")
     begun = time.perf_counter()
-    true, plan = plan, plan if mutation is None else tampered(plan, mutation)
+    true, plan = plan, plan if fault is None else with_fault(plan, fault)
     mine = range(plan.ranks) if ranks is None else sorted(set(ranks))
     factor = plan.head_dim**-0.5 if scale is None else scale
     one = source.rows("q", range(min(1, plan.tokens)))
@@ -359,14 +363,14 @@ def whole(
     groups = make_groups(plan, mine, backward=grads, together=together)
     for group in told(groups, len(groups), "groups of ranks"):
         members = [rank for cohort in group.cohorts for rank in cohort.ranks]
-        book = PairLedger(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
+        ledger = PairLedger(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
 
-        def witness(book: PairLedger = book) -> Kernel:
-            return AuditingKernel(plain, source, plan.layout, book)
+        def audited(ledger: PairLedger = ledger) -> Kernel:
+            return AuditingKernel(plain, source, plan.layout, ledger)
 
-        outcomes, answered = execute(group, source, witness, factor, grads=grads, mutation=mutation)
+        outcomes, answered = execute(group, source, audited, factor, grads=grads, fault=fault)
         done.answered += answered
-        done.ledger_of(book, members)
+        done.ledger_of(ledger, members)
         for outcome in outcomes:
             done.rows_of(outcome)
             if grads:
@@ -380,13 +384,14 @@ def whole(
         plan=true, mode="all", ranks=len(mine), rows=done.rows, visits=_planned(plan, mine),
         visits_expected=done.visits, pairs=done.pairs, pairs_expected=done.pairs_expected, wrong=done.wrong,
         wrong_gradients=done.wrong_gradients if grads else None, error=done.error, lse_error=done.lse_error,
-        gradient_error=done.gradient_error, sum_error=done.sum_error, keys=done.keys, dense=done.dense, tolerance=TOLERANCE if exact else 2 * done.single + 1e-6,
+        gradient_error=done.gradient_error, sum_error=done.sum_error, keys=done.keys, dense=done.dense,
+        tolerance=TOLERANCE if exact else 2 * done.single + 1e-6,
         seconds=time.perf_counter() - begun, calls=done.calls, live=max((g.ranks for g in groups), default=0),
         answered=done.answered,
     )  # fmt: skip
 
 
 def _planned(plan: Plan, ranks: Sequence[int]) -> int:
-    """Blocks that ranks visit in the forward of their plans."""
+    """How many blocks `ranks` visit in the forward of their plans."""
     steps = (step for rank in ranks for step in plan.for_rank(rank).forward)
     return sum(len({part.owner for part in step.visits}) for step in steps)

@@ -23,7 +23,7 @@ from ringattn.config.groups import LayoutGroup, MachineGroup, OutputGroup, Patte
 from ringattn.config.overrides import prepare
 from ringattn.config.schema import CalibrateConfig, SimulateConfig
 from ringattn.machine.kernel_times import KernelTimes
-from ringattn.numerics import Mutation, numerics
+from ringattn.numerics import Fault, numerics
 from ringattn.progress import listening
 
 #: A value of each setting of `simulate` that is not the default.
@@ -211,7 +211,7 @@ def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="seed=-1"):
         numerics(plan, seed=-1, mode="all")
     with pytest.raises(InvalidInput, match="here is only one"):
-        numerics(plan, mutation=Mutation("swap", 0, 0))
+        numerics(plan, fault=Fault("swap", 0, 0))
 
 
 PLAN = make_plan(ra.Full(), tokens=64, ranks=4, schedule="ring")

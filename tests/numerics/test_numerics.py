@@ -22,9 +22,9 @@ from ringattn.errors import InvalidInput, NumericsFailure, Unsupported
 from ringattn.kernels import get_kernel
 from ringattn.kernels.base import Kernel
 from ringattn.numerics import (
-    FAULTS,
-    GRADIENTS,
-    Mutation,
+    FAULT_KINDS,
+    GRADIENT_FAULTS,
+    Fault,
     TensorSource,
     chosen_rows,
     execute,
@@ -132,18 +132,18 @@ def mixed(x: int) -> int:
 def test_the_expected_ledger_is_that_of_the_mask(pattern: Pattern, layout: str) -> None:
     plan = make(pattern, layout=layout)
     mask = pattern.mask(256, 4)
-    book = PairLedger(np.arange(256), 4)
-    met = {r: expect(plan.pattern, plan.layout, range(r, r + 1), 4, book).tolist() for r in range(0, 256, 2)}
+    ledger = PairLedger(np.arange(256), 4)
+    met = {r: expect(plan.pattern, plan.layout, range(r, r + 1), 4, ledger).tolist() for r in range(0, 256, 2)}
     for start in (1, 129):  # many rows at a time
-        expect(plan.pattern, plan.layout, range(start, start + 128, 2), 4, book)
+        expect(plan.pattern, plan.layout, range(start, start + 128, 2), 4, ledger)
     for head in range(4):
         for q in range(0, 256, 5):
             wanted = 0
             for key in range(256):
                 a, b, c = (mixed(plan.layout.owner(key) * 4 + salt) for salt in range(3))
                 wanted += int(mask[head, q, key]) * (a + b * key + c * key * key)
-            assert int(book.hashes[head, q]) == wanted % 2**64
-            assert book.pairs[head, q] == mask[head, q].sum()
+            assert int(ledger.hashes[head, q]) == wanted % 2**64
+            assert ledger.pairs[head, q] == mask[head, q].sum()
     for q, owners in met.items():
         assert owners == sorted({plan.layout.owner(int(key)) for key in np.flatnonzero(mask[:, q].any(0))})
 
@@ -298,11 +298,11 @@ def test_every_fault_is_caught_in_both_modes(pattern: Pattern, ranks: int) -> No
     rows = [hurt * 8, hurt * 8 + 6, hurt * 8 + 10, 8 * ranks - 1]
     assert numerics(plan, rows=rows, period=PERIOD).passed
     assert numerics(plan, mode="all", backward=True, period=PERIOD).passed
-    for fault in FAULTS:
-        where = Mutation(fault, hurt, hurt if fault in GRADIENTS else hurt - 1)
+    for fault in FAULT_KINDS:
+        where = Fault(fault, hurt, hurt if fault in GRADIENT_FAULTS else hurt - 1)
         for report in (
-            numerics(plan, mode="all", backward=True, period=PERIOD, mutation=where),
-            numerics(plan, rows=rows, backward=True, period=PERIOD, mutation=where),
+            numerics(plan, mode="all", backward=True, period=PERIOD, fault=where),
+            numerics(plan, rows=rows, backward=True, period=PERIOD, fault=where),
         ):
             assert not report.accurate, (fault, report)
             assert not report.complete, (fault, report)
@@ -359,8 +359,8 @@ def test_gradients_are_compared_where_no_dense_mask_is(
 def test_gradients_of_more_rows_than_a_dense_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make(ra.Causal(), tokens=8200, ranks=4, heads=1, kv_heads=1)
     assert numerics(plan, mode="all", backward=True).passed
-    for fault in GRADIENTS:  # noticed by the numbers as well as by the ledger
-        report = numerics(plan, mode="all", backward=True, mutation=Mutation(fault, 2, 2))
+    for fault in GRADIENT_FAULTS:  # noticed by the numbers as well as by the ledger
+        report = numerics(plan, mode="all", backward=True, fault=Fault(fault, 2, 2))
         assert not report.accurate and not report.complete, (fault, report)
     module = sys.modules["ringattn.numerics.whole"]
     monkeypatch.setattr(module, "get_kernel", lambda *given: WrongGradients(get_kernel(*given), lambda x: x * 1.01))
@@ -393,15 +393,15 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         ({"mode": "al"}, "did you mean 'all'"),
         ({"period": 36}, "must be a prime"),
         ({"ranks": [1]}, "mode='all'"),
-        ({"mutation": Mutation("lost", 9, 1), "backward": True}, r"ranks 0 \.\. 7"),
-        ({"mutation": Mutation("lost", 7, 7), "backward": True, "rows": [3, 40]}, "nothing to lose"),
+        ({"fault": Fault("lost", 9, 1), "backward": True}, r"ranks 0 \.\. 7"),
+        ({"fault": Fault("lost", 7, 7), "backward": True, "rows": [3, 40]}, "nothing to lose"),
         ({"rows": [256]}, "distinct query positions"),
         ({"rows": [3, 3]}, "distinct query positions"),
         ({"mode": "all", "together": 0}, "together=0"),
-        ({"mutation": Mutation("lost", 1, 1)}, "one of gradients"),
-        ({"mutation": Mutation("dropp", 1, 0)}, "did you mean 'drop'"),
-        ({"mutation": Mutation("drop", 1, 5)}, "nothing to harm"),
-        ({"mutation": Mutation("drop", 1, 8)}, "ranks 0 .. 7"),
+        ({"fault": Fault("lost", 1, 1)}, "one of gradients"),
+        ({"fault": Fault("dropp", 1, 0)}, "did you mean 'drop'"),
+        ({"fault": Fault("drop", 1, 5)}, "nothing to harm"),
+        ({"fault": Fault("drop", 1, 8)}, "ranks 0 .. 7"),
     ):
         with pytest.raises(InvalidInput, match=words):
             numerics(plan, **{"period": PERIOD, **options})  # type: ignore[arg-type]

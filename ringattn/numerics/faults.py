@@ -1,7 +1,7 @@
-"""Faults on purpose: a plan, or what is delivered, is changed in one place, and the oracles and the ledger must notice.
+"""Faults on purpose: one visit or one message is changed, and the oracles and the ledger must notice.
 
-A fault hits the visit of one rank to the block of one other. It wraps the plan (drop, duplicate, owner, band) or what
-arrives (swap, stale, hop, lost, scaled); executor and kernels do not know of it.
+A fault hits the visit of one rank to the block of another rank. It changes the plan (drop, duplicate, owner, band) or
+what arrives (swap, stale, hop, lost, scaled). The executor and the kernels do not know about faults.
 """
 
 from __future__ import annotations
@@ -17,99 +17,102 @@ from ..plan.steps import Part, RankPlan, Step
 from ..plan.work import Work
 from .lockstep import Batched
 
-#: What each fault does.
-FAULTS = {
+#: What each kind of fault does.
+FAULT_KINDS = {
     "drop": "the visit is left out",
     "duplicate": "the visit is computed twice",
     "owner": "the rank visits its own block in place of the owner's",
     "band": "the band of the visit is off by one",
-    "swap": "values of this block and of the next one beyond it are exchanged, keys are not",
-    "stale": "the block of the hop before is still in the buffer",
-    "hop": "the block of one hop further on arrives",
+    "swap": "the values, but not the keys, of this block and the next block are exchanged",
+    "stale": "the block of the previous message is still in the buffer",
+    "hop": "the block of the next message arrives",
     "lost": "the gradients that arrive at the rank for the block of the owner are zeros",
     "scaled": "the gradients that arrive at the rank for the block of the owner are 1 % too large",
 }
-#: By how much the faults of gradients multiply what arrives.
-GRADIENTS = {"lost": 0.0, "scaled": 1.01}
+#: The factor by which a fault multiplies arriving gradients.
+GRADIENT_FAULTS = {"lost": 0.0, "scaled": 1.01}
 _PLANNED = ("drop", "duplicate", "owner", "band")
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """A fault of the visit of `rank` to the block of `owner`."""
+class Fault:
+    """A fault in the visit of `rank` to the block of `owner`."""
 
-    fault: str
+    kind: str
     rank: int
     owner: int
 
     def check(self, plan: Plan, *, backward: bool) -> None:
-        """Raise InvalidInput where there is no such visit to harm."""
-        if self.fault not in FAULTS:
-            raise InvalidInput(f"fault {self.fault!r}: {did_you_mean(self.fault, FAULTS)}expected {', '.join(FAULTS)}")
+        """Raise InvalidInput where the plan has no such visit."""
+        if self.kind not in FAULT_KINDS:
+            raise InvalidInput(
+                f"fault {self.kind!r}: {did_you_mean(self.kind, FAULT_KINDS)}expected {', '.join(FAULT_KINDS)}"
+            )
         if plan.ranks == 1:
             raise InvalidInput(
-                f"fault {self.fault!r} harms what comes from another rank, and here is only one; try ranks=2 or more"
+                f"fault {self.kind!r} harms what comes from another rank, and here is only one; try ranks=2 or more"
             )
         for number in (self.rank, self.owner):
             if not 0 <= number < plan.ranks:
                 raise InvalidInput(f"the fault names rank {number}, the plan has ranks 0 .. {plan.ranks - 1}")
-        if self.fault in GRADIENTS:
+        if self.kind in GRADIENT_FAULTS:
             if not backward:
-                raise InvalidInput(f"fault {self.fault!r} is one of gradients; try backward=True")
+                raise InvalidInput(f"fault {self.kind!r} harms gradients, so it needs a backward; try backward=True")
             return
         if self.rank == self.owner or not plan.demand.visits(self.rank, self.owner):
             raise InvalidInput(
-                f"rank {self.rank} receives no block of rank {self.owner} that it visits: nothing to harm; try another owner"
+                f"rank {self.rank} receives no block of rank {self.owner} that it visits: nothing to harm; try another "
+                "owner"
             )
         near = (self.rank, self.owner, *(self._neighbour(way, plan.ranks) for way in (+1, -1)))
-        replaced = self.fault in ("owner", "swap", "stale", "hop")
+        replaced = self.kind in ("owner", "swap", "stale", "hop")
         if replaced and len({plan.layout.rows(owner) for owner in near}) > 1:
             raise InvalidInput(
-                f"fault {self.fault!r} puts a block in place of another: shards must be equally long here"
+                f"fault {self.kind!r} puts a block in place of another: shards must be equally long here"
             )
 
     def delivered(self, rank: int, owner: int, ranks: int) -> tuple[int, int]:
-        """The owners whose keys and whose values arrive at `rank` for the block of `owner`."""
-        if rank != self.rank or self.fault in (*_PLANNED, *GRADIENTS):
+        """(owner of the keys, owner of the values) that arrive at `rank` in place of the block of `owner`."""
+        if rank != self.rank or self.kind in (*_PLANNED, *GRADIENT_FAULTS):
             return owner, owner
-        other = self._neighbour(+1 if self.fault == "stale" else -1, ranks)
-        if self.fault == "swap":
+        other = self._neighbour(+1 if self.kind == "stale" else -1, ranks)
+        if self.kind == "swap":
             return owner, {self.owner: other, other: self.owner}.get(owner, owner)
         return (other, other) if owner == self.owner else (owner, owner)
 
     def _neighbour(self, way: int, ranks: int) -> int:
-        """The owner one hop nearer to the rank (+1) or further from it (-1), by the shorter arc."""
+        """The owner one rank nearer to `rank` (+1) or further from it (-1), along the shorter arc."""
         nearer = 1 if (self.rank - self.owner) % ranks <= ranks // 2 else -1
         return (self.owner + way * nearer) % ranks
 
     def visits(self, found: Iterator[tuple[int, RowSets]]) -> Iterator[tuple[int, RowSets]]:
-        """The (owner, cuts) that the rank visits, with the fault."""
+        """The (owner, row sets) that the rank visits, with the fault applied."""
         for owner, cuts in found:
-            if owner != self.owner or self.fault not in ("drop", "duplicate", "owner"):
+            if owner != self.owner or self.kind not in ("drop", "duplicate", "owner"):
                 yield owner, cuts
-            elif self.fault == "duplicate":
+            elif self.kind == "duplicate":
                 yield owner, cuts
                 yield owner, cuts
-            elif self.fault == "owner":
+            elif self.kind == "owner":
                 yield self.rank, WHOLE
 
 
 @dataclass(frozen=True)
-class _Skewed(KeyDemand):
-    """A demand in which the works of one visit have a wrong band."""
+class _FaultyDemand(KeyDemand):
+    """Key demand in which the band of one visit is off by one."""
 
-    mutation: Mutation | None = None
+    fault: Fault | None = None
 
     def works(self, rank: int, owner: int, cut: RowSet | None = None) -> tuple[Work, ...]:
         found = super().works(rank, owner, cut)
-        assert self.mutation is not None
-        if cut is not None or (rank, owner) != (self.mutation.rank, self.mutation.owner):
-            return found  # those of a cut are made from those of the whole block
+        assert self.fault is not None
+        if cut is not None or (rank, owner) != (self.fault.rank, self.fault.owner):
+            return found  # works of a row set are narrowed from works of the whole block, which are wrong already
         return tuple(map(_off_by_one, found))
 
 
 def _off_by_one(work: Work) -> Work:
-    """One key more for every row of a band that is bounded; one key less for all rows where it is not."""
+    """One key more for every row where the band is bounded; one key less for all rows where it is not."""
     if work.hi is not None:
         return replace(work, hi=work.hi + 1)
     if work.lo is not None:
@@ -120,36 +123,36 @@ def _off_by_one(work: Work) -> Work:
 
 
 @dataclass(frozen=True)
-class Tampered(Batched):
-    """A plan with a fault."""
+class FaultyPlan(Batched):
+    """A plan whose steps have a fault."""
 
-    mutation: Mutation | None = None
+    fault: Fault | None = None
 
     def for_rank(self, rank: int) -> RankPlan:
         found = super().for_rank(rank)
-        m = self.mutation
-        if m is None or rank != m.rank or m.fault not in ("drop", "duplicate", "owner"):
+        m = self.fault
+        if m is None or rank != m.rank or m.kind not in ("drop", "duplicate", "owner"):
             return found
         return replace(found, forward=tuple(map(self._harmed, found.forward)))
 
     def _harmed(self, step: Step) -> Step:
-        m, visits = self.mutation, []
+        m, visits = self.fault, []
         assert m is not None
         for part in step.visits:
             if part.owner != m.owner:
                 visits.append(part)
-            elif m.fault == "duplicate":
+            elif m.kind == "duplicate":
                 visits += [part, part]
-            elif m.fault == "owner":
+            elif m.kind == "owner":
                 visits.append(Part(part.kind, m.rank))
         return replace(step, visits=tuple(visits))
 
 
-def tampered(plan: Plan, mutation: Mutation) -> Plan:
-    """The plan with a fault; the plan itself where the fault is one of what arrives."""
-    if mutation.fault not in _PLANNED:
+def with_fault(plan: Plan, fault: Fault) -> Plan:
+    """The plan with a fault in its steps; the same plan where the fault is in what arrives."""
+    if fault.kind not in _PLANNED:
         return plan
-    made, d = Tampered.of(plan, mutation=mutation), plan.demand
-    if mutation.fault == "band":
-        vars(made)["demand"] = _Skewed(d.pattern, d.layout, d.heads, d.kv_heads, mutation)
+    made, d = FaultyPlan.of(plan, fault=fault), plan.demand
+    if fault.kind == "band":
+        vars(made)["demand"] = _FaultyDemand(d.pattern, d.layout, d.heads, d.kv_heads, fault)
     return made
