@@ -180,10 +180,10 @@ def test_sampled_ranks() -> None:
 
 def test_wrong_machines() -> None:
     for options, words in (
-        ({"flops": 0}, "flops=0 must be useful .* try flops=5e"),
-        ({"latency": -1.0}, "latency=-1.0 must be seconds"),
+        ({"flops": 0}, "flops=0 must be a number > 0; flops is the useful .* try flops=5e"),
+        ({"latency": -1.0}, "latency=-1.0 must be a number >= 0; latency is the seconds"),
         ({"bandwidth": float("nan")}, "bandwidth=nan"),
-        ({"ranks_per_node": 0}, "ranks_per_node=0 must be a number of ranks"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0 must be a whole number >= 1; .* the number of ranks"),
         ({"node_bandwidth": 0.0}, "node_bandwidth=0.0"),
         ({"shared_nic": 1}, "shared_nic=1 must be True or False"),
     ):

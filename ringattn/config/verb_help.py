@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
+from ..machine.machine import MACHINE_NUMBERS
 from .folders import ConfigFolders
 from .overrides import JSON, PARAMETERS, WRITTEN, takes
 
@@ -80,7 +81,10 @@ def verb_help(verb: str, folders: ConfigFolders, extra: dict[str, list[str]]) ->
         for option in shown:
             said = folders.text(group, option)
             lines += _row(f"  {option}", heading(said), width)
-            if group in (*PARAMETERS, "transport") or (group == "machine" and option == chosen):
+            if group == "machine" and option == chosen:
+                for name, number in MACHINE_NUMBERS.items():
+                    lines += _row(f"    machine.{name}=null", number.help, width)
+            if group in (*PARAMETERS, "transport"):
                 for key in keys(said):
                     if key.name not in ("spec", "name"):
                         lines += _row(f"    {group}.{key.name}={key.value}", key.comment, width)
