@@ -348,7 +348,7 @@ def test_wrong_requests() -> None:
         (
             lambda: simulate(plan, EVEN, slow={1: 2.0}, solver="closed_form"),
             Unsupported,
-            "solver=A needs all ranks and links alike",
+            "solver=closed_form needs all ranks and links alike",
         ),
         (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is no ring"),
         (

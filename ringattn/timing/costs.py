@@ -195,8 +195,8 @@ def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = Fals
     if max(interval + (write if checkpoints else 0.0), machine.restart) > HOPELESS * mtbf:
         raise InvalidInput(
             f"machine: {plan.ranks:,} ranks fail every {duration(mtbf)}, long before a checkpoint of {duration(write)} "
-            f"or a restart of {duration(machine.restart)} ends, so that the result is never reached; try a larger mtbf or "
-            "fewer ranks"
+            f"or a restart of {duration(machine.restart)} ends, so that the result is never reached; try a larger mtbf "
+            "or fewer ranks"
         )
     expected = expected_seconds(work, interval, write, machine.restart, mtbf)
     return Failures(mtbf, write, interval, expected, checkpoints)

@@ -103,7 +103,7 @@ def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
 
 
 def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterator[tuple[int, str, bool, float]]:
-    """(step, direction, within a node, seconds) of a rank's messages, split evenly over the steps that each may last."""
+    """(step, direction, within a node, seconds) of a rank's messages, split evenly over the steps of each."""
     for index, step in enumerate(_steps(plan, rank, backward)):
         for direction, hops in (("send", step.sends), ("recv", step.recvs)):
             for hop in hops:
