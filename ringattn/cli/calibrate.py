@@ -18,8 +18,8 @@ from ..experiments.calibrate.measure import Calibration, CalibrationSizes, calib
 from ..experiments.calibrate.passes import Settings
 from ..experiments.calibrate.team import Team
 from ..files import check_writable
-from ..machine.file import UNITS, write_machine
-from ..machine.machine import Machine
+from ..machine.file import write_machine
+from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..reporting.console import Number, console, grid, quantity, show
 from ..transport.base import Transport
 from ..transport.launcher import detect
@@ -138,5 +138,5 @@ def _show(found: Calibration, repeat: int) -> None:
 
 
 def _values(machine: Machine) -> list[tuple[str, str]]:
-    values = ((name, getattr(machine, name)) for name in UNITS)
+    values = ((name, getattr(machine, name)) for name in MACHINE_NUMBERS)
     return [(name, quantity(name, value)) for name, value in values if value is not None]

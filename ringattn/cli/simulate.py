@@ -15,7 +15,7 @@ from ..errors import InvalidInput, did_you_mean, plural
 from ..experiments.study.checks import check_unasked
 from ..experiments.study.point import asked_options, passes
 from ..files import STDOUT, check_json, write_json
-from ..machine.machine import Machine, machine_fields
+from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.plan import Plan
 from ..progress import listening
 from ..reporting.console import Number, choice_data, head, quantity, say, show, show_choice
@@ -66,7 +66,7 @@ def main(config: SimulateConfig) -> None:
 
 def _machine(machine: Machine) -> list[Number]:
     """The numbers of a machine that are given, each with its source."""
-    given = [(name, getattr(machine, name)) for name in machine_fields()]
+    given = [(name, getattr(machine, name)) for name in MACHINE_NUMBERS]
     of = f" of {machine.flops_dtype}" if machine.flops_dtype else ""
     numbers = [
         Number(name, quantity(name, value) + (of if name == "flops" else ""), machine.source(name))
@@ -153,7 +153,7 @@ def _written(
     """The numbers as plain data: seconds, bytes and joules, with the words as printed."""
     return {
         "plan": json.loads(plan.to_json()),
-        "machine": {name: {"value": getattr(machine, name), "source": machine.source(name)} for name in machine_fields()},
+        "machine": {name: {"value": getattr(machine, name), "source": machine.source(name)} for name in MACHINE_NUMBERS},
         "passes": {
             one.direction: {
                 "solver": one.solver, "why": one.why, "compared": one.compared, "kind": one.kind,

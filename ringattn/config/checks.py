@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from ..errors import InvalidInput
-from ..machine.file import UNITS
+from ..machine.machine import MACHINE_NUMBERS
 from .folders import ConfigFolders
 from .groups import MachineGroup
 
@@ -41,9 +41,9 @@ def _each(keys: Sequence[str], there: Callable[[Any], Any], where: str) -> tuple
 
 
 _ROTATE = Need("rotate", lambda c: c.backward, "without backward=true")
-#: Numbers of a machine that every calibration measures, and those that ranks which send to each other measure.
-_ALONE = ("flops", "merge", "jitter")
-_LINKS = ("latency", "bandwidth", "ranks_per_node", "node_latency", "node_bandwidth", "shared_nic", "gamma", "call")
+#: Numbers of a machine that every calibration measures, and numbers that only a calibration of several ranks measures.
+_ALONE = tuple(name for name, number in MACHINE_NUMBERS.items() if number.measured_by == "every")
+_LINKS = tuple(name for name, number in MACHINE_NUMBERS.items() if number.measured_by == "ranks")
 #: By what a command does: the keys that it reads in some cases only.
 NEEDS: dict[str, tuple[Need, ...]] = {
     "timing": (
@@ -61,7 +61,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "validate": (
         *_each([f"validate.{name}" for name in ("rows", "widths", "messages")], lambda c: c.machine.path is None,
                "beside machine.path=..., whose file says what was calibrated"),
-        *_each([f"machine.{name}" for name in (*UNITS, "extrapolate")], lambda c: False,
+        *_each([f"machine.{name}" for name in (*MACHINE_NUMBERS, "extrapolate")], lambda c: False,
                "with mode=validate: the machine is measured, or is that of machine.path"),
         Need("machine.spec", lambda c: c.machine.spec in ("auto", "file"), "with mode=validate, which measures this machine"),
     ),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import InvalidInput
-from ..machine.file import UNITS, read_machine
-from ..machine.machine import Machine
+from ..machine.file import read_machine
+from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..machine.presets import get_machine
 
 
@@ -46,67 +47,62 @@ class ScheduleGroup(ConfigGroup):
     between: str | None = None
 
 
+Group = TypeVar("Group")
+
+
+def with_machine_numbers(group: type[Group]) -> type[Group]:
+    """The class with an optional key for each number of a machine, None by default; apply it before `dataclass`."""
+    for name, number in MACHINE_NUMBERS.items():
+        group.__annotations__[name] = f"{number.python_type.__name__} | None"
+        setattr(group, name, None)
+    return group
+
+
 @dataclass
+@with_machine_numbers
 class MachineGroup(ConfigGroup):
-    """A preset, or a file, and the values that are to replace its own."""
+    """A preset or a machine file, and the numbers that replace its own; a number that is None replaces nothing."""
 
     path: str | None = None
     extrapolate: bool = False
-    flops: float | None = None
-    latency: float | None = None
-    bandwidth: float | None = None
-    ranks_per_node: int | None = None
-    node_latency: float | None = None
-    node_bandwidth: float | None = None
-    shared_nic: bool | None = None
-    merge: float | None = None
-    buffers: int | None = None
-    gamma: float | None = None
-    jitter: float | None = None
-    call: float | None = None
-    memory: float | None = None
-    watts: float | None = None
-    price: float | None = None
-    mtbf: float | None = None
-    checkpoint: float | None = None
-    restart: float | None = None
 
     def made(self, device: str = "cpu", ranks: int | None = None) -> Machine:
-        """The machine; the preset `auto` is that of the device type, `file` what `path` holds.
+        """The machine. The preset `auto` is the default of the device type, and `file` is the machine file at `path`.
 
-        Raises InvalidInput where nodes that are asked for do not fit each other, or `ranks`.
+        Raises InvalidInput where the given numbers do not fit together, or do not fit the number of ranks.
         """
         if (self.spec == "file") != (self.path is not None):
             raise InvalidInput(
-                f"machine={self.spec} and machine.path={self.path}: a file needs both machine=file and its path; make one "
-                "with ringattn calibrate output.path=machine.yaml"
+                f"machine={self.spec} and machine.path={self.path}: a file needs both machine=file and its path; make "
+                "a machine file with ringattn calibrate output.path=machine.yaml"
             )
         if self.path is not None:
             machine = read_machine(Path(self.path))
         else:
             machine = get_machine(None if self.spec == "auto" else self.spec, device)
-        given = {name: value for name in UNITS if (value := getattr(self, name)) is not None}
-        if "flops" in given:
-            given["kernel"] = None  # what was measured of the kernel is not to be used
-        machine = machine.changed(**given)
-        _check_nodes(machine, given, ranks)
+        replaced = {name: value for name in MACHINE_NUMBERS if (value := getattr(self, name)) is not None}
+        if "flops" in replaced:
+            replaced["kernel"] = None  # measured kernel times would take precedence over the given flops
+        machine = machine.changed(**replaced)
+        _check_nodes(machine, replaced, ranks)
         if self.extrapolate and machine.kernel is not None:
             machine = replace(machine, kernel=replace(machine.kernel, extrapolate=True))
         return machine
 
 
-def _check_nodes(machine: Machine, given: dict[str, Any], ranks: int | None) -> None:
-    ranks_per_node = machine.ranks_per_node
-    if "ranks_per_node" in given and ranks is not None and ranks > ranks_per_node and ranks % ranks_per_node:
+def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | None) -> None:
+    """Raise InvalidInput where numbers of nodes that the user gave do not fit together, or do not fit the ranks."""
+    size = machine.ranks_per_node
+    if "ranks_per_node" in replaced and ranks is not None and ranks > size and ranks % size:
         raise InvalidInput(
-            f"machine.ranks_per_node={ranks_per_node}: {ranks} ranks do not fill nodes of {ranks_per_node} evenly; give a divisor of {ranks}, or another "
-            "number of ranks"
+            f"machine.ranks_per_node={size}: {ranks} ranks do not fill nodes of {size} evenly; give a divisor of "
+            f"{ranks}, or another number of ranks"
         )
     for name in ("node_latency", "node_bandwidth", "shared_nic"):
-        if given.get(name) not in (None, False) and ranks_per_node == 1:
+        if replaced.get(name) not in (None, False) and size == 1:
             raise InvalidInput(
-                f"machine.{name}={given[name]} is of nodes with several ranks, and here every rank is a node by itself; "
-                "give machine.ranks_per_node=, the ranks of a node"
+                f"machine.{name}={replaced[name]} is for nodes with several ranks, and here every rank is a node by "
+                "itself; give machine.ranks_per_node=, the ranks of a node"
             )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
+from ..machine.machine import MACHINE_NUMBERS
 from .folders import ConfigFolders
 from .overrides import JSON, PARAMETERS, WRITTEN, takes
 
@@ -80,10 +81,8 @@ def verb_help(verb: str, folders: ConfigFolders, extra: dict[str, list[str]]) ->
         for option in shown:
             said = folders.text(group, option)
             lines += _row(f"  {option}", heading(said), width)
-            if group in (*PARAMETERS, "transport") or (group == "machine" and option == chosen):
-                for key in keys(said):
-                    if key.name not in ("spec", "name"):
-                        lines += _row(f"    {group}.{key.name}={key.value}", key.comment, width)
+            for key in _option_keys(group, said, option == chosen):
+                lines += _row(f"    {group}.{key.name}={key.value}", key.comment, width)
     found = [key for key in keys(text) if not key.name.startswith(("defaults", "hydra"))]
     sections = {key.name.rpartition(".")[0] for key in found}
     if found:
@@ -99,6 +98,14 @@ def verb_help(verb: str, folders: ConfigFolders, extra: dict[str, list[str]]) ->
             continue
         lines += _row(f"  {option}", says, width)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _option_keys(group: str, text: str, is_default: bool) -> Iterator[Key]:
+    """The keys of an option of a group: of its YAML `text`, or for the default machine the numbers of any machine."""
+    if group == "machine" and is_default:
+        yield from (Key(name, "null", number.help) for name, number in MACHINE_NUMBERS.items())
+    elif group in (*PARAMETERS, "transport"):
+        yield from (key for key in keys(text) if key.name not in ("spec", "name"))
 
 
 def _row(name: str, says: str, width: int, column: int = 34) -> list[str]:

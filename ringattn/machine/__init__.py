@@ -1,1 +1,1 @@
-"""What a machine can do: rates of its kernels and links, presets, and machine files."""
+"""What a machine can do: its numbers and their declarations, measured kernel times, presets, and machine files."""

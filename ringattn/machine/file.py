@@ -1,8 +1,13 @@
-"""Machine files: what `ringattn calibrate` measured on a machine, and the Machine that a file describes. No torch."""
+"""Machine files: YAML with what `ringattn calibrate` measured on a machine, and the `Machine` that a file describes.
+
+Loads PyYAML and OmegaConf only when a file is read or written, and never torch.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,36 +15,57 @@ from typing import Any, ClassVar
 from ..errors import InvalidInput, did_you_mean
 from ..files import check_readable, writing
 from .kernel_times import KernelTimes, TimeGrid
-from .machine import Machine
+from .machine import MACHINE_NUMBERS, Machine
 
-#: The first key of a machine file; another number is another arrangement of the keys.
+#: The value of the key `format`. A file with another arrangement of keys has another value.
 FORMAT = "ringattn machine 1"
-#: Units of the values that a file may hold.
-UNITS = {
-    "flops": "flop/s", "latency": "s", "bandwidth": "bytes/s", "ranks_per_node": "ranks per node", "node_latency": "s",
-    "node_bandwidth": "bytes/s", "shared_nic": "true or false", "merge": "bytes/s", "buffers": "receive slots",
-    "gamma": "part of a message's time", "jitter": "standard deviation / mean", "call": "s", "memory": "bytes", "watts": "W",
-    "price": "currency / h", "mtbf": "s", "checkpoint": "bytes/s", "restart": "s",
-}  # fmt: skip
-#: What a file is bounded to: a calibration writes some 100 kB, and 5 levels.
-MOST_BYTES, MOST_DEEP = 1 << 24, 32
-REQUIRED = ("flops", "latency", "bandwidth")
-#: Keys that a file must have, and those it may.
-NEEDED, ALLOWED = ("format", "values"), ("made", "flops_dtype", "kernel", "residuals", "samples", "fits")
+#: Keys that a file must have, and keys that it may have.
+REQUIRED_KEYS, OPTIONAL_KEYS = ("format", "values"), ("made", "flops_dtype", "kernel", "residuals", "samples", "fits")
+#: Limits of a file in bytes and in levels of nesting. A calibration writes about 100 kB and 5 levels.
+MOST_BYTES, MOST_LEVELS = 1 << 24, 32
+#: Numbers without a default, which every file must have.
+REQUIRED_NUMBERS = tuple(f.name for f in fields(Machine) if f.name in MACHINE_NUMBERS and f.default is MISSING)
 
 
-def values_of(machine: Machine) -> dict[str, Any]:
-    """The part of a file that holds a machine's numbers, each with its unit and source."""
-    found = {}
-    for name, unit in UNITS.items():
-        value = getattr(machine, name)
-        if value is not None:
-            found[name] = {"value": value, "unit": unit, "source": machine.source(name)}
-    return found
+def write_machine(
+    path: Path,
+    machine: Machine,
+    *,
+    made: Mapping[str, object] | None = None,
+    samples: Mapping[str, object] | None = None,
+    fits: Mapping[str, object] | None = None,
+) -> None:
+    """Write a machine as YAML; the file is there whole or not at all.
+
+    `made` says where, when and with what the machine was calibrated; `samples` are the raw measurements, and `fits` the
+    lines that were fitted to them.
+    """
+    from omegaconf import OmegaConf
+
+    record: dict[str, object] = {"format": FORMAT, "made": made or {}, "values": _values_part(machine)}
+    if machine.flops_dtype is not None:
+        record["flops_dtype"] = machine.flops_dtype
+    if machine.kernel is not None:
+        record["kernel"] = _kernel_part(machine.kernel)
+    if machine.residuals:
+        values = list(machine.residuals)
+        record["residuals"] = {"unit": "measured s / modelled s", "source": "measured", "values": values}
+    record.update({key: part for key, part in (("samples", samples), ("fits", fits)) if part is not None})
+    with writing(path) as temporary:
+        OmegaConf.save(OmegaConf.create(record), temporary)
 
 
-def kernel_of(times: KernelTimes) -> dict[str, Any]:
-    """The part of a file that holds kernel times."""
+def _values_part(machine: Machine) -> dict[str, dict[str, object]]:
+    """The part `values` of a file: each number of the machine that is not None, with unit and source."""
+    return {
+        name: {"value": value, "unit": number.unit, "source": machine.source(name)}
+        for name, number in MACHINE_NUMBERS.items()
+        if (value := getattr(machine, name)) is not None
+    }
+
+
+def _kernel_part(times: KernelTimes) -> dict[str, object]:
+    """The part `kernel` of a file."""
     return {
         "unit": "useful flop/s, after an overhead of s per call (forward, backward)",
         "source": "measured",
@@ -53,54 +79,90 @@ def kernel_of(times: KernelTimes) -> dict[str, Any]:
                 "backward": grid.backward,
                 "rows": list(grid.rows),
                 "keys": list(grid.keys),
-                "rates": [list(line) for line in grid.rates],
+                "rates": [list(rates_of_row) for rates_of_row in grid.rates],
             }
             for grid in times.grids
         ],
     }
 
 
-def write_machine(path: Path, machine: Machine, **more: Any) -> None:
-    """Write a machine as YAML, whole or not at all; `more` are further parts of the file, such as made and samples."""
-    from omegaconf import OmegaConf
-
-    record = {"format": FORMAT, "made": more.pop("made", {}), "values": values_of(machine)}
-    if machine.flops_dtype is not None:
-        record["flops_dtype"] = machine.flops_dtype
-    if machine.kernel is not None:
-        record["kernel"] = kernel_of(machine.kernel)
-    if machine.residuals:
-        record["residuals"] = {
-            "unit": "measured s / modelled s", "source": "measured", "values": list(machine.residuals)
-        }  # fmt: skip
-    with writing(path) as temporary:
-        OmegaConf.save(OmegaConf.create({**record, **more}), temporary)
+def read_machine(path: Path) -> Machine:
+    """The machine that a file describes. Raises InvalidInput, with file and key, where the file cannot be used."""
+    record = read_record(path)
+    allowed_keys = (*REQUIRED_KEYS, *OPTIONAL_KEYS)
+    for key in record:
+        if key not in allowed_keys:
+            hint = did_you_mean(key, allowed_keys)
+            raise InvalidInput(f"{path}: unknown key {key!r}; {hint}expected {', '.join(allowed_keys)}")
+    try:
+        return _build_machine(record)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise InvalidInput(
+            f"{path}: {type(error).__name__} {error}: a part is missing or has another type than expected; make the "
+            "file again with ringattn calibrate"
+        ) from error
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A machine file as it stands. Raises InvalidInput where it is none."""
+    """The content of a machine file, by key. Raises InvalidInput where the file is not a machine file."""
     try:
         check_readable(path, "machine.path")
-        found = _load(path)
+        content = _load_yaml(path)
     except InvalidInput as error:
-        raise InvalidInput(f"{error}; make one with ringattn calibrate output.path=machine.yaml") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise InvalidInput(f"{error}; make a machine file with ringattn calibrate output.path=machine.yaml") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidInput(
-            f"machine.path={path}: is no machine file (format: {FORMAT}); make one with ringattn calibrate"
+            f"machine.path={path}: is not a machine file, as it lacks the line 'format: {FORMAT}'; make a machine file "
+            "with ringattn calibrate output.path=machine.yaml"
         )
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in content.items()}
 
 
-def _load(path: Path) -> Any:
-    """What a YAML file holds: numbers, texts, lists and mappings, in a time that grows as the file does. Raises InvalidInput."""
-    yaml: Any = import_module("yaml")  # PyYAML, which has no types
-    parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
+def _load_yaml(path: Path) -> object:
+    """The numbers, texts, lists and mappings of a YAML file, read in time linear in its size. Raises InvalidInput."""
+    yaml: Any = import_module("yaml")  # PyYAML has no type annotations
+    if path.stat().st_size > MOST_BYTES:
+        raise InvalidInput(f"machine.path={path}: has more than {MOST_BYTES:,} bytes, too many for a machine file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        # Check the structure before building anything: an alias can stand for far more than its own length.
+        _check_structure(yaml, text, path)
+        return yaml.load(text, Loader=_loader(yaml))
+    except OSError as error:
+        raise InvalidInput(f"machine.path={path}: cannot be read ({error.strerror})") from error
+    except InvalidInput:
+        raise
+    # A text with an explicit tag can raise the last three.
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise InvalidInput(f"machine.path={path}: is not valid YAML ({problem})") from error
+
+
+def _parser(yaml: Any) -> Any:
+    """The safe loader of PyYAML, in C where PyYAML was built with it."""
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _check_structure(yaml: Any, text: str, path: Path) -> None:
+    """Raise InvalidInput where a YAML text has an alias or is nested too deep."""
+    level = 0
+    for event in yaml.parse(text, Loader=_parser(yaml)):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MOST_LEVELS:
+            raise InvalidInput(f"machine.path={path}: is nested more than {MOST_LEVELS} deep, unlike any machine file")
+        if isinstance(event, yaml.AliasEvent):
+            raise InvalidInput(f"machine.path={path}: has an alias, *{event.anchor}, unlike any machine file")
+
+
+def _loader(yaml: Any) -> Any:
+    """A loader that reads 1e9 as a number, leaves dates as texts, and refuses a key that a mapping has twice."""
+    parser: Any = _parser(yaml)
 
     class Loader(parser):  # type: ignore[misc]
-        """Also takes 1e9 as a number, leaves dates as texts, and refuses a key that a mapping has twice."""
-
         yaml_implicit_resolvers: ClassVar[Any] = {
-            first: [(tag, known) for tag, known in resolvers if not tag.endswith(":timestamp")]
+            first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
             for first, resolvers in parser.yaml_implicit_resolvers.items()
         }
 
@@ -108,84 +170,43 @@ def _load(path: Path) -> Any:
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             if len({*keys}) < len(keys):
                 raise yaml.constructor.ConstructorError(None, None, "a key is there twice", node.start_mark)
-            made: dict[Any, Any] = super().construct_mapping(node, deep)
-            return made
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
 
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
-    )
-    if path.stat().st_size > MOST_BYTES:
-        raise InvalidInput(f"machine.path={path}: has over {MOST_BYTES:,} bytes, which no machine file has")
-    try:
-        text, depth = path.read_text(encoding="utf-8"), 0
-        for event in yaml.parse(
-            text, Loader=parser
-        ):  # before anything is built: an alias can stand for far more than it is long
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or depth > MOST_DEEP:
-                what = (
-                    f"is nested more than {MOST_DEEP} deep" if depth > MOST_DEEP else f"has an alias, *{event.anchor}"
-                )
-                raise InvalidInput(f"machine.path={path}: {what}, as no machine file is")
-        return yaml.load(text, Loader=Loader)
-    except OSError as error:
-        raise InvalidInput(f"machine.path={path}: cannot be read ({error.strerror})") from error
-    except InvalidInput:
-        raise
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # the latter ones of a text with an explicit tag
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise InvalidInput(f"machine.path={path}: is no YAML ({problem})") from error
+    exponent_number = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent_number, [*"-+0123456789"])
+    return Loader
 
 
-def read_machine(path: Path) -> Machine:
-    """The machine that a file describes. Raises InvalidInput, naming the file and the key, where it cannot be used."""
-    record = read_record(path)
-    for key in record:
-        if key not in (*NEEDED, *ALLOWED):
-            known = (*NEEDED, *ALLOWED)
-            raise InvalidInput(f"{path}: unknown key {key!r}; {did_you_mean(key, known)}expected {', '.join(known)}")
-    try:
-        return _machine(record)
-    except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise InvalidInput(
-            f"{path}: {type(error).__name__} {error}: a part is missing or of another type; make it again with ringattn "
-            "calibrate"
-        ) from error
-
-
-def _machine(record: dict[str, Any]) -> Machine:
-    values, sources = {}, []
+def _build_machine(record: dict[str, Any]) -> Machine:
+    """The machine of a file's content. Raises InvalidInput, or KeyError, TypeError and the like for broken parts."""
+    values: dict[str, Any] = {}
+    sources: list[tuple[str, str]] = []
     for name, entry in record["values"].items():
-        if name not in UNITS:
-            raise InvalidInput(
-                f"values: unknown number {name!r}; {did_you_mean(name, UNITS)}expected {', '.join(UNITS)}"
-            )
-        if entry["unit"] != UNITS[name]:
-            raise InvalidInput(f"values: {name} is in {entry['unit']!r}, expected {UNITS[name]!r}")
+        if name not in MACHINE_NUMBERS:
+            hint = did_you_mean(name, MACHINE_NUMBERS)
+            raise InvalidInput(f"values: unknown number {name!r}; {hint}expected {', '.join(MACHINE_NUMBERS)}")
+        unit = MACHINE_NUMBERS[name].unit
+        if entry["unit"] != unit:
+            raise InvalidInput(f"values: {name} is in {entry['unit']!r}; convert the number to {unit!r}")
         values[name] = entry["value"]
         if entry["source"] != "assumed":
             sources.append((name, entry["source"]))
-    missing = [name for name in REQUIRED if name not in values]
+    missing = [name for name in REQUIRED_NUMBERS if name not in values]
     if missing:
-        raise InvalidInput(f"values: {', '.join(missing)} missing; every machine has {', '.join(REQUIRED)}")
-    kernel = _kernel(record["kernel"]) if "kernel" in record else None
+        raise InvalidInput(f"values: {', '.join(missing)} missing; every machine has {', '.join(REQUIRED_NUMBERS)}")
+    kernel = _build_kernel_times(record["kernel"]) if "kernel" in record else None
     if kernel is not None:
         sources.append(("kernel", record["kernel"]["source"]))
-    residuals = tuple(float(x) for x in record["residuals"]["values"]) if "residuals" in record else ()
+    residuals = tuple(float(ratio) for ratio in record["residuals"]["values"]) if "residuals" in record else ()
     if residuals:
         sources.append(("residuals", record["residuals"]["source"]))
     dtype = record.get("flops_dtype")
     return Machine(**values, kernel=kernel, residuals=residuals, sources=tuple(sources), flops_dtype=dtype)
 
 
-def _kernel(part: dict[str, Any]) -> KernelTimes:
+def _build_kernel_times(part: dict[str, Any]) -> KernelTimes:
+    """The kernel times of the part `kernel` of a file."""
     forward, backward = part["overhead"]
     grids = tuple(
         TimeGrid(
@@ -193,7 +214,7 @@ def _kernel(part: dict[str, Any]) -> KernelTimes:
             grid["backward"],
             tuple(grid["rows"]),
             tuple(grid["keys"]),
-            tuple(tuple(float(rate) for rate in line) for line in grid["rates"]),
+            tuple(tuple(float(rate) for rate in rates_of_row) for rates_of_row in grid["rates"]),
         )
         for grid in part["grids"]
     )

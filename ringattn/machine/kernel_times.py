@@ -1,7 +1,7 @@
-"""Measured times of the attention kernel by tile shape, and the time of a plan's pairs that follows from them.
+"""Measured times of the attention kernel by tile shape and size.
 
-A call takes t = overhead + FLOPs / F(shape, rows, keys), with F interpolated between measured sizes: linear in the
-logarithms, so that it never leaves the range of its neighbours.
+A call of the kernel takes t = overhead + FLOPs / F(shape, rows, keys). F is interpolated between measured sizes, linear
+in the logarithms of sizes and rates, so that F stays between the rates of the neighbouring sizes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from ..errors import InvalidInput, Unsupported, did_you_mean
 
 #: Shapes of tiles: all pairs of rows x keys; a causal triangle over rows; a band of `keys` keys per row.
 SHAPES = ("dense", "triangle", "band")
-#: Sizes up to this factor beyond the measured ones are extrapolated without a flag.
+#: Tiles up to this factor larger than the measured tiles are extrapolated silently.
 BEYOND = 2.0
 
 
 @dataclass(frozen=True)
 class TimeGrid:
-    """Useful FLOP/s of one tile shape in one direction, measured at rows x keys (a triangle: rows alone).
+    """Useful flop/s of one tile shape in one direction, measured at all `rows` x `keys` (a triangle: at all `rows`).
 
-    `rows` and `keys` ascend; `rates[i][j]` belongs to rows[i], keys[j].
+    `rows` and `keys` ascend; `rates[i][j]` is the rate of a tile of rows[i] x keys[j]. Raises InvalidInput where sizes
+    and rates do not fit together.
     """
 
     shape: str
@@ -36,37 +37,43 @@ class TimeGrid:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise InvalidInput(
-                f"kernel times: shape={self.shape!r}: {did_you_mean(self.shape, SHAPES)}expected one of {', '.join(SHAPES)}"
-            )
+            hint = did_you_mean(self.shape, SHAPES)
+            raise InvalidInput(f"kernel times: shape={self.shape!r}: {hint}expected one of {', '.join(SHAPES)}")
         for name, sizes in (("rows", self.rows), ("keys", self.keys)):
             if not sizes or any(a >= b for a, b in pairwise(sizes)) or sizes[0] < 1:
                 raise InvalidInput(f"kernel times: {name}={sizes} must be ascending numbers >= 1")
-        if len(self.rates) != len(self.rows) or any(len(line) != len(self.keys) for line in self.rates):
+        if len(self.rates) != len(self.rows) or any(len(rates_of_row) != len(self.keys) for rates_of_row in self.rates):
             raise InvalidInput(
-                f"kernel times: {self.shape} needs a rate for each of {self.rows} rows x {self.keys} keys"
+                f"kernel times: {self.shape} needs a rate for each of {self.rows} rows x {self.keys} keys; measure the "
+                "missing rates"
             )
-        if not all(math.isfinite(rate) and rate > 0 for line in self.rates for rate in line):
-            raise InvalidInput(f"kernel times: the rates of {self.shape} must be FLOP/s > 0; measure them again")
+        if not all(math.isfinite(rate) and rate > 0 for rates_of_row in self.rates for rate in rates_of_row):
+            raise InvalidInput(f"kernel times: the rates of {self.shape} must be FLOP/s > 0; measure the rates again")
 
     def rate(self, rows: int, keys: int) -> float:
-        """Useful FLOP/s of a tile; that of the nearest measured size outside of them."""
-        i, x = _place(self.rows, rows)
-        j, y = _place(self.keys, keys)
+        """Useful flop/s of a tile. Outside the measured sizes, the rate of the nearest measured size."""
+        i, x = _locate(self.rows, rows)
+        j, y = _locate(self.keys, keys)
         corners = [
             [math.log(self.rates[min(a, len(self.rows) - 1)][min(b, len(self.keys) - 1)]) for b in (j, j + 1)]
             for a in (i, i + 1)
         ]
-        low, high = ((1 - y) * line[0] + y * line[1] for line in corners)
+        low, high = ((1 - y) * rates_of_row[0] + y * rates_of_row[1] for rates_of_row in corners)
         return math.exp((1 - x) * low + x * high)
 
     def covers(self, rows: int, keys: int) -> bool:
-        """Whether a size is at most BEYOND times away from the measured ones; below them the overhead tells."""
+        """Whether a tile is at most `BEYOND` times as large as the measured ones.
+
+        There is no lower limit: in the time of a tile smaller than the measured ones the overhead prevails.
+        """
         return rows <= BEYOND * self.rows[-1] and keys <= BEYOND * self.keys[-1]
 
 
-def _place(sizes: tuple[int, ...], size: int) -> tuple[int, float]:
-    """The interval of `sizes` that holds a size, and how far into it, in logarithms; clamped to the ends."""
+def _locate(sizes: tuple[int, ...], size: int) -> tuple[int, float]:
+    """The index of the interval of `sizes` that holds `size`, and the position in it, 0 to 1 in logarithms.
+
+    A size outside of `sizes` counts as the nearest end.
+    """
     if size <= sizes[0]:
         return 0, 0.0
     if size >= sizes[-1]:
@@ -77,27 +84,35 @@ def _place(sizes: tuple[int, ...], size: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class KernelTimes(Value):
-    """Kernel times measured for one head dim and dtype. `overhead`: seconds of a nearly empty call, (forward, backward).
+    """Kernel times measured for one head dim and one dtype. The time of other numbers of heads scales with the pairs.
 
-    Other numbers of heads and batches scale with their pairs. `extrapolate` allows sizes far beyond the measured ones.
+    Raises InvalidInput where the grid of a shape is missing or a number is not allowed.
     """
 
     head_dim: int
     dtype: str
+    #: Seconds of a call with next to no pairs: (forward, backward).
     overhead: tuple[float, float]
     grids: tuple[TimeGrid, ...]
+    #: Whether sizes, dtypes and head dims far from the measured ones are allowed.
     extrapolate: bool = False
-    #: Query heads of the measured tiles; None: not known.
+    #: Query heads of the measured tiles; None: unknown.
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        known = {(grid.shape, grid.backward) for grid in self.grids}
+        measured = {(grid.shape, grid.backward) for grid in self.grids}
+        directions = (("forward", False), ("backward", True))
         missing = [
-            f"{shape} {('forward', 'backward')[b]}" for b in (0, 1) for shape in SHAPES if (shape, bool(b)) not in known
+            f"{shape} {direction}"
+            for direction, backward in directions
+            for shape in SHAPES
+            if (shape, backward) not in measured
         ]
         if missing:
-            raise InvalidInput(f"kernel times: {', '.join(missing)} missing; measure them with ringattn calibrate")
-        if not all(math.isfinite(x) and x >= 0 for x in self.overhead):
+            raise InvalidInput(
+                f"kernel times: {', '.join(missing)} missing; measure all shapes with ringattn calibrate"
+            )
+        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in self.overhead):
             raise InvalidInput(f"kernel times: overhead={self.overhead} must be two times >= 0 in seconds")
 
     @cached_property
@@ -105,6 +120,7 @@ class KernelTimes(Value):
         return hash((self.head_dim, self.dtype, self.overhead, self.grids, self.extrapolate, self.heads))
 
     def __hash__(self) -> int:
+        """The hash of all fields, computed once: the grids are long."""
         return self._hash
 
     @cached_property
@@ -116,13 +132,17 @@ class KernelTimes(Value):
         return self._grids[shape, backward]
 
     def check(self, dtype: str, head_dim: int) -> None:
-        """Raise Unsupported where the dtype or head dim of a plan is far from the measured one."""
+        """Raise Unsupported where the dtype or the head dim of a plan is far from the measured one."""
         if self.extrapolate:
             return
-        for name, mine, wanted in (("dtype", self.dtype, dtype), ("head_dim", self.head_dim, head_dim)):
-            near = mine == wanted if isinstance(mine, str) else 1 / BEYOND <= wanted / mine <= BEYOND  # type: ignore[operator]
-            if not near:
-                raise Unsupported(
-                    f"the kernel times of this machine were measured with {name}={mine}, and the plan has {wanted}; "
-                    f"measure with ringattn calibrate {name}={wanted}, or allow it with machine.extrapolate=true"
-                )
+        if dtype != self.dtype:
+            raise self._far("dtype", self.dtype, dtype)
+        if not 1 / BEYOND <= head_dim / self.head_dim <= BEYOND:
+            raise self._far("head_dim", self.head_dim, head_dim)
+
+    @staticmethod
+    def _far(name: str, measured: str | int, planned: str | int) -> Unsupported:
+        return Unsupported(
+            f"the kernel times of this machine were measured with {name}={measured}, and the plan has {name}={planned};"
+            f" measure with ringattn calibrate {name}={planned}, or allow the difference with machine.extrapolate=true"
+        )

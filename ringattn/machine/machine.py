@@ -1,143 +1,290 @@
-"""What the timing model knows of a machine, and where each number comes from. No torch, no measuring."""
+"""What the timing model knows of a machine, with the source of each number. Needs no torch and measures nothing."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, did_you_mean
 from .kernel_times import KernelTimes
+from .machine_number import MachineNumber
 
-#: Where a number may come from: a publication or a data sheet, a guess, or a run.
+#: Where a number may come from: a publication or a data sheet, a guess, or a measurement.
 SOURCES = ("cited", "assumed", "measured")
-#: Numbers of a machine: what a value must be, and one that is. Those with a default may also be None.
-_FIELDS = {
-    "flops": ("useful floating-point operations per second, > 0", 5e10),
-    "latency": ("seconds >= 0", 1e-4),
-    "bandwidth": ("bytes per second, > 0", 1.5e9),
-    "node_latency": ("seconds >= 0, or None for latency", 1e-5),
-    "node_bandwidth": ("bytes per second, > 0, or None for bandwidth", 1e10),
-    "merge": ("bytes per second, > 0, or None: merging is not modelled", 1e10),
-    "gamma": ("the part >= 0 of a message's time that it takes from a visit, or None: not modelled", 0.05),
-    "jitter": ("standard deviation over mean of a visit's time, >= 0, or None: not modelled", 0.05),
-    "call": ("seconds of a call beside its visits and messages, >= 0, or None: not modelled", 1e-3),
-    "memory": ("bytes of one rank's memory, > 0, or None: not modelled", 80e9),
-    "watts": ("watts of one rank, > 0, or None: not modelled", 700.0),
-    "price": ("price of one rank for an hour, >= 0, or None: not modelled", 2.5),
-    "mtbf": ("mean seconds between failures of one rank, > 0, or None: not modelled", 2e8),
-    "checkpoint": ("bytes per second at which one rank writes a checkpoint, > 0, or None: not modelled", 1e9),
-    "restart": ("seconds from a failure to the last checkpoint's state, >= 0, or None: not modelled", 60.0),
-}
-#: Fields that hold many numbers.
+#: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "residuals")
-#: Numbers that may be 0.
-_ZERO = ("latency", "node_latency", "gamma", "jitter", "call", "price", "restart")
 
 
 @dataclass(frozen=True)
 class Machine:
     """What the timing model knows of a machine. Ranks are numbered node by node.
 
-    None stands for an effect that is not modelled, and the output says so.
+    The metadata of a field declares its number: `MACHINE_NUMBERS` has the declarations by name. Where an optional
+    number is None, its effect is not modelled, and the output says so. Raises InvalidInput for values out of range.
     """
 
-    #: Useful floating-point operations per second of one rank's attention kernel; pairs that a mask hides do not count.
-    flops: float
-    #: Seconds that a message takes beside its bytes.
-    latency: float
-    #: Bytes per second that one rank can send, and receive at the same time, while all others do so too.
-    bandwidth: float
-    #: Ranks per node; 1: all links are alike.
-    ranks_per_node: int = 1
-    #: `latency` and `bandwidth` of messages between ranks of one node; None: as between nodes.
-    node_latency: float | None = None
-    node_bandwidth: float | None = None
-    #: Whether the ranks of a node share its way to others, so that `bandwidth` is that of the node.
-    shared_nic: bool = False
-    #: Bytes per second at which a rank merges the partial result of a visit into what it has: reads and writes together.
-    merge: float | None = None
-    #: Receive slots beyond the block in use; None: 1, as the executor posts them.
-    buffers: int | None = None
-    #: A visit takes gamma times the time longer that the longest message of the rank travels during it.
-    gamma: float | None = None
-    #: Standard deviation over mean of the time of one visit, independent from visit to visit.
-    jitter: float | None = None
-    #: Seconds that a call takes beside its visits and messages: agreeing on the call, buffers, the program itself.
-    call: float | None = None
-    #: Bytes of one rank's memory.
-    memory: float | None = None
-    #: Watts that one rank draws, busy or not.
-    watts: float | None = None
-    #: Price of one rank for an hour, in any currency.
-    price: float | None = None
-    #: Mean seconds between failures of one rank.
-    mtbf: float | None = None
-    #: Bytes per second at which one rank writes its checkpoint, while all others do so too.
-    checkpoint: float | None = None
-    #: Seconds from a failure until all ranks have the state of the last checkpoint.
-    restart: float | None = None
-    #: Kernel times by tile shape, which replace `flops` where they are known.
+    flops: float = field(
+        metadata={
+            "number": MachineNumber(
+                unit="flop/s",
+                meaning="the useful floating-point operations per second of one rank's attention kernel",
+                example=5e10,
+                measured_by="every",
+            )
+        }
+    )
+    latency: float = field(
+        metadata={
+            "number": MachineNumber(
+                unit="s",
+                meaning="the seconds that a message takes beside the time of its bytes",
+                example=1e-4,
+                may_be_zero=True,
+                measured_by="ranks",
+            )
+        }
+    )
+    bandwidth: float = field(
+        metadata={
+            "number": MachineNumber(
+                unit="bytes/s",
+                meaning="the rate at which one rank sends, and receives at the same time, while all other ranks do too",
+                example=1.5e9,
+                measured_by="ranks",
+            )
+        }
+    )
+    ranks_per_node: int = field(
+        default=1,
+        metadata={
+            "number": MachineNumber(
+                unit="ranks per node",
+                meaning="the number of ranks of one node (1: every rank is a node, and all links are alike)",
+                example=8,
+                measured_by="ranks",
+            )
+        },
+    )
+    node_latency: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="s",
+                meaning="the latency of messages between ranks of one node",
+                example=1e-5,
+                may_be_zero=True,
+                default="by default the same as latency",
+                measured_by="ranks",
+            )
+        },
+    )
+    node_bandwidth: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="bytes/s",
+                meaning="the bandwidth of messages between ranks of one node",
+                example=1e10,
+                default="by default the same as bandwidth",
+                measured_by="ranks",
+            )
+        },
+    )
+    shared_nic: bool = field(
+        default=False,
+        metadata={
+            "number": MachineNumber(
+                unit="true or false",
+                meaning="whether all ranks of a node share one network card, whose rate is then the bandwidth",
+                example=True,
+                measured_by="ranks",
+            )
+        },
+    )
+    merge: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="bytes/s",
+                meaning="the rate at which one rank merges partial results, counting bytes read and bytes written",
+                example=1e10,
+                effect="merging of partial results",
+                cause="merge",
+                measured_by="every",
+            )
+        },
+    )
+    buffers: int | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="receive slots",
+                meaning="the number of receive slots beside the block in use",
+                example=1,
+                default="by default 1, as in the executor",
+            )
+        },
+    )
+    gamma: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="part of a message's time",
+                meaning="the interference: a visit takes gamma x min(its time, the longest message meanwhile) longer",
+                example=0.05,
+                may_be_zero=True,
+                effect="visits slowed down by messages",
+                cause="interference",
+                measured_by="ranks",
+            )
+        },
+    )
+    jitter: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="standard deviation / mean",
+                meaning="the spread of the time of one visit, independent from visit to visit",
+                example=0.05,
+                may_be_zero=True,
+                effect="times that vary from visit to visit",
+                cause="jitter",
+                measured_by="every",
+            )
+        },
+    )
+    call: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="s",
+                meaning="the seconds of a call beside its visits and messages: handshake, buffers, the program itself",
+                example=1e-3,
+                may_be_zero=True,
+                effect="what a call takes beside visits and messages",
+                cause="call",
+                measured_by="ranks",
+            )
+        },
+    )
+    memory: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="bytes",
+                meaning="the memory of one rank",
+                example=80e9,
+                effect="whether the memory is enough",
+            )
+        },
+    )
+    watts: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="W", meaning="the power that one rank draws, busy or not", example=700.0, effect="energy"
+            )
+        },
+    )
+    price: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="currency / h",
+                meaning="the price of one rank for an hour, in any currency",
+                example=2.5,
+                may_be_zero=True,
+                effect="cost",
+            )
+        },
+    )
+    mtbf: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="s",
+                meaning="the mean seconds between failures of one rank, used together with checkpoint and restart",
+                example=2e8,
+                effect="failures and checkpoints",
+            )
+        },
+    )
+    checkpoint: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="bytes/s",
+                meaning="the rate at which one rank writes its checkpoint while all other ranks do too",
+                example=1e9,
+                default="needed with mtbf",
+            )
+        },
+    )
+    restart: float | None = field(
+        default=None,
+        metadata={
+            "number": MachineNumber(
+                unit="s",
+                meaning="the seconds from a failure until all ranks have the state of the last checkpoint",
+                example=60.0,
+                may_be_zero=True,
+                default="needed with mtbf",
+            )
+        },
+    )
+    #: Measured kernel times by tile shape. Where they are given, they replace `flops`.
     kernel: KernelTimes | None = None
-    #: Measured over modelled times of whole passes, at the sizes of a calibration; empty: none were measured.
+    #: Measured over modelled time of whole passes at the sizes of a calibration; () where no pass was measured.
     residuals: tuple[float, ...] = ()
-    #: (field, source) of numbers that are cited or measured; all others are assumed.
+    #: (field, source) of the numbers that are cited or measured; all other numbers are assumed.
     sources: tuple[tuple[str, str], ...] = ()
-    #: The dtype whose `flops` these are; None: that of any plan.
+    #: The dtype that `flops` belong to; None: every dtype.
     flops_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name, (wanted, example) in _FIELDS.items():
-            value = getattr(self, name)
-            if value is None and name not in ("flops", "latency", "bandwidth"):
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and name not in _ZERO):
-                raise InvalidInput(f"machine: {name}={value!r} must be {wanted}; try {name}={example:g}")
-        if isinstance(self.ranks_per_node, bool) or not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
-            raise InvalidInput(
-                f"machine: ranks_per_node={self.ranks_per_node!r} must be a number of ranks per node >= 1; 1 is no nodes"
-            )
-        if not isinstance(self.shared_nic, bool):
-            raise InvalidInput(
-                f"machine: shared_nic={self.shared_nic!r} must be True or False; True: one way out for a node"
-            )
-        slots = self.buffers
-        if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
-            raise InvalidInput(
-                f"machine: buffers={slots!r} must be a number of receive slots >= 1, or None for 1, as the executor has"
-            )
+        for name, number in MACHINE_NUMBERS.items():
+            number.check(name, getattr(self, name))
         if not all(math.isfinite(ratio) and ratio > 0 for ratio in self.residuals):
-            raise InvalidInput("machine: residuals must be ratios > 0 of measured over modelled times")
+            raise InvalidInput(
+                "machine: residuals must be ratios > 0 of measured over modelled time; measure them again"
+            )
         if self.flops_dtype not in (None, *ITEM_BYTES):
             raise InvalidInput(
-                f"machine: flops_dtype={self.flops_dtype!r}: {did_you_mean(self.flops_dtype, ITEM_BYTES)}expected one of "
-                f"{', '.join(ITEM_BYTES)}, or None"
+                f"machine: flops_dtype={self.flops_dtype!r}: {did_you_mean(self.flops_dtype, ITEM_BYTES)}"
+                f"expected one of {', '.join(ITEM_BYTES)}, or None"
             )
-        for name, label in self.sources:
-            if name not in (*machine_fields(), *TABLES) or label not in SOURCES:
-                hint = did_you_mean(name, machine_fields()) or did_you_mean(label, SOURCES)
+        with_source = (*MACHINE_NUMBERS, *TABLES)
+        for name, source in self.sources:
+            if name not in with_source or source not in SOURCES:
+                hint = did_you_mean(name, with_source) or did_you_mean(source, SOURCES)
                 raise InvalidInput(
-                    f"machine: sources has ({name!r}, {label!r}); {hint}expected a field and one of {', '.join(SOURCES)}"
+                    f"machine: sources has ({name!r}, {source!r}); {hint}expected the name of a number and one of "
+                    f"{', '.join(SOURCES)}"
                 )
 
     def source(self, name: str) -> str:
-        """Where the value of a field comes from: cited, assumed or measured."""
+        """The source of a field: cited, assumed or measured."""
         return dict(self.sources).get(name, "assumed")
 
     def changed(self, **values: Any) -> Machine:
-        """The machine with other values, which are assumed unless `sources` is among them. Other `flops` are those of any
-        dtype unless `flops_dtype` is."""
-        kept: dict[str, Any] = {"sources": tuple(pair for pair in self.sources if pair[0] not in values)}
+        """A copy of the machine with other values.
+
+        The new values are assumed unless `sources` is among them, and new `flops` belong to every dtype unless
+        `flops_dtype` is.
+        """
+        kept_sources = tuple((name, source) for name, source in self.sources if name not in values)
+        implied: dict[str, Any] = {"sources": kept_sources}
         if "flops" in values:
-            kept["flops_dtype"] = None
-        return replace(self, **{**kept, **values})
+            implied["flops_dtype"] = None
+        return replace(self, **{**implied, **values})
 
     def interval(self, seconds: float, level: float = 0.9) -> tuple[float, float] | None:
-        """Where a measured pass that is modelled to take `seconds` lies with probability `level`; None: not known.
+        """The interval that holds the measured time of a pass modelled to take `seconds` with probability `level`.
 
-        By order statistics of the residuals, without a law of errors. They are those of the sizes of a calibration.
+        None where too few passes were measured. Both ends are order statistics of the residuals, so that no
+        distribution of errors is assumed. The interval is for passes of the sizes that were calibrated.
         """
         ratios = sorted(self.residuals)
         # Of n + 1 exchangeable ratios, the new one is among the k smallest with probability k / (n + 1).
@@ -147,23 +294,24 @@ class Machine:
         return seconds * ratios[skipped - 1], seconds * ratios[-skipped]
 
     def node(self, rank: int, ranks: int) -> range:
-        """The ranks of the node of a rank."""
+        """The ranks on the node of `rank`, where there are `ranks` ranks in all."""
         first = rank - rank % self.ranks_per_node
         return range(first, min(first + self.ranks_per_node, ranks))
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
-        """Whether two ranks are on one node, and the latency and bandwidth of the link between them."""
+        """Whether two ranks are on one node, and the latency [s] and bandwidth [bytes/s] of the link between them."""
         near = rank // self.ranks_per_node == peer // self.ranks_per_node
         return near, *self.rates(near)
 
     def rates(self, near: bool) -> tuple[float, float]:
-        """The latency and bandwidth of links within a node (near) or between nodes."""
+        """Latency [s] and bandwidth [bytes/s] of links within a node (`near`), or of links between nodes."""
         if not near:
             return self.latency, self.bandwidth
         latency = self.latency if self.node_latency is None else self.node_latency
         return latency, self.bandwidth if self.node_bandwidth is None else self.node_bandwidth
 
 
-def machine_fields() -> tuple[str, ...]:
-    """The fields of a machine that hold one number, or one yes or no."""
-    return tuple(field.name for field in fields(Machine) if field.name not in ("sources", "flops_dtype", *TABLES))
+#: The declarations of all numbers of a machine, by the name of their field.
+MACHINE_NUMBERS: dict[str, MachineNumber] = {
+    entry.name: entry.metadata["number"] for entry in fields(Machine) if "number" in entry.metadata
+}

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import plural
-from ..machine.file import UNITS
+from ..machine.machine import MACHINE_NUMBERS
 from ..plan.choice import Choice
 from ..plan.plan import Plan
 from ..text import duration, rate, size
@@ -44,7 +44,7 @@ def quantity(name: str, value: Any) -> str:
     """A number of a machine with its unit."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    unit = UNITS[name]
+    unit = MACHINE_NUMBERS[name].unit
     if unit == "s":
         return duration(value)
     if unit == "bytes":

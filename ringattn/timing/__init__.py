@@ -1,1 +1,1 @@
-"""Timing of plans on machines, by models; every number from here is modelled or counted. No torch."""
+"""The time of a plan on a machine. Every number is modelled, extrapolated or counted. Needs no torch."""

@@ -16,7 +16,7 @@ from ..plan.choice import Candidate, Choice
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 from ..text import duration
-from .costs import most_memory
+from .costs import bound_memory
 from .estimate import SAMPLED_STEPS, Estimate, estimate, mean_pairs
 from .forecast import pair_seconds
 from .metered import Metered, TooMany, sharing
@@ -169,7 +169,7 @@ class _Comparison:
 
     def _fits(self, layout: Layout, name: str) -> bool:
         most = self.machine.memory
-        return most is None or most_memory(self.plan(layout, name)) <= most
+        return most is None or bound_memory(self.plan(layout, name)) <= most
 
 
 def _basis(found: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""What a run needs beside time: memory of a rank by category, failures and checkpoints of a job, energy and cost. Modelled."""
+"""Models of what a run needs beside time: memory of a rank, failures and checkpoints of a job, energy, and price."""
 
 from __future__ import annotations
 
@@ -11,102 +11,120 @@ from ..errors import InvalidInput
 from ..machine.machine import Machine
 from ..plan.steps import SUMS, Kind, Part
 from ..text import duration
-from .forecast import sampled
+from .forecast import sample_ranks
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
-HOUR = 3600.0
+SECONDS_PER_HOUR = 3600.0
 JOULES_PER_KWH = 3.6e6
+#: The shard sizes of at most this many ranks are compared; a larger ring is taken to have shards of equal size.
+MOST_COMPARED = 4096
+#: A job does not finish where the next checkpoint or a restart takes more than this many mean times between failures.
+HOPELESS = 50
 
 
-def most_memory(plan: Plan) -> int:
-    """Bytes of one rank in a forward at most: what `memory` finds, but without planning the steps of any rank."""
-    block = _block(plan, ("kv",))
+def bound_memory(plan: Plan) -> int:
+    """An upper bound of the bytes of one rank in a forward, found without planning the steps of any rank."""
+    block = _block_bytes(plan, ("kv",))
     blocks = {"allgather": plan.ranks, "ring": 2, "direct": 2}.get(plan.schedule, 3) if plan.ranks > 1 else 0
     receiving = blocks * block
     if plan.ulysses_size > 1:
-        exchanged = (plan.ulysses_size - 1) * max(plan.part_bytes(Part("qkv", 0)), plan.part_bytes(Part("out", 0)))
-        receiving = max(receiving, exchanged + block)
+        exchanged = max(plan.part_bytes(Part("qkv", 0)), plan.part_bytes(Part("out", 0)))
+        receiving = max(receiving, (plan.ulysses_size - 1) * exchanged + block)
     return sum(memory(plan, receiving=receiving).values())
 
 
 def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) -> dict[str, int]:
-    """Bytes of one rank at the peak of a pass by category, of the rank with the most tokens.
+    """Bytes by category at the peak of a pass, on the rank with the most tokens.
 
-    Measured peaks of dense rings are within a tenth of it (README). Forward: inputs, output, lse, receive buffers and one
-    visit's output. Blocks are taken whole, so that plans that send parts of them need less. Backward: what was saved, the
-    gradients that come in, gather and go out, the block that the forward kept, messages, one visit's gradients. CPUs
-    compute 16-bit inputs in copies of a visit's inputs in fp32, which are not counted. `receiving` are the bytes of the
-    receive buffers of a forward, where these are known already.
+    A forward holds the inputs, output and lse, receive buffers, and the output of one visit. A backward holds what the
+    forward saved, the incoming gradient, accumulators of the gradients, the block that the forward kept, message
+    buffers, and the gradients of one visit. Blocks count in full, so that a plan that sends parts of blocks needs less.
+    Not counted are the fp32 copies in which CPUs compute 16-bit inputs. Measured peaks of dense rings differ from the
+    sum by at most a tenth (README).
+
+    `receiving` are the bytes of the receive buffers of a forward, for callers that know them; None: they are computed.
     """
     item = ITEM_BYTES[plan.dtype]
-    wide = max(item, 4)
-    rows = max(map(plan.layout.rows, range(plan.ranks))) if plan.ranks <= 4096 else -(-plan.tokens // plan.ranks)
+    wide = max(item, 4)  # accumulators and lse are in fp32, or in fp64 for fp64 inputs
+    if plan.ranks <= MOST_COMPARED:
+        rows = max(map(plan.layout.rows, range(plan.ranks)))
+    else:
+        rows = -(-plan.tokens // plan.ranks)
     tokens = plan.batch * rows
     inputs = plan.heads * plan.head_dim + plan.kv_heads * (plan.head_dim + plan.value_dim)
-    result = plan.heads * plan.value_dim
-    found = {
+    output = plan.heads * plan.value_dim
+    sizes = {
         "q, k, v": tokens * inputs * item,
-        "output": tokens * result * item,
+        "output": tokens * output * item,
         "lse": tokens * plan.heads * wide,
     }
     if plan.ulysses_size > 1:
-        found["q, k, v, output and lse of the team's heads"] = tokens * ((inputs + result) * item + plan.heads * wide)
+        exchanged = (inputs + output) * item + plan.heads * wide
+        sizes["q, k, v, output and lse of the Ulysses group's heads"] = tokens * exchanged
     if not backward:
-        found["receive buffers"] = _receiving(plan, ("kv",), backward) if receiving is None else receiving
+        sizes["receive buffers"] = _buffer_bytes(plan, ("kv",), backward) if receiving is None else receiving
         if item != wide and plan.ranks > 1:
-            found["sums of the output"] = tokens * result * wide
-        found["one visit's output"] = tokens * (result * item + plan.heads * wide)
-        return found
-    keys = plan.rotates == "keys"
-    kinds: tuple[Kind, ...] = ("kv", "grad") if keys else ("q", "row", "dq")
-    found["gradient of the output"] = tokens * result * item
-    found["sums of dq, dk, dv"] = tokens * inputs * wide
+            sizes["accumulator of the output"] = tokens * output * wide
+        sizes["one visit's output"] = tokens * (output * item + plan.heads * wide)
+        return sizes
+    keys_rotate = plan.rotates == "keys"
+    kinds: tuple[Kind, ...] = ("kv", "grad") if keys_rotate else ("q", "row", "dq")
+    sizes["gradient of the output"] = tokens * output * item
+    sizes["accumulators of dq, dk, dv"] = tokens * inputs * wide
     if item != wide:
-        found["dq, dk, dv"] = tokens * inputs * item
-    if keys and plan.ranks > 1:
-        found["kept block"] = _block(plan, ("kv",))
-    found["message buffers"] = _receiving(plan, kinds, backward)
-    found["one visit's gradients"] = tokens * inputs * wide
-    return found
+        sizes["dq, dk, dv"] = tokens * inputs * item
+    if keys_rotate and plan.ranks > 1:
+        sizes["kept block"] = _block_bytes(plan, ("kv",))
+    sizes["message buffers"] = _buffer_bytes(plan, kinds, backward)
+    sizes["one visit's gradients"] = tokens * inputs * wide
+    return sizes
 
 
-def _block(plan: Plan, kinds: tuple[Kind, ...]) -> int:
-    """Bytes of the message with a whole block of the first rank, which has as many tokens as any but for one."""
+def _block_bytes(plan: Plan, kinds: tuple[Kind, ...]) -> int:
+    """Bytes of a message with the whole block of rank 0, whose shard is at most one token shorter than the longest."""
     return sum(plan.part_bytes(Part(kind, 0)) for kind in kinds)
 
 
-def _receiving(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
-    """Bytes of buffers: in a ring and in `direct` as below; elsewhere what sampled ranks receive at once, and one block.
+def _buffer_bytes(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
+    """Bytes of the message buffers of one pass.
 
-    Two blocks, one that is computed with and sent, and one that comes. In a backward of more than two ranks the gradients
-    come and go with them, on more than three ranks in the same messages, but for the first one, which is shorter and leaves
-    its two buffers behind; a buffer more holds the gradients of the visit.
+    The schedules `ring` and `direct` have two blocks: the block in use, which is sent on, and the block that arrives.
+    Their backward also has two blocks of gradients. On more than three ranks the gradients share messages with the
+    blocks, except in the first message, which is shorter and leaves its two buffers behind. One more buffer holds the
+    gradients of a visit. Every other schedule has one block, and what sampled ranks receive at once.
     """
     if plan.ranks == 1 or not plan.batch:
         return 0
-    if plan.schedule in ("ring", "direct"):
-        if not backward:
-            return 2 * _block(plan, kinds)
-        blocks, sums = (tuple(k for k in kinds if (k in SUMS) is wanted) for wanted in (False, True))
-        if plan.ranks == 2:
-            return 2 * (_block(plan, sums) if plan.rotates == "keys" else _block(plan, blocks))
-        together = 2 * _block(plan, kinds) if plan.ranks > 3 else _block(plan, sums)
-        return 2 * _block(plan, blocks) + together + _block(plan, sums)
+    if plan.schedule not in ("ring", "direct"):
+        return _most_received(plan, backward) + _block_bytes(plan, kinds)
+    if not backward:
+        return 2 * _block_bytes(plan, kinds)
+    blocks = _block_bytes(plan, tuple(kind for kind in kinds if kind not in SUMS))
+    gradients = _block_bytes(plan, tuple(kind for kind in kinds if kind in SUMS))
+    if plan.ranks == 2:
+        return 2 * (gradients if plan.rotates == "keys" else blocks)
+    together = 2 * (blocks + gradients) if plan.ranks > 3 else gradients
+    return 2 * blocks + together + gradients
+
+
+def _most_received(plan: Plan, backward: bool) -> int:
+    """The most bytes that a sampled rank is receiving at the same time."""
     most = 0
-    for rank in sampled(plan.ranks):
+    for rank in sample_ranks(plan.ranks):
         steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
         for index in range(len(steps)):
-            flying = (hop for i, step in enumerate(steps[: index + 1]) for hop in step.recvs if hop.until >= index >= i)
-            most = max(most, sum(plan.part_bytes(part) for hop in flying for part in hop.parts))
-    return most + _block(plan, kinds)
+            posted = (hop for step in steps[: index + 1] for hop in step.recvs)
+            under_way = (hop for hop in posted if hop.until >= index)
+            most = max(most, sum(plan.part_bytes(part) for hop in under_way for part in hop.parts))
+    return most
 
 
 def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
-    """Bytes that one rank must write to continue a pass later: its sums so far. Forward: out and lse; backward: dq, dk, dv.
+    """Bytes that one rank writes to continue a pass later: out and lse of a forward, or dq, dk and dv of a backward.
 
-    The inputs are taken to be elsewhere already; the number of the step is not counted.
+    The inputs are taken to be stored elsewhere, and the number of the step is not counted.
     """
     tokens = plan.batch * -(-plan.tokens // plan.ranks)
     wide = max(ITEM_BYTES[plan.dtype], 4)
@@ -116,65 +134,79 @@ def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
     return tokens * width * wide
 
 
-def young_daly(write: float, mean: float) -> float:
-    """Seconds of work between checkpoints that lose least, to first order: sqrt(2 C M) for checkpoints of C seconds and
-    M seconds between failures (Young 1974, Daly 2006)."""
-    return sqrt(2 * write * mean)
+def young_daly(write: float, mtbf: float) -> float:
+    """Seconds of work between two checkpoints that lose the least time, to first order.
 
-
-def expected(work: float, interval: float, write: float, restart: float, mean: float) -> float:
-    """Expected seconds until `work` seconds are done, with a checkpoint of `write` seconds after each `interval` of them
-    but the last: work that is no longer than an interval has no checkpoint.
-
-    Failures come at random, `mean` seconds apart, also while checkpoints are written and while the `restart` seconds
-    after a failure pass: M exp(R / M) (exp((tau + C) / M) - 1) for each interval (Daly 2006, equation 13).
+    sqrt(2 C M) for checkpoints of C = `write` seconds and M = `mtbf` seconds between failures (J. W. Young, "A first
+    order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps", 2006).
     """
-    whole = max(0, ceil(work / interval) - 1)
-    spans = whole * expm1((interval + write) / mean) + expm1((work - whole * interval) / mean)
-    return mean * exp(restart / mean) * spans
+    return sqrt(2 * write * mtbf)
+
+
+def expected_seconds(work: float, interval: float, write: float, restart: float, mtbf: float) -> float:
+    """Expected seconds until `work` seconds of work are done, failures and checkpoints included.
+
+    A checkpoint of `write` seconds follows each `interval` seconds of work except the last, so that work no longer than
+    an interval has no checkpoint. Failures are a Poisson process with `mtbf` seconds between failures, also while
+    checkpoints are written and during the `restart` seconds after a failure. An interval then takes
+    M exp(R / M) (exp((tau + C) / M) - 1) seconds with tau = `interval`, C = `write`, R = `restart` and M = `mtbf` (Daly
+    2006, equation 13).
+    """
+    full_intervals = max(0, ceil(work / interval) - 1)
+    last = work - full_intervals * interval
+    growth = full_intervals * expm1((interval + write) / mtbf) + expm1(last / mtbf)
+    return mtbf * exp(restart / mtbf) * growth
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures of a job: seconds between them over all ranks, seconds that a checkpoint takes and seconds of work between
-    two (the whole job where it is so short that none is written), and the expected seconds to the result."""
+    """Failures and checkpoints of a job. Times in seconds."""
 
+    #: Mean time between two failures of any ranks.
     mean: float
+    #: Time of one checkpoint.
     write: float
+    #: Work between two checkpoints; the whole work of a job too short for a checkpoint.
     interval: float
+    #: Expected time until the result.
     expected: float
     checkpoints: int
 
 
 def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = False) -> Failures | None:
-    """Those of a job of `work` seconds on all ranks; None where the machine has no mtbf. Raises InvalidInput where it has no rate of
-    checkpoints, or where it fails before it can write one."""
+    """Failures of a job that keeps all ranks busy for `work` seconds; None where the machine has no mtbf.
+
+    Raises InvalidInput where the machine has an mtbf without checkpoint and restart, or fails before a checkpoint ends.
+    """
     if machine.mtbf is None:
         return None
     if machine.checkpoint is None or machine.restart is None:
         raise InvalidInput(
-            "machine: mtbf needs checkpoint (bytes per second that one rank writes) and restart (seconds), from which the "
-            "interval follows; try checkpoint=1e9, restart=60"
+            "machine: mtbf needs checkpoint (bytes per second that one rank writes) and restart (seconds), which set "
+            "the interval between checkpoints; try checkpoint=1e9, restart=60"
         )
-    mean = machine.mtbf / plan.ranks
+    mtbf = machine.mtbf / plan.ranks
     write = checkpoint_bytes(plan, backward=backward) / machine.checkpoint
     if not work:
-        return Failures(mean, write, 0.0, 0.0, 0)
-    interval = min(young_daly(write, mean), work)
+        return Failures(mtbf, write, 0.0, 0.0, 0)
+    interval = min(young_daly(write, mtbf), work)
     checkpoints = ceil(work / interval) - 1
-    if max(interval + (write if checkpoints else 0.0), machine.restart) > 50 * mean:
+    if max(interval + (write if checkpoints else 0.0), machine.restart) > HOPELESS * mtbf:
         raise InvalidInput(
-            f"machine: {plan.ranks:,} ranks fail every {duration(mean)}, long before a checkpoint of {duration(write)} or a "
-            f"restart of {duration(machine.restart)} is through: the result is never reached; try a larger mtbf or fewer ranks"
+            f"machine: {plan.ranks:,} ranks fail every {duration(mtbf)}, long before a checkpoint of {duration(write)} "
+            f"or a restart of {duration(machine.restart)} ends, so that the result is never reached; try a larger mtbf "
+            "or fewer ranks"
         )
-    return Failures(mean, write, interval, expected(work, interval, write, machine.restart, mean), checkpoints)
+    expected = expected_seconds(work, interval, write, machine.restart, mtbf)
+    return Failures(mtbf, write, interval, expected, checkpoints)
 
 
 def energy(machine: Machine, ranks: int, seconds: float) -> float | None:
-    """Joules that all ranks draw, busy or not; None where the machine has no watts."""
+    """Joules that `ranks` ranks draw in `seconds`, busy or not; None where machine.watts is None."""
     return None if machine.watts is None else machine.watts * ranks * seconds
 
 
 def cost(machine: Machine, ranks: int, seconds: float) -> float | None:
-    """The price of all ranks, in the currency of the machine; None where it has none."""
-    return None if machine.price is None else machine.price * ranks * seconds / HOUR
+    """The price of `ranks` ranks for `seconds`, in the currency of machine.price; None where machine.price is None."""
+    return None if machine.price is None else machine.price * ranks * seconds / SECONDS_PER_HOUR

@@ -1,7 +1,4 @@
-"""Predicted time of a plan: the call that `auto` uses, from a few sampled ranks that are taken to run in step.
-
-All numbers that come from here are modelled.
-"""
+"""The modelled time of a plan from a few sampled ranks, fast enough for `auto` to compare many plans."""
 
 from __future__ import annotations
 
@@ -17,69 +14,88 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
     from ..plan.steps import Step
 
-#: The backward has five matrix products where the forward has two.
+#: FLOPs of a backward over FLOPs of a forward: five matrix products (recomputed scores, dV, dP, dQ, dK) over two.
 BACKWARD = 2.5
-#: At most this many ranks of a plan are looked at, fewer of many: one of P costs O(P) where the pattern is dense.
-SAMPLE, FEWEST, PLANNED = 8, 3, 192
+#: Ranks of a plan that are sampled: at most MOST_RANKS, and fewer the more ranks there are, as the steps of one rank of
+#: a dense pattern are as many as the ranks; about PLANNED_STEPS steps in all, but never fewer than FEWEST_RANKS ranks.
+MOST_RANKS, FEWEST_RANKS, PLANNED_STEPS = 8, 3, 192
 
 
 def predict(plan: Plan, machine: Machine, *, backward: bool = False) -> Prediction:
-    """The time of a forward, or of a backward: the sum over a rank's steps of max(visits, messages). Pure.
+    """The modelled time of a forward, or of a backward: the sum over a rank's steps of max(visits, messages).
 
-    Ranks are taken to run in step. Messages of a step follow each other, those sent beside those received and those
-    within a node beside those between nodes, where a shared way out takes those of all its ranks; one that may last several steps counts in equal parts against each.
+    The time is that of the slowest sampled rank; bytes and messages are the most of any sampled rank. All ranks are
+    taken to begin each step together. The messages of a step follow each other, except that messages sent and received,
+    and messages within a node and between nodes, travel at the same time. A shared NIC carries its whole node's
+    traffic. A message that may last several steps counts in equal parts against each of them.
     """
-    found = [_one(plan, machine, rank, backward) for rank in sampled(plan.ranks, machine.ranks_per_node)]
-    worst = max(found, key=lambda one: one.seconds)
-    most = {"bytes": max(one.bytes for one in found), "messages": max(one.messages for one in found)}
-    return Prediction(worst.seconds, worst.compute, worst.exposed, **most)
+    predictions = [
+        _predict_rank(plan, machine, rank, backward) for rank in sample_ranks(plan.ranks, machine.ranks_per_node)
+    ]
+    slowest = max(predictions, key=lambda prediction: prediction.seconds)
+    return Prediction(
+        slowest.seconds,
+        slowest.compute,
+        slowest.exposed,
+        bytes=max(prediction.bytes for prediction in predictions),
+        messages=max(prediction.messages for prediction in predictions),
+    )
 
 
-def sampled(ranks: int, inner: int = 1) -> list[int]:
-    """Evenly spaced ranks, the first and the last among them; in nodes of `inner`, first and last ones in turn."""
-    count = min(ranks, max(FEWEST, min(SAMPLE, PLANNED // ranks)))
+def sample_ranks(ranks: int, ranks_per_node: int = 1) -> list[int]:
+    """A few ranks, ascending and evenly spaced from first to last; of nodes, the first and the last rank in turn."""
+    count = min(ranks, max(FEWEST_RANKS, min(MOST_RANKS, PLANNED_STEPS // ranks)))
     spaced = [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
-    edges = [rank - rank % inner + (inner - 1) * (i % 2) for i, rank in enumerate(spaced)]
-    return sorted({min(rank, ranks - 1) for rank in edges} if inner > 1 else set(spaced))
+    if ranks_per_node == 1:
+        return sorted(set(spaced))
+    last = ranks_per_node - 1
+    at_node_ends = (rank - rank % ranks_per_node + last * (i % 2) for i, rank in enumerate(spaced))
+    return sorted({min(rank, ranks - 1) for rank in at_node_ends})
 
 
-def _one(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
+def _predict_rank(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
+    """The prediction of one rank."""
     steps = _steps(plan, rank, backward)
     per_pair = pair_seconds(plan, machine, backward)
-    # By step: seconds of its messages, apart by direction and by link.
-    moved: defaultdict[int, defaultdict[tuple[str, bool], float]] = defaultdict(lambda: defaultdict(float))
-    for other in machine.node(rank, plan.ranks) if machine.shared_nic else (rank,):
-        for index, way, near, seconds in _messages(plan, machine, other, backward):
-            if other == rank or not near:
-                moved[index][way, near] += seconds
+    # By step: seconds of its messages by (direction, within a node).
+    travel: defaultdict[int, defaultdict[tuple[str, bool], float]] = defaultdict(lambda: defaultdict(float))
+    for sender in machine.node(rank, plan.ranks) if machine.shared_nic else (rank,):
+        for index, direction, near, seconds in _messages(plan, machine, sender, backward):
+            if sender == rank or not near:
+                travel[index][direction, near] += seconds
     hops = [hop for step in steps for hop in step.sends]
-    sent = sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
-    seconds = compute = 0.0
+    sent_bytes = sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
+    total = compute = 0.0
     for index, step in enumerate(steps):
-        inner, met = visits(plan, rank, step, backward)
-        busy = per_pair * sum(inner.demand.pairs(*visit) for visit in met)
+        ring_plan, met = visits(plan, rank, step, backward)
+        busy = per_pair * sum(ring_plan.demand.pairs(*visit) for visit in met)
         compute += busy
-        seconds += max(busy, *moved[index].values(), 0.0)
-    return Prediction(seconds, compute, seconds - compute, sent, len(hops))
+        total += max(busy, *travel[index].values(), 0.0)
+    return Prediction(total, compute, total - compute, sent_bytes, len(hops))
 
 
 def pair_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
-    """Seconds of the attention kernel per (query, key, head, branch) pair, for all elements of the batch."""
+    """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
+
+    By measured kernel times where the machine has them, and else by its flops: 2 (D + Dv) FLOPs per pair in a forward.
+    """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     if machine.kernel is not None:
-        places = sampled(plan.ring_plan(0)[0].ranks)
-        return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, places)
+        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks)
+        return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
     return plan.batch * flops / machine.flops
 
 
 def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, list[tuple[int, int]]]:
-    """The plan of a rank's heads, and (rank with the queries, rank with the keys) of the visits of a step in it. That of an
-    owner may be to several parts of its block."""
-    inner, place = plan.ring_plan(rank)
-    # Where queries rotate, the visit is that of their owner to the keys of this rank.
-    turned = backward and plan.rotates == "queries"
+    """The visits of a rank's step: the plan of the rank's heads, and (rank of the queries, rank of the keys) there.
+
+    Visits to several parts of one owner's block count as one visit.
+    """
+    ring_plan, place = plan.ring_plan(rank)
+    # Where queries rotate, the queries of the owner visit the keys of this rank.
+    queries_arrive = backward and plan.rotates == "queries"
     owners = sorted({part.owner for part in step.visits})
-    return inner, [(owner, place) if turned else (place, owner) for owner in owners]
+    return ring_plan, [(owner, place) if queries_arrive else (place, owner) for owner in owners]
 
 
 def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
@@ -87,11 +103,12 @@ def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
 
 
 def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterator[tuple[int, str, bool, float]]:
-    """(step, direction, within a node, seconds): the parts of a rank's messages that fall into its steps."""
+    """(step, direction, within a node, seconds) of a rank's messages, split evenly over the steps of each."""
     for index, step in enumerate(_steps(plan, rank, backward)):
-        for way, hops in (("send", step.sends), ("recv", step.recvs)):
+        for direction, hops in (("send", step.sends), ("recv", step.recvs)):
             for hop in hops:
                 near, latency, bandwidth = machine.link(rank, hop.peer)
-                spanned = range(index, hop.until + 1)
-                for i in spanned:
-                    yield i, way, near, (latency + sum(map(plan.part_bytes, hop.parts)) / bandwidth) / len(spanned)
+                lasts = range(index, hop.until + 1)
+                for i in lasts:
+                    seconds = latency + sum(map(plan.part_bytes, hop.parts)) / bandwidth
+                    yield i, direction, near, seconds / len(lasts)

@@ -1,4 +1,4 @@
-"""Seconds of a plan's pairs, from measured kernel times: its visits are lowered to tiles, as kernels lower them."""
+"""Seconds of a plan's pairs by measured kernel times: visits are lowered to tiles, as the kernels lower them."""
 
 from __future__ import annotations
 
@@ -10,80 +10,87 @@ from ..pattern.tile import Tile
 from ..plan.plan import Plan
 from ..plan.work import Work
 
-#: The share of a plan's pairs that may lie in tiles further beyond.
-STRAY = 0.1
-#: Visits of a rank that are looked at, beside those of itself and of its neighbours.
-LOOKED_AT = 8
+#: The largest share of a plan's pairs that may lie in tiles more than `BEYOND` times larger than the measured ones.
+MOST_STRAY = 0.1
+#: Blocks of distant owners that are sampled per rank, beside its own block and its neighbours' blocks.
+SAMPLED_OWNERS = 8
 
 
 def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:
-    """Seconds of the kernel per (query, key, head, branch) pair of one batch element, over visits of some `ranks`.
+    """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
 
-    `flops` are those of one pair; of a plan with teams, `ranks` are places between them. Raises Unsupported where more
-    than a tenth of the pairs lie in tiles of more than twice the measured sizes.
+    `flops` are the FLOPs of one pair. `ranks` are ranks of `plan.ring_plan(0)`, which differs from the plan where it
+    has Ulysses groups. Raises Unsupported where more than a tenth of the pairs lie in tiles of more than twice the
+    measured sizes, or where dtype or head dim are far from the measured ones.
     """
 
-    def find() -> float:
+    def compute() -> float:
         times.check(plan.dtype, plan.head_dim)
         return _seconds_per_pair(plan, times, flops, backward, ranks)
 
-    return plan.memory.answer(("seconds per pair", times, flops, backward), find)
+    return plan.memory.answer(("seconds per pair", times, flops, backward), compute)
 
 
 def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:
-    seconds = pairs = stray = 0.0
-    largest: tuple[int, int] = (0, 0)
+    seconds = pairs = stray_pairs = 0.0
+    largest_stray = (0, 0)
     overhead = times.overhead[backward] / plan.batch
-    inner, _ = plan.ring_plan(0)
-    for weight, rank, owner in _visits(inner, ranks):
-        for work in inner.demand.batched(rank, owner):
+    ring_plan, _ = plan.ring_plan(0)
+    for weight, rank, owner in _sample_visits(ring_plan, ranks):
+        for work in ring_plan.demand.batched(rank, owner):
             seconds += weight * overhead
-            for shape, rows, keys, count in lowered(work):
+            for shape, rows, keys, count in lower_to_tiles(work):
                 grid = times.grid(shape, backward)
                 seconds += weight * count * flops / grid.rate(rows, keys)
                 pairs += weight * count
                 if not grid.covers(rows, keys):
-                    stray += weight * count
-                    largest = max(largest, (rows, keys))
+                    stray_pairs += weight * count
+                    largest_stray = max(largest_stray, (rows, keys))
     if not pairs:
         return 0.0
-    if stray > STRAY * pairs and not times.extrapolate:
-        top = times.grid("dense", backward)
+    if stray_pairs > MOST_STRAY * pairs and not times.extrapolate:
+        dense = times.grid("dense", backward)
         raise Unsupported(
-            f"tiles of {largest[0]:,} rows x {largest[1]:,} keys: the kernel times of this machine end at "
-            f"{top.rows[-1]:,} x {top.keys[-1]:,}, and at most {BEYOND:g} times as much is extrapolated; measure larger "
-            "ones with ringattn calibrate rows=[...], or allow it with machine.extrapolate=true"
+            f"tiles of {largest_stray[0]:,} rows x {largest_stray[1]:,} keys: the kernel times of this machine end at "
+            f"{dense.rows[-1]:,} x {dense.keys[-1]:,}, and tiles more than {BEYOND:g} times as large are not "
+            "extrapolated; measure larger tiles with ringattn calibrate rows=[...], or allow larger tiles with "
+            "machine.extrapolate=true"
         )
     return seconds / pairs
 
 
-def _visits(plan: Plan, looked_at: Iterable[int]) -> Iterator[tuple[float, int, int]]:
-    """(weight, rank, owner) of visits: all of few ranks; of many, own and neighbours' blocks, and evenly spaced others."""
-    ranks = plan.ranks
-    near = sorted({0, 1 % ranks, (ranks - 1) % ranks})
-    rest = sorted({2 + (ranks - 4) * i // (LOOKED_AT - 1) for i in range(LOOKED_AT)} if ranks > 3 else set())
-    shares = [(distance, 1.0) for distance in near] + [(distance, (ranks - 3) / len(rest)) for distance in rest]
-    for rank in looked_at:
-        for distance, share in shares:
-            owner = (rank + distance) % ranks
+def _sample_visits(plan: Plan, ranks: Iterable[int]) -> Iterator[tuple[float, int, int]]:
+    """(weight, rank, owner) of sampled visits: of `ranks` to their own, the neighbours' and evenly spaced other blocks.
+
+    The weight is the number of visits that a sampled visit stands for. A few owners are all sampled.
+    """
+    world = plan.ranks
+    near = sorted({0, 1 % world, (world - 1) % world})
+    far = {2 + (world - 4) * i // (SAMPLED_OWNERS - 1) for i in range(SAMPLED_OWNERS)} if world > 3 else set()
+    weights = [(distance, 1.0) for distance in near]
+    weights += [(distance, (world - 3) / len(far)) for distance in sorted(far)]
+    for rank in ranks:
+        for distance, weight in weights:
+            owner = (rank + distance) % world
             if plan.demand.visits(rank, owner):
-                yield share, rank, owner
+                yield weight, rank, owner
 
 
-def lowered(work: Work) -> Iterator[tuple[str, int, int, int]]:
-    """(shape, rows, keys, pairs over heads and repetitions) of the tiles that kernels make of a work."""
-    rows, keys, times = len(work.q), work.keys, len(work.heads) * work.repeat
+def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:
+    """(shape, rows, keys, pairs) of the tiles that kernels make of a work; pairs are over all heads and repetitions."""
+    rows, keys, repeats = len(work.q), work.keys, len(work.heads) * work.repeat
     if work.dense:
-        yield "dense", rows, keys, rows * keys * times
+        yield "dense", rows, keys, rows * keys * repeats
         return
-    pairs = Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs * times
+    pairs = Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs * repeats
     if work.hi is not None:
-        yield "band", rows, max(pairs // (rows * times), 1), pairs
+        yield "band", rows, max(pairs // (rows * repeats), 1), pairs
         return
     assert work.lo is not None
-    # Keys that every row sees, then a triangle, as the kernels split it.
-    wide = min(max(-work.lo, 0), keys)
-    if wide:
-        yield "dense", rows, wide, rows * wide * times
-    if pairs - rows * wide * times > 0:
-        yield "triangle", rows, 1, pairs - rows * wide * times
+    # The kernels split the work into the keys that every row sees and a triangle.
+    seen_by_all = min(max(-work.lo, 0), keys)
+    dense_pairs = rows * seen_by_all * repeats
+    if seen_by_all:
+        yield "dense", rows, seen_by_all, dense_pairs
+    if pairs > dense_pairs:
+        yield "triangle", rows, 1, pairs - dense_pairs

@@ -1,4 +1,4 @@
-"""Where a machine's speed was found with something else than the plan has that it is used for."""
+"""Notes on a plan that differs from what a machine's speed was measured with, or stated for."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
 
 
-def notes(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """Sentences on what is assumed of the speed of a plan's kernel; dtypes of one size are taken to be one."""
-    known = machine.kernel
-    if known is None:
+def note_assumptions(plan: Plan, machine: Machine) -> tuple[str, ...]:
+    """One sentence for each assumption about the speed of a plan's kernel; dtypes of one size are taken to be alike."""
+    times = machine.kernel
+    if times is None:
         if machine.flops_dtype is None or ITEM_BYTES[machine.flops_dtype] == ITEM_BYTES[plan.dtype]:
             return ()
         return (
-            f"flops={machine.flops:g} of this machine are those of {machine.flops_dtype}, and {plan.dtype} is taken to be as fast "
-            f"[assumed]; try dtype={machine.flops_dtype}, or machine.flops=... of {plan.dtype}",
+            f"flops={machine.flops:g} of this machine are those of {machine.flops_dtype}, and {plan.dtype} is taken to "
+            f"be as fast [assumed]; try dtype={machine.flops_dtype}, or give machine.flops=... for {plan.dtype}",
         )
-    pairs = (
-        ("dtype", known.dtype, plan.dtype),
-        ("head_dim", known.head_dim, plan.head_dim),
-        ("heads", known.heads, plan.heads),
+    compared = (
+        ("dtype", times.dtype, plan.dtype),
+        ("head_dim", times.head_dim, plan.head_dim),
+        ("heads", times.heads, plan.heads),
     )
     return tuple(
-        f"kernel times were measured with {name}={mine}, and {name}={asked} is taken to take as long per flop [assumed]; "
-        f"ringattn calibrate {name}={asked} measures it"
-        for name, mine, asked in pairs
-        if mine not in (None, asked)
+        f"kernel times were measured with {name}={measured}, and {name}={planned} is taken to take as long per flop "
+        f"[assumed]; ringattn calibrate {name}={planned} measures it"
+        for name, measured, planned in compared
+        if measured not in (None, planned)
     )

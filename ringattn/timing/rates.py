@@ -1,4 +1,4 @@
-"""Seconds of what a plan's steps are made of, on a machine: the same for every solver."""
+"""Seconds of pairs, merges and messages of a plan on a machine, which all solvers share; slow ranks and links."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .solvers.recurrence import Stall
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
-#: How much longer than usual ranks take: one factor per rank, or those of a few by rank.
+#: Factors on the times of ranks: one factor per rank, or factors by rank, where all other ranks have factor 1.
 Factors = Mapping[int, float] | Sequence[float] | np.ndarray
-#: A merge reads the partial (out, lse) of a visit, and reads and writes what was merged before.
+#: How often a merge moves the bytes of a visit's partial (out, lse): it reads the partial, and reads and writes the
+#: accumulator.
 MERGE_PASSES = 3
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What is not as the machine says: slow (or fast) ranks, slow links, single stalls."""
+    """What differs from the machine: slow (or fast) ranks, slow links, and stalls of single visits."""
 
     #: Factor on the visits and merges of each rank, float64 [ranks]; None: 1.
     slow: np.ndarray | None = None
@@ -34,54 +35,66 @@ class Faults:
     stalls: tuple[Stall, ...] = field(default=())
 
     def __bool__(self) -> bool:
+        """Whether there is any fault."""
         return self.slow is not None or self.slow_links is not None or bool(self.stalls)
 
     def factor(self, rank: int) -> float:
-        """The factor on the visits of a rank."""
+        """The factor on the visits and merges of a rank."""
         return 1.0 if self.slow is None else float(self.slow[rank])
-
-    def at(self, ranks: np.ndarray) -> Faults:
-        """The factors of some ranks, of their shape; without stalls."""
-        slow, links = (None if x is None else x[ranks] for x in (self.slow, self.slow_links))
-        return Faults(slow, links)
 
     def link_factor(self, rank: int) -> float:
         """The factor on the messages that a rank sends."""
         return 1.0 if self.slow_links is None else float(self.slow_links[rank])
 
+    def at(self, ranks: np.ndarray) -> Faults:
+        """The factors of `ranks`, in the shape of `ranks`; stalls are left out."""
+        slow, slow_links = (None if factors is None else factors[ranks] for factors in (self.slow, self.slow_links))
+        return Faults(slow, slow_links)
 
-def factors(name: str, given: Factors | None, ranks: int) -> np.ndarray | None:
-    """Factors as float64 [ranks], checked; None where all are 1. Raises InvalidInput."""
-    if given is None:
+
+def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray | None:
+    """The factors of all ranks as float64 [ranks]; None where all factors are 1.
+
+    `name` is the name of the argument in messages. Raises InvalidInput where a rank or a factor is not allowed.
+    """
+    if factors is None:
         return None
-    if isinstance(given, Mapping):
-        found = np.ones(ranks)
-        for rank, factor in given.items():
-            if isinstance(factor, bool) or not isinstance(factor, int | float):
-                raise InvalidInput(f"{name}: the factor {factor!r} of rank {rank!r} is not a number")
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
-                raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}")
-            found[rank] = factor
-    elif not isinstance(given, list | tuple | np.ndarray):
-        raise InvalidInput(f"{name}={given!r}: expected factors by rank such as {{0: 1.5}}, or one for each rank")
+    if isinstance(factors, Mapping):
+        by_rank = _fill_in(name, factors, ranks)
+    elif not isinstance(factors, list | tuple | np.ndarray):
+        raise InvalidInput(
+            f"{name}={factors!r}: expected factors by rank such as {{0: 1.5}}, or one factor for each rank"
+        )
     else:
         try:
-            found = np.asarray(given, dtype=np.float64)
+            by_rank = np.asarray(factors, dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise InvalidInput(f"{name}: a factor is not a number ({error}); try {{0: 1.5}}") from error
-        if found.shape != (ranks,):
+        if by_rank.shape != (ranks,):
             raise InvalidInput(
                 f"{name}: expected a factor for each of {ranks:,} ranks or a dict such as {{0: 1.5}}, "
-                f"got shape {found.shape}"
+                f"got shape {by_rank.shape}"
             )
-    if not (np.isfinite(found) & (found > 0)).all():
-        raise InvalidInput(f"{name}: factors must be finite and > 0; 1.5 is half as long again")
-    return None if (found == 1.0).all() else found
+    if not (np.isfinite(by_rank) & (by_rank > 0)).all():
+        raise InvalidInput(f"{name}: factors must be finite and > 0; the factor 1.5 takes half as long again")
+    return None if (by_rank == 1.0).all() else by_rank
+
+
+def _fill_in(name: str, factors: Mapping[int, float], ranks: int) -> np.ndarray:
+    """The factors of all ranks from the factors of some ranks, with 1 for all others."""
+    by_rank = np.ones(ranks)
+    for rank, factor in factors.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise InvalidInput(f"{name}: the factor {factor!r} of rank {rank!r} is not a number; try {{0: 1.5}}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+            raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}")
+        by_rank[rank] = factor
+    return by_rank
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A plan on a machine: seconds of pairs, merges and messages of one pass."""
+    """Seconds of the pairs, merges and messages of one pass of a plan on a machine."""
 
     plan: Plan
     machine: Machine
@@ -89,24 +102,29 @@ class Rates:
 
     @property
     def pair(self) -> float:
-        """Seconds per pair."""
+        """Seconds of the kernel per (query, key, head, branch) pair, for the whole batch."""
         return pair_seconds(self.plan, self.machine, self.backward)
 
     @property
     def turned(self) -> bool:
-        """Whether blocks of queries come to the keys that they see, not keys to queries."""
+        """Whether blocks of queries travel to the keys, instead of blocks of keys to the queries."""
         return self.backward and self.plan.rotates == "queries"
 
     @property
     def gamma(self) -> float:
+        """The interference: the part of the longest message's time by which a visit takes longer; 0: not modelled."""
         return self.machine.gamma or 0.0
 
     @property
     def buffers(self) -> int:
+        """Receive slots beside the block in use."""
         return self.machine.buffers or 1
 
     def merge(self, rows: int) -> float:
-        """Seconds of merging a visit into out and lse of `rows` (query row, head), or of adding its dQ, in the wider dtype."""
+        """Seconds to merge one visit into out and lse of `rows` (query row, head), or to add its dQ in a backward.
+
+        The accumulators are in fp32, or in fp64 for fp64 inputs. 0 where the machine has no rate of merging.
+        """
         if self.machine.merge is None:
             return 0.0
         plan = self.plan
@@ -115,34 +133,36 @@ class Rates:
         return MERGE_PASSES * size / self.machine.merge
 
     def merges(self, own: bool | np.ndarray) -> np.ndarray:
-        """Whether a visit of a rank, to its own block or to another, is merged, in the rows that see a key of it.
+        """Whether a visit to the own block (`own`), or to another rank's block, is merged: bool in the shape of `own`.
 
-        In a forward the own block comes first: there is nothing yet to be merged with. Where some rows see none of their
-        own block, the first visit in which they see a key is still taken to be merged, though it is copied; where calls of the
-        kernel for one visit share rows, these are taken to be merged once.
+        The own block comes first in a forward, so that there is no partial result to merge with. Two simplifications:
+        rows that see no key of the own block are taken to be merged at their first visit, too, which is in truth a
+        copy; and rows shared by several kernel calls of one visit are taken to be merged once.
         """
         return np.logical_or(self.backward, np.logical_not(own))
 
     def near(self, sign: int, ranks: np.ndarray | None = None) -> np.ndarray:
-        """Whether rank r and the one it sends to, r + sign, are of one node: bool of the shape of `ranks` (default: all);
-        of no dimension where that is the same for all."""
-        inner, count = self.machine.ranks_per_node, self.plan.ranks
-        if inner == 1 or inner >= count:
-            return np.asarray(inner >= count)
+        """Whether rank r and its neighbour r + sign are on one node: bool in the shape of `ranks`, or for None [ranks].
+
+        The array has no dimension where the answer is the same for all ranks.
+        """
+        per_node, world = self.machine.ranks_per_node, self.plan.ranks
+        if per_node == 1 or per_node >= world:
+            return np.asarray(per_node >= world)
         if ranks is not None:
-            return np.asarray(ranks // inner == (ranks + sign) % count // inner)
+            return np.asarray(ranks // per_node == (ranks + sign) % world // per_node)
 
-        def find() -> np.ndarray:
-            every = np.arange(count)
-            return np.asarray(every // inner == (every + sign) % count // inner)
+        def compare_all() -> np.ndarray:
+            every = np.arange(world)
+            return np.asarray(every // per_node == (every + sign) % world // per_node)
 
-        return self.plan.memory.answer(("near", inner, sign), find)
+        return self.plan.memory.answer(("near", per_node, sign), compare_all)
 
     def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds, seconds of them that occupy the link) of messages of some bytes."""
+        """(seconds, seconds that occupy the link) of messages of `size` bytes, within a node where `near`."""
         latency, bandwidth = (
-            np.where(near, inside, outside)
-            for inside, outside in zip(self.machine.rates(True), self.machine.rates(False), strict=True)
+            np.where(near, within, between)
+            for within, between in zip(self.machine.rates(True), self.machine.rates(False), strict=True)
         )
         gap = size / bandwidth
         return latency + gap, gap

@@ -1,4 +1,4 @@
-"""What ranks do and links carry in one pass, apart from when."""
+"""How long ranks are busy in one pass, and how many bytes links carry; when they do so is for the solvers to find."""
 
 from __future__ import annotations
 
@@ -8,75 +8,82 @@ import numpy as np
 
 from .solvers.recurrence import Phase, Ring
 
-#: Relative difference of two sums that are the same.
+#: Two sums of the same numbers in different orders differ by at most this share.
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Seconds by rank, float64 [ranks]: of visits, of merging, of interference, of stalls."""
+    """Seconds of each rank in one pass, float64 [ranks], or [1] where all ranks are alike."""
 
+    #: Visits.
     compute: np.ndarray
     merge: np.ndarray
+    #: What messages add to visits.
     interference: np.ndarray
     stalls: np.ndarray
 
     @classmethod
     def none(cls, ranks: int) -> Loads:
-        """Nothing yet."""
+        """Loads of 0 seconds, to be added to."""
         return cls(*(np.zeros(ranks) for _ in range(4)))
 
     def add(self, ring: Ring, phase: Phase) -> None:
-        """What ranks do in a phase. Stalls stand apart."""
-        for total, value in (
+        """Add what ranks do in all steps of a phase, except stalls, in place."""
+        for total, seconds in (
             (self.compute, phase.compute),
             (self.merge, phase.merge),
             (self.interference, ring.busy(phase) - phase.merge - phase.compute),
         ):
-            total += phase.steps * value
+            total += phase.steps * seconds
 
     def causes(self, seconds: float) -> tuple[float, dict[str, float]]:
-        """Mean seconds of visits, and what makes the time longer than that, by cause; together they are `seconds`.
+        """The mean seconds of visits, and by cause what makes a pass of `seconds` longer; together they are `seconds`.
 
-        Each cause is how much the busiest rank's time grows when it is added; what is left is waiting for messages.
+        A cause counts by how much the busiest rank is busy longer once the cause is added; the rest is waiting for
+        messages.
         """
-        done = self.compute.copy()
-        mean = float(done.mean())
-        longest = float(done.max())
-        # Sums of the same numbers in another order differ by their rounding.
-        found = {"imbalance": longest - mean if longest - mean > ROUNDING * longest else 0.0}
-        for name, more in (("merge", self.merge), ("interference", self.interference), ("stalls", self.stalls)):
-            done += more
-            found[name], longest = float(done.max()) - longest, float(done.max())
-        found["wait"] = seconds - longest if seconds - longest > ROUNDING * seconds else 0.0
-        return mean, found
+        busy = self.compute.copy()
+        mean = float(busy.mean())
+        longest = float(busy.max())
+        exposed = {"imbalance": longest - mean if longest - mean > ROUNDING * longest else 0.0}
+        for name, added in (("merge", self.merge), ("interference", self.interference), ("stalls", self.stalls)):
+            busy += added
+            exposed[name], longest = float(busy.max()) - longest, float(busy.max())
+        exposed["wait"] = seconds - longest if seconds - longest > ROUNDING * seconds else 0.0
+        return mean, exposed
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one pass: in all, on the link (one rank to another) that carries most, and the messages. Counted."""
+    """Bytes and messages of one pass, counted. A link leads from one rank to another."""
 
+    #: Bytes on all links.
     total: int
+    #: Bytes on the link that carries most.
     busiest: int
+    #: Links that carry bytes.
     links: int
     messages: int
 
     @classmethod
-    def of(cls, carried: np.ndarray, messages: int, straight: np.ndarray) -> Traffic:
-        """That of links between neighbours, which carry so many bytes each in so many messages, and of the bytes of
-        messages between other ranks, which are one per link."""
-        every = np.concatenate([carried[carried > 0], straight])
-        # Sums of all ranks may be larger than int64.
-        total = sum(every.tolist())
-        return cls(total, int(every.max(initial=0)), len(every), messages + len(straight))
+    def of(cls, carried: np.ndarray, messages: int, direct: np.ndarray) -> Traffic:
+        """The traffic of `messages` messages between neighbours, and of messages that skip ranks.
+
+        `carried` are the bytes of each link between neighbours, int64 [links]; `direct` are the bytes of the messages
+        that skip ranks, int64 [messages], each on a link of its own.
+        """
+        by_link = np.concatenate([carried[carried > 0], direct])
+        total = sum(by_link.tolist())  # in Python's integers: the sum over all ranks may exceed int64
+        return cls(total, int(by_link.max(initial=0)), len(by_link), messages + len(direct))
 
 
 def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
-    """Loads of the ranks of a ring, one of all where they are alike, and the traffic of `copies` such rings."""
-    alike = isinstance(ring.phases, tuple) and not ring.stalls and all(_plain(phase) for phase in ring.phases)
+    """The loads of the ranks of a ring, of one rank where all are alike, and the traffic of `copies` such rings."""
+    alike = isinstance(ring.phases, tuple) and not ring.stalls and all(_is_uniform(phase) for phase in ring.phases)
     loads = Loads.none(1 if alike else ring.ranks)
     carried: dict[int, np.ndarray] = {}
-    straight: list[np.ndarray] = []
+    direct: list[np.ndarray] = []
     messages = 0
     for phase in ring.phases() if callable(ring.phases) else ring.phases:
         loads.add(ring, phase)
@@ -84,15 +91,15 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
             messages += copies * phase.steps * int(np.count_nonzero(sent))
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
-        straight += [] if phase.chords is None else [phase.chords.bytes]
+        direct += [] if phase.chords is None else [phase.chords.bytes]
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds
     neighbours = np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)])
-    found = Traffic.of(neighbours, messages, np.concatenate([*straight, np.zeros(0, dtype=np.int64)]))
-    return loads, replace(found, total=copies * found.total, links=copies * found.links)
+    traffic = Traffic.of(neighbours, messages, np.concatenate([*direct, np.zeros(0, dtype=np.int64)]))
+    return loads, replace(traffic, total=copies * traffic.total, links=copies * traffic.links)
 
 
-def _plain(phase: Phase) -> bool:
-    """Whether all ranks are busy alike in a phase."""
+def _is_uniform(phase: Phase) -> bool:
+    """Whether all ranks do the same in a phase."""
     values = (phase.compute, phase.merge, *(lane.seconds for lane in phase.lanes))
     return not any(isinstance(value, np.ndarray) for value in values)

@@ -12,10 +12,10 @@ from ..errors import InvalidInput, Unsupported
 from ..machine.machine import Machine
 from ..machine.presets import get_machine
 from .costs import cost, energy, failures, memory
-from .notes import notes
+from .notes import note_assumptions
 from .options import SOLVERS, check
 from .problem import Problem, problem
-from .rates import Factors, Faults, Rates, factors
+from .rates import Factors, Faults, Rates, parse_factors
 from .resources import Loads, Traffic, survey
 from .solvers.closed_form import closed
 from .solvers.events import events
@@ -64,7 +64,7 @@ def simulate(
     check(plan, backward=backward, stalls=stalls, passes=passes, solver=solver, seed=seed)
     machine = get_machine(machine)
     faults = Faults(
-        factors("slow", slow, plan.ranks), factors("slow_links", slow_links, plan.ranks), tuple(stalls)
+        parse_factors("slow", slow, plan.ranks), parse_factors("slow_links", slow_links, plan.ranks), tuple(stalls)
     )  # fmt: skip
     rates = Rates(plan, machine, backward)
     found = problem(rates, faults)
@@ -207,5 +207,5 @@ def _timeline(
         joules=energy(machine, plan.ranks, total),
         price=cost(machine, plan.ranks, total),
         machine=machine,
-        notes=notes(plan, machine),
+        notes=note_assumptions(plan, machine),
     )

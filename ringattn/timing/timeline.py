@@ -1,4 +1,4 @@
-"""What a simulation of time found."""
+"""The result of a simulation of time."""
 
 from __future__ import annotations
 
@@ -6,85 +6,81 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..machine.machine import Machine
+from ..machine.machine import MACHINE_NUMBERS, Machine
 from .costs import Failures
 from .resources import Traffic
 
-#: Fields of a machine that may be None, and what is not modelled then.
-EFFECTS = {
-    "merge": "merging of partial results",
-    "gamma": "visits slowed down by messages",
-    "jitter": "times that vary from visit to visit",
-    "call": "what a call takes beside visits and messages",
-    "memory": "whether the memory is enough",
-    "watts": "energy",
-    "price": "cost",
-    "mtbf": "failures and checkpoints",
-}
-#: Causes of exposed time that a field of the machine must be given for.
-CAUSES = {"merge": "merge", "interference": "gamma", "jitter": "jitter", "call": "call"}
-#: What no machine here says anything of.
-ALWAYS = ("contention inside the network beyond a node's shared way out", "start-up of kernels and of the program")
+#: Keys of `Timeline.exposed` that are modelled only with a number of the machine, and the name of that number.
+CAUSES = {number.cause: name for name, number in MACHINE_NUMBERS.items() if number.cause}
+#: Effects that are not modelled on any machine.
+NEVER_MODELLED = (
+    "contention inside the network, beyond the shared NIC of a node",
+    "start-up of kernels and of the program",
+)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Modelled time of one pass of a plan on a machine. Seconds, bytes; float64.
+    """The modelled time of one pass of a plan on a machine, in seconds; sizes are in bytes."""
 
-    `exposed` says, by cause, what makes the pass longer than the mean time that a rank computes: imbalance (of the
-    busiest rank), merge, interference, stalls, wait (for messages), jitter and call; with `compute` they sum to `seconds`.
-    """
-
+    #: "forward" or "backward".
     direction: str
     ranks: int
     seconds: float
-    #: The algorithm that found it: A .. F of the ladder, and why it could be used.
+    #: The name of the solver, and why it could be used.
     solver: str
     why: str
-    #: What of the plan was compared to see that it may be simplified; empty where every step was simulated.
+    #: What of the plan was compared to show that a simpler problem takes as long; "" where every step was simulated.
     compared: str
-    #: When each rank has finished, without jitter, float64 [ranks]; None where the solver finds only the last of them.
+    #: When each rank finishes, without jitter, float64 [ranks]; None where the solver finds only the last finish.
     finish: np.ndarray | None
-    #: Mean seconds that a rank computes visits.
+    #: Mean seconds of visits per rank.
     compute: float
+    #: Seconds by which the pass is longer than `compute`, by cause: imbalance (of the busiest rank), merge,
+    #: interference, stalls, wait (for messages), jitter and call. With `compute` they sum to `seconds`.
     exposed: dict[str, float]
-    #: 95 % interval of the mean time with jitter, and whether it is extrapolated from smaller rings.
+    #: The 95 % interval of the mean time with jitter, and whether it is extrapolated from smaller rings; None without
+    #: jitter.
     interval: tuple[float, float] | None
     extrapolated: bool
-    #: Bytes on links, counted; None where the solver does not count them.
+    #: Counted bytes on links; None where the solver does not count them.
     traffic: Traffic | None
     #: Bytes of one rank by category.
     memory: dict[str, int]
-    #: How often the job makes the pass; None: no job is stated, and what follows is of one pass, without failures.
+    #: How often the job makes the pass. None: no job is stated; energy and price are of one pass, without failures.
     passes: int | None
     #: Failures and checkpoints of the job; None: not modelled, or no job is stated.
     failures: Failures | None
-    #: Of the job, or of one pass; None: not modelled.
+    #: Energy [J] and price of the job, or of one pass; None: not modelled.
     joules: float | None
     price: float | None
     machine: Machine
-    #: What is assumed where the machine's speed is that of another dtype, head dim or number of heads.
+    #: What is assumed where the machine's speed belongs to another dtype, head dim or number of heads.
     notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
-        """Seconds of the job, with its failures and checkpoints where they are modelled; of one pass where there is none."""
+        """Seconds of the job, with failures and checkpoints where they are modelled; without a job, of one pass."""
         return (self.passes or 1) * self.seconds if self.failures is None else self.failures.expected
 
     @property
     def kind(self) -> str:
-        """The word that belongs to `seconds`: modelled or extrapolated."""
+        """The kind of number that `seconds` is: "modelled" or "extrapolated"."""
         return "extrapolated" if self.extrapolated else "modelled"
 
     @property
     def fits(self) -> bool | None:
-        """Whether a rank's memory is enough; None: not modelled."""
+        """Whether the memory of a rank is enough; None: not modelled."""
         return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
-        """Effects that are left out."""
-        left = [f"{words} (machine.{name})" for name, words in EFFECTS.items() if getattr(self.machine, name) is None]
+        """The effects that are not modelled, each with the number of the machine that would model it."""
+        left_out = [
+            f"{number.effect} (machine.{name})"
+            for name, number in MACHINE_NUMBERS.items()
+            if number.effect and getattr(self.machine, name) is None
+        ]
         if self.machine.mtbf is not None and self.passes is None:
-            left.append("failures and checkpoints: a job has them; state one with passes")
-        return (*left, *ALWAYS)
+            left_out.append("failures and checkpoints: a job has them; state a job with passes=...")
+        return (*left_out, *NEVER_MODELLED)

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import InvalidInput, Unsupported
 from ..machine.machine import Machine
 from .problem import Problem, problem
-from .rates import Factors, Faults, Rates, factors
+from .rates import Factors, Faults, Rates, parse_factors
 from .solvers.events import events
 from .solvers.recurrence import Phase, Ring, Stall
 from .solvers.stencil import Delay
@@ -71,7 +71,9 @@ def window(
             f"has ranks 0 .. {plan.ranks - 1} and steps from 0 on"
         )
     rates = Rates(plan, machine, backward)
-    faults = Faults(factors("slow", slow, plan.ranks), factors("slow_links", slow_links, plan.ranks), tuple(stalls))
+    faults = Faults(
+        parse_factors("slow", slow, plan.ranks), parse_factors("slow_links", slow_links, plan.ranks), tuple(stalls)
+    )
     found = problem(rates, faults)
     if isinstance(found, str):
         return _stepped(rates, faults, ranks, steps, found)

@@ -15,7 +15,7 @@ from ringattn.experiments.calibrate import kernels
 from ringattn.experiments.calibrate.measure import CalibrationSizes
 from ringattn.machine.kernel_times import KernelTimes, TimeGrid
 from ringattn.plan.work import Work
-from ringattn.timing.kernel_seconds import lowered
+from ringattn.timing.kernel_seconds import lower_to_tiles
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.integers(64, 1024), st.integers(64, 1024))
@@ -52,13 +52,13 @@ def test_lowered_works_hold_their_pairs(data: st.DataObject) -> None:
         (i, j) for i in range(rows) for j in range(keys) if (lo is None or lo <= i - j) and (hi is None or i - j <= hi)
     ]
     work = Work(range(3), range(3), range(rows), (range(keys),), lo, hi, repeat=2, q_shift=rows, k_shift=0)
-    assert sum(pairs for *_, pairs in lowered(work)) == 3 * 2 * len(seen)
+    assert sum(pairs for *_, pairs in lower_to_tiles(work)) == 3 * 2 * len(seen)
 
 
 def test_tiles_are_one_shape_each_with_every_size_once() -> None:
     found = []
     for work in kernels.tiles(ROWS, (16, 64), heads=2):
-        (tile,) = lowered(work)
+        (tile,) = lower_to_tiles(work)
         found.append(tile[:3])
         seen = sum(
             1

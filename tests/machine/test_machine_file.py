@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+import typing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from measured import machine, measured_machine, times
 
 import ringattn as ra
@@ -15,8 +18,8 @@ from ringattn.config.groups import MachineGroup
 from ringattn.config.schema import conf_dir
 from ringattn.errors import InvalidInput
 from ringattn.machine.file import read_machine, read_record, write_machine
-from ringattn.machine.machine import SOURCES
-from ringattn.machine.presets import FACTS, get_machine
+from ringattn.machine.machine import MACHINE_NUMBERS, SOURCES
+from ringattn.machine.presets import PRESETS, get_machine, preset_yaml
 
 
 def test_intervals_are_order_statistics() -> None:
@@ -65,14 +68,14 @@ BROKEN = [
         "is in 'bits/s'",
     ),
     (lambda text: text.replace("  latency:", "  latncy:"), "did you mean 'latency'"),
-    (lambda text: text.replace("ringattn machine 1", "ringattn machine 9"), "is no machine file"),
-    (lambda text: "a: [", "is no YAML"),
+    (lambda text: text.replace("ringattn machine 1", "ringattn machine 9"), "is not a machine file"),
+    (lambda text: "a: [", "is not valid YAML"),
     (lambda text: text.replace("overhead:", "overheat:"), "a part is missing"),
     (
         lambda text: text.replace("residuals:", "residuals: {source: measured, values: [abc]}\nsamples:"),
         "a part is missing",
     ),
-    (lambda text: text.replace("source: cited", "source: dreamt"), "expected a field and one of cited"),
+    (lambda text: text.replace("source: cited", "source: dreamt"), "expected the name of a number and one of cited"),
 ]
 
 
@@ -86,7 +89,7 @@ def test_broken_files_say_what_is_wrong(tmp_path: Path, change: object, words: s
 
 
 def test_missing_files_say_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="make one with ringattn calibrate"):
+    with pytest.raises(InvalidInput, match="make a machine file with ringattn calibrate"):
         read_machine(tmp_path / "none.yaml")
 
 
@@ -105,21 +108,49 @@ def test_a_file_is_a_machine_of_the_command_line(tmp_path: Path) -> None:
 
 def test_every_machine_by_name_says_where_its_numbers_come_from() -> None:
     files = {path.stem for path in (conf_dir() / "machine").glob("*.yaml")}
-    assert files == {*FACTS, "auto", "file"}
-    for name, facts in FACTS.items():
+    assert files == {*PRESETS, "auto", "file"}
+    for name, preset in PRESETS.items():
         found = get_machine(name)
-        for field, fact in facts.items():
+        for field, fact in preset.facts.items():
             assert getattr(found, field) == fact.value and found.source(field) == fact.source
-            assert len(fact.why) >= 8, f"{name}: {field}"
+            assert len(fact.reason) >= 8, f"{name}: {field}"
             if fact.source == "cited":
-                assert any(word in fact.why for word in ("data sheet", "systems", "(2024)", "whitepaper")), fact.why
+                assert any(word in fact.reason for word in ("data sheet", "systems", "(2024)", "whitepaper")), (
+                    fact.reason
+                )
         plan = ra.make_plan(ra.Causal(), tokens=1 << 16, ranks=16, layout="zigzag", schedule="ring", dtype="bfloat16")
         assert 0 < ra.simulate(plan, found).seconds < math.inf
 
 
-@pytest.mark.parametrize("name", [name for name in FACTS if name not in ("cpu", "cuda")])
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_files_show_the_numbers_of_the_code(name: str) -> None:
     text = (conf_dir() / "machine" / f"{name}.yaml").read_text()
-    for field, fact in FACTS[name].items():
-        value = fact.value if isinstance(fact.value, bool) else f"{fact.value:.4g}"
-        assert f"#   {field} = {value} [{fact.source}]: {fact.why}\n" in text
+    assert text == preset_yaml(name), "write the file anew with preset_yaml"
+    assert yaml.safe_load(text) == {"spec": name} and max(map(len, text.splitlines())) <= 120
+    words = " ".join(text.replace("#", "").split())
+    for field, fact in PRESETS[name].facts.items():
+        value = str(fact.value).lower() if isinstance(fact.value, bool) else f"{fact.value:.4g} "
+        assert f" {field} = {value}" in words and f"[{fact.source}]: {fact.reason}" in words
+
+
+def test_a_number_of_a_machine_is_declared_once() -> None:
+    """Fields, keys of the command line, units of files, checks and the list of what is not modelled go by one declaration."""
+    numbers = {f.name: f for f in dataclasses.fields(ra.Machine) if f.name in MACHINE_NUMBERS}
+    hints = typing.get_type_hints(ra.Machine)
+    keys = {f.name: f for f in dataclasses.fields(MachineGroup)}
+    assert set(keys) == {"spec", "path", "extrapolate", *MACHINE_NUMBERS}
+    least = machine()
+    for name, number in MACHINE_NUMBERS.items():
+        optional = numbers[name].default is None
+        assert hints[name] == (number.python_type | None if optional else number.python_type), name
+        assert (keys[name].type, keys[name].default) == (f"{number.python_type.__name__} | None", None)
+        assert number.may_be_none == optional and number.meaning and number.unit
+        assert getattr(replace(least, **{name: number.example}), name) == number.example
+        wrong = ["x", -1, *([] if number.may_be_zero or number.python_type is bool else [0])]
+        for value in [*wrong, *([] if number.may_be_none else [None])]:
+            with pytest.raises(InvalidInput, match=f"machine: {name}={value!r} must be .*; {name} is .*; try {name}="):
+                replace(least, **{name: value})
+    left_out = {name for name, number in MACHINE_NUMBERS.items() if number.effect}
+    plan = ra.make_plan(ra.Causal(), tokens=64, ranks=2, schedule="ring")
+    told = " ".join(ra.simulate(plan, least).unmodelled)
+    assert left_out == {name for name in MACHINE_NUMBERS if f"(machine.{name})" in told}

@@ -7,7 +7,7 @@ import pytest
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Machine, Pattern, Plan, Window, make_plan, simulate
 from ringattn.machine.presets import MACHINES
-from ringattn.timing.costs import memory, most_memory
+from ringattn.timing.costs import bound_memory, memory
 from ringattn.timing.metered import within_reach
 
 LENGTHS = [900, 200, 4000, 1500, 92, 700, 3000, 1992, 3000, 1000]
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     machine = MACHINES["h100_nvlink_ib"]
     options = {"layout": "zigzag", "tokens": 1 << 18, "head_dim": 128}
     ring = chosen(Causal(), 16, machine, schedule="ring", **options)
-    small = machine.changed(memory=1.0 + most_memory(ring))
+    small = machine.changed(memory=1.0 + bound_memory(ring))
     plan = chosen(Causal(), 16, small, **options)
     assert plan.choice is not None
     why = {c.schedule: c.left_out for c in plan.choice.candidates}
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 def test_memory_without_steps_is_no_less(schedule: str) -> None:
     for pattern in (Full(), Causal() & Window(300), Causal() & Documents(LENGTHS)):
         plan = chosen(pattern, 8, "cpu", schedule=schedule)
-        assert most_memory(plan) >= sum(memory(plan).values())
+        assert bound_memory(plan) >= sum(memory(plan).values())
 
 
 def test_teams_are_compared_on_a_flat_network() -> None:

@@ -43,6 +43,6 @@ def test_rows_that_are_merged(pattern: Pattern, layout: str, ranks: int, monkeyp
     else:
         assert counted == pytest.approx(merged)
     if isinstance(problem(rates, Faults()), Problem):
-        assert simulate(plan, EVEN, solver="D").exposed["merge"] == pytest.approx(
-            simulate(plan, EVEN, solver="F").exposed["merge"], abs=1e-15
+        assert simulate(plan, EVEN, solver="stencil").exposed["merge"] == pytest.approx(
+            simulate(plan, EVEN, solver="events").exposed["merge"], abs=1e-15
         )

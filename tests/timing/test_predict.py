@@ -18,7 +18,7 @@ import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Machine, Pattern, Plan, Window, make_plan, predict
 from ringattn.machine.presets import MACHINES, get_machine
 from ringattn.timing.auto import EQUAL
-from ringattn.timing.forecast import BACKWARD, sampled
+from ringattn.timing.forecast import BACKWARD, sample_ranks
 
 #: Numbers that are easy to multiply: 1 flop takes 1 s, a message 10 s, a byte 1/16 s.
 SLOW = Machine(flops=1.0, latency=10.0, bandwidth=16.0)
@@ -173,17 +173,17 @@ def test_a_choice_for_many_ranks_looks_at_few_tiles(pattern: Pattern) -> None:
 
 
 def test_sampled_ranks() -> None:
-    assert sampled(1) == [0] and sampled(4) == [0, 1, 2, 3] and len(sampled(16)) == 8
-    assert sampled(1 << 18) == [0, (1 << 17) - 1, (1 << 18) - 1]
-    assert {rank % 4 for rank in sampled(16, 4)} == {0, 3}  # where messages cross to other nodes
+    assert sample_ranks(1) == [0] and sample_ranks(4) == [0, 1, 2, 3] and len(sample_ranks(16)) == 8
+    assert sample_ranks(1 << 18) == [0, (1 << 17) - 1, (1 << 18) - 1]
+    assert {rank % 4 for rank in sample_ranks(16, 4)} == {0, 3}  # where messages cross to other nodes
 
 
 def test_wrong_machines() -> None:
     for options, words in (
-        ({"flops": 0}, "flops=0 must be useful .* try flops=5e"),
-        ({"latency": -1.0}, "latency=-1.0 must be seconds"),
+        ({"flops": 0}, "flops=0 must be a number > 0; flops is the useful .* try flops=5e"),
+        ({"latency": -1.0}, "latency=-1.0 must be a number >= 0; latency is the seconds"),
         ({"bandwidth": float("nan")}, "bandwidth=nan"),
-        ({"ranks_per_node": 0}, "ranks_per_node=0 must be a number of ranks"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0 must be a whole number >= 1; .* the number of ranks"),
         ({"node_bandwidth": 0.0}, "node_bandwidth=0.0"),
         ({"shared_nic": 1}, "shared_nic=1 must be True or False"),
     ):

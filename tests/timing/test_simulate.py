@@ -17,7 +17,7 @@ import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
 from ringattn.timing import problem as problems_of
 from ringattn.timing.band.banded import banded
-from ringattn.timing.costs import expected, failures, memory, young_daly
+from ringattn.timing.costs import expected_seconds, failures, memory, young_daly
 from ringattn.timing.forecast import BACKWARD, predict
 from ringattn.timing.solvers.jitter import varied
 from ringattn.timing.solvers.recurrence import Lane, Phase, Ring
@@ -250,10 +250,10 @@ def test_memory_by_hand() -> None:
     q, kv, lse = 1024 * 8 * 64 * 2, 1024 * 2 * 128 * 2, 1024 * 8 * 4
     assert memory(plan) == {
         "q, k, v": q + kv, "output": q, "lse": lse, "receive buffers": 2 * kv, "one visit's output": q + lse,
-        "sums of the output": 2 * q,
+        "accumulator of the output": 2 * q,
     }  # fmt: skip
     back = memory(plan, backward=True)
-    assert back["sums of dq, dk, dv"] == 2 * (q + kv) and back["dq, dk, dv"] == q + kv
+    assert back["accumulators of dq, dk, dv"] == 2 * (q + kv) and back["dq, dk, dv"] == q + kv
     assert back["message buffers"] == 2 * (kv + 2 * kv) + 2 * kv + 2 * kv and back["kept block"] == kv
     whole = make_plan(Full(), tokens=4096, ranks=4, schedule="allgather", heads=8, kv_heads=2, dtype="bfloat16")
     assert memory(whole)["receive buffers"] == 4 * kv
@@ -284,7 +284,7 @@ def test_failures_against_a_random_run() -> None:
             while (again := survives(restart)) < 0:
                 total += -again
             total += again
-    assert total / runs == pytest.approx(expected(work, interval, write, restart, mean), rel=0.03)
+    assert total / runs == pytest.approx(expected_seconds(work, interval, write, restart, mean), rel=0.03)
 
 
 def test_energy_cost_and_failures_of_a_plan() -> None:
@@ -348,7 +348,7 @@ def test_wrong_requests() -> None:
         (
             lambda: simulate(plan, EVEN, slow={1: 2.0}, solver="closed_form"),
             Unsupported,
-            "solver=A needs all ranks and links alike",
+            "solver=closed_form needs all ranks and links alike",
         ),
         (lambda: simulate(direct, EVEN, solver="stencil"), Unsupported, "the schedule direct is no ring"),
         (
@@ -359,8 +359,8 @@ def test_wrong_requests() -> None:
         (lambda: simulate(many, EVEN), Unsupported, "8,192 ranks are more than the 4,096 .* must be: the mask"),
         (lambda: simulate(big, EVEN), Unsupported, "steps and messages are more than"),
         (lambda: simulate(plan, "cpus"), InvalidInput, "did you mean 'cpu'"),
-        (lambda: replace(EVEN, gamma=-1.0), InvalidInput, "gamma=-1.0 must be the part >= 0"),
-        (lambda: replace(EVEN, buffers=0), InvalidInput, "buffers=0 must be a number of receive slots"),
+        (lambda: replace(EVEN, gamma=-1.0), InvalidInput, "gamma=-1.0 must be a number >= 0, or None"),
+        (lambda: replace(EVEN, buffers=0), InvalidInput, "buffers=0 must be a whole number >= 1, or None; .* receive slots"),
         (lambda: replace(EVEN, sources=(("flop", "cited"),)), InvalidInput, "did you mean 'flops'"),
         (lambda: replace(EVEN, sources=(("flops", "heard"),)), InvalidInput, "one of cited, assumed, measured"),
     ):

@@ -14,7 +14,7 @@ from ...plan.work import Work
 from ...runtime.accumulators import KernelInputs, add_, batches
 from ...runtime.memory_pool import memory_pool
 from ...timing.forecast import BACKWARD
-from ...timing.kernel_seconds import lowered
+from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
 from .team import ENOUGH, ROUNDS, Team
 
@@ -57,7 +57,7 @@ def sample(
     """Seconds of all ranks for one work, which all of them compute at the same time."""
     call = calls(kernel, work, head_dim, dtype, team.device, backward=backward)
     seconds = team.repeated(call, repeat, ENOUGH / ROUNDS)
-    (tile,) = lowered(work)
+    (tile,) = lower_to_tiles(work)
     shape, rows, keys, pairs = tile
     flops = pairs * 4 * head_dim * (BACKWARD if backward else 1.0)
     return Sample(shape, backward, rows, keys, flops, tuple(t for rank in team.everyone(seconds) for t in rank))

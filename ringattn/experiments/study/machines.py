@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from ...errors import RingAttentionError
-from ...machine.file import UNITS
-from ...machine.machine import Machine, machine_fields
+from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...machine.presets import CURRENCY, MACHINES
 from .space import Point
 
@@ -42,12 +41,12 @@ def described(points: Sequence[Point], made: Mapping[int, Machine]) -> list[str]
 def _numbers(name: str, some: Sequence[Machine]) -> list[str]:
     preset = MACHINES.get(name)
     found = []
-    for key in machine_fields():
+    for key in MACHINE_NUMBERS:
         given = {one: value for one in some if (value := getattr(one, key)) not in (None, False)}
         if given:
             values, sources = sorted(set(given.values())), sorted({one.source(key) for one in given})
             text = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} .. {values[-1]:g}"
-            unit = UNITS[key]
+            unit = MACHINE_NUMBERS[key].unit
             if key == "price" and preset is not None and values == [preset.price]:
                 unit = unit.replace("currency", CURRENCY)
             text = "true" if values[0] is True else f"{text} {unit}"

@@ -9,8 +9,7 @@ from typing import Any
 from ...config.build import asked_machine, asked_plan
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported
-from ...machine.file import UNITS
-from ...machine.machine import Machine
+from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...plan.plan import Plan
 from ...timing.simulation import simulate
 from ...timing.solvers.recurrence import Stall
@@ -149,7 +148,9 @@ def column(name: str) -> Column:
     if name == "pairs":
         return Column(name, "(query, key, head) pairs", "counted")
     inner = re.sub(r"^machine\.", "", name)
-    return Column(name, UNITS.get(inner, "") if inner != name else _INPUTS.get(name, ""))
+    if inner != name:
+        return Column(name, MACHINE_NUMBERS[inner].unit if inner in MACHINE_NUMBERS else "")
+    return Column(name, _INPUTS.get(name, ""))
 
 
 #: (unit, word) of what was executed.

@@ -1,0 +1,81 @@
+"""The declaration of one number of a machine: unit, meaning, allowed values, and the effect that needs the number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import InvalidInput
+
+#: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
+MeasuredBy = Literal["every", "ranks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineNumber:
+    """The declaration of one number of a machine, kept as metadata of its field in `Machine`.
+
+    The checks of `Machine`, the units in machine files, the keys `machine.*` of the command line, their help, and the
+    effects that a simulation reports as not modelled follow from these declarations.
+    """
+
+    #: The unit in machine files and in reports.
+    unit: str
+    #: What the number is, as a noun phrase.
+    meaning: str
+    #: A value that is allowed. The type of the example is the type of the number: float, int or bool.
+    example: float | int | bool
+    #: Whether 0 is allowed. A negative number never is, and a whole number is at least 1.
+    may_be_zero: bool = False
+    #: What the model does where the number is None; "" where it only leaves `effect` out, or where None is not allowed.
+    default: str = ""
+    #: The effect that the model leaves out where the number is None; "" where it leaves nothing out.
+    effect: str = ""
+    #: The key of `Timeline.exposed` that is not modelled where the number is None; "" where there is no such key.
+    cause: str = ""
+    #: The calibrations that measure the number; None: the number is not measured.
+    measured_by: MeasuredBy | None = None
+
+    @property
+    def python_type(self) -> type[float] | type[int] | type[bool]:
+        """The type of the number."""
+        return type(self.example)
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether the number may be None."""
+        return bool(self.default or self.effect)
+
+    @property
+    def help(self) -> str:
+        """Meaning and unit, and what the model does without the number."""
+        unit = "" if self.python_type is bool else f" [{self.unit}]"
+        otherwise = self.default or (f"without it the model leaves out {self.effect}" if self.effect else "")
+        return f"{self.meaning}{unit}{otherwise and '; '}{otherwise}"
+
+    def check(self, name: str, value: object) -> None:
+        """Raise InvalidInput where `value` is not allowed for the number called `name`."""
+        if not self._allows(value):
+            example = str(self.example) if self.python_type is bool else f"{self.example:g}"
+            raise InvalidInput(
+                f"machine: {name}={value!r} must be {self._allowed()}; {name} is {self.help}; try {name}={example}"
+            )
+
+    def _allows(self, value: object) -> bool:
+        if value is None:
+            return self.may_be_none
+        if self.python_type is bool or isinstance(value, bool):
+            return self.python_type is bool and isinstance(value, bool)
+        if self.python_type is int:
+            return isinstance(value, int) and value >= 1
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        return value > 0 or (value == 0 and self.may_be_zero)
+
+    def _allowed(self) -> str:
+        """The allowed values in words."""
+        if self.python_type is bool:
+            return "True or False"
+        number = "a whole number >= 1" if self.python_type is int else f"a number {'>=' if self.may_be_zero else '>'} 0"
+        return f"{number}, or None" if self.may_be_none else number
