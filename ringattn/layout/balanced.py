@@ -12,7 +12,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput
-from ..pattern.ranges import merged
+from ..pattern.ranges import merge_runs
 from .partition import MAX_RANGES, Layout
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Balanced(Layout):
         found: dict[int, list[range]] = {}
         for (start, stop), (_, owner) in zip(pairwise([*self._starts, self.tokens]), self.runs, strict=True):
             found.setdefault(owner, []).append(range(start, stop))
-        return {owner: merged(parts) for owner, parts in found.items()}
+        return {owner: merge_runs(parts) for owner, parts in found.items()}
 
     def shard(self, rank: int) -> tuple[range, ...]:
         return self._shards.get(rank, ())
@@ -101,7 +101,7 @@ class Balanced(Layout):
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         if len(ranks) == 1:
             return self.shard(ranks[0]), True  # a single rank cannot be halved: exact, whatever its ranges
-        parts = merged(r for rank in ranks for r in self.shard(rank))
+        parts = merge_runs(r for rank in ranks for r in self.shard(rank))
         if len(parts) <= MAX_RANGES:
             return parts, True
         gaps = sorted(range(1, len(parts)), key=lambda i: parts[i].start - parts[i - 1].stop)

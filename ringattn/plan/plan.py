@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..cache import Cache, Value, weigh
+from ..cache import Cache, Value, estimate_bytes
 from ..dtypes import ITEM_BYTES, dtype_name
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restored_layout
@@ -147,7 +147,7 @@ class Plan(Value, MessageSizes):
 
     @cached_property
     def _input_bytes(self) -> int:
-        return weigh([getattr(self, entry.name) for entry in fields(self)])
+        return estimate_bytes([getattr(self, entry.name) for entry in fields(self)])
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
