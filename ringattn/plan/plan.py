@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cache import Cache, Value, estimate_bytes
 from ..dtypes import ITEM_BYTES, dtype_name
 from ..errors import InvalidInput
-from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restored_layout
+from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restore_layout
 from ..pattern import Pattern, parse_pattern
 from ..pattern.head_slice import HeadSlice
 from .block_demand import ANSWERS
@@ -207,7 +207,7 @@ class Plan(Value, MessageSizes):
             arguments: dict[str, Any] = dict(found)
             if runs is not None:
                 sizes = arguments["tokens"], arguments["ranks"]
-                arguments["layout"] = restored_layout(arguments["layout"], *sizes, runs)
+                arguments["layout"] = restore_layout(arguments["layout"], *sizes, runs)
         except InvalidInput:
             raise
         except (ValueError, KeyError, AttributeError, TypeError) as error:
