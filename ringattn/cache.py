@@ -1,34 +1,37 @@
-"""What is worked out once and kept: bounded by bytes, and left behind when its owner is pickled."""
+"""A cache bounded by bytes, and a base class for dataclasses whose cached results are not pickled."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sized
+from dataclasses import Field
+from itertools import islice
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
-#: Bytes of an entry beside those of its value: its key, and the places that it takes.
+#: Bytes counted per entry in addition to the bytes of its value: the key and the dictionary slots.
 ENTRY = 256
-#: Of a longer tuple or list so many items are weighed; a weighing looks at no more than MOST objects.
+#: `estimate_bytes` samples this many items of a longer list or tuple, and visits at most this many objects in all.
 SAMPLED, MOST = 16, 4096
-#: Entries next to go that are weighed again with every new one, beside those that were used since the last.
-AGAIN = 8
-SMALL = (bool, int, float, type(None))
+#: Least recently used entries that are measured again with every new entry, if values grow.
+REMEASURED = 8
+SCALARS = (bool, int, float, type(None))
 _ABSENT: Any = object()
 
 
 class Cache:
-    """Values by key. Beyond `limit` bytes the least recently used ones go; the newest stays, however large it is.
+    """A thread-safe cache that drops the least recently used entries beyond `limit` bytes.
 
-    `size` gives the bytes of a value. Values that grow while they are kept need `grows`: they are weighed again, after
-    they were used and before they go.
+    The newest entry stays even if it alone exceeds the limit. `size` returns the bytes of a value (default:
+    `estimate_bytes`). Set `grows` if values grow while they are cached: entries are then measured again after use and
+    before they are dropped.
     """
 
     def __init__(self, limit: int, size: Callable[[Any], int] | None = None, *, grows: bool = False) -> None:
         self.limit, self.bytes = limit, 0
-        self._size, self._grows = size or weigh, grows
+        self._size, self._grows = size or estimate_bytes, grows
         self._values: OrderedDict[Hashable, Any] = OrderedDict()  # least recently used first
         self._sizes: dict[Hashable, int] = {}
         self._used: set[Hashable] = set()
@@ -38,31 +41,31 @@ class Cache:
         return len(self._values)
 
     def answer(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `key`; where there is none, `make()`, which is kept."""
+        """The cached value of `key`; if there is none, the result of `make()`, which is then cached."""
         with self._lock:
-            found = self._values.get(key, _ABSENT)
-            if found is not _ABSENT:
+            cached = self._values.get(key, _ABSENT)
+            if cached is not _ABSENT:
                 self._values.move_to_end(key)
                 if self._grows:
                     self._used.add(key)
-                return found
-        value = make()  # outside of the lock: two threads may both make it, and either value will do
+                return cached
+        value = make()  # outside the lock: two threads may both compute the value, and either result is correct
         self._put(key, value)
         return value
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         with self._lock:
             self._values.clear()
             self._sizes.clear()
             self._used.clear()
             self.bytes = 0
 
-    def _put(self, key: Hashable, value: Any) -> None:
+    def _put(self, key: Hashable, value: object) -> None:
         size = self._size(value) + ENTRY
         with self._lock:
             if self._grows:
-                for other in (*self._used, *[old for old, _ in zip(self._values, range(AGAIN), strict=False)]):
+                for other in (*self._used, *islice(self._values, REMEASURED)):
                     if other in self._values:
                         self._resize(other, self._size(self._values[other]) + ENTRY)
                 self._used = {key}
@@ -78,42 +81,52 @@ class Cache:
         self._sizes[key] = size
 
 
-def weigh(value: Any) -> int:
-    """About how many bytes a value takes, with all that it refers to; of long sequences some items stand for all."""
-    if type(value) in SMALL:
+def estimate_bytes(value: object) -> int:
+    """About how many bytes `value` and everything it refers to take; long lists and tuples are extrapolated."""
+    if type(value) in SCALARS:
         return 32
-    total, seen = 0.0, 0
-    todo: list[tuple[Any, float]] = [(value, 1.0)]
-    while todo and seen < MOST:
-        one, times = todo.pop()
-        seen += 1
-        kind = type(one)
+    total, visited = 0.0, 0
+    todo: list[tuple[Any, float]] = [(value, 1.0)]  # objects, and how many like it each object stands for
+    while todo and visited < MOST:
+        item, weight = todo.pop()
+        visited += 1
+        kind = type(item)
         if kind is range:
-            total += 144 * times
+            total += 144 * weight
         elif kind in (int, bool, float, str, bytes, type(None)):
-            total += ((len(one) if isinstance(one, Sized) else 0) + 32) * times
+            total += ((len(item) if isinstance(item, Sized) else 0) + 32) * weight
         elif kind in (tuple, list):
-            total += (56 + 8 * len(one)) * times
-            some = one[:: -(-len(one) // SAMPLED)] if len(one) > SAMPLED else one
-            todo += [(item, times * len(one) / len(some)) for item in some]
-        elif isinstance(one, dict):
-            total += (64 + 100 * len(one)) * times
-            todo += [(item, times) for pair in one.items() for item in pair]
-        elif hasattr(one, "nbytes"):  # an array or a tensor
-            total += (128 + one.nbytes) * times
-        elif hasattr(one, "__dict__"):
-            total += 160 * times
-            todo += [(item, times) for item in vars(one).values()]
+            total += (56 + 8 * len(item)) * weight
+            sample = item[:: -(-len(item) // SAMPLED)] if len(item) > SAMPLED else item
+            todo += [(member, weight * len(item) / len(sample)) for member in sample]
+        elif isinstance(item, dict):
+            total += (64 + 100 * len(item)) * weight
+            todo += [(member, weight) for pair in item.items() for member in pair]
+        elif hasattr(item, "nbytes"):  # an array or a tensor
+            total += (128 + item.nbytes) * weight
+        elif hasattr(item, "__dict__"):
+            total += 160 * weight
+            todo += [(member, weight) for member in vars(item).values()]
         else:
-            total += 64 * times
+            total += 64 * weight
     return int(total)
 
 
 class Value:
-    """A dataclass that is pickled, and copied, as its fields: what it has worked out of them is left behind.
+    """Base of frozen dataclasses that cache derived results: pickling and copying keep the fields only.
 
-    Hashes that are kept would be wrong in another process; caches are large, and hold locks and functions.
+    A cached hash would be wrong in another process, and caches are large and hold locks and functions.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}  # type: ignore[attr-defined]
+        return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+
+    def _normalize(self, **values: object) -> None:
+        """Replace fields by their normal form, so that equal values compare and print as equal.
+
+        Only for `__init__` and `__post_init__`: after construction nothing changes a frozen dataclass.
+        """
+        for name, value in values.items():
+            object.__setattr__(self, name, value)

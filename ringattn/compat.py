@@ -1,11 +1,15 @@
-"""Attention modules by name, as the projects that ringattn grew out of made them; tensors are [B, N, H, D]."""
+"""Factory functions of the projects that preceded ringattn, under their names; tensors are [B, N, H, D].
+
+B is the batch, N the tokens, H the heads, D the head dimension. All functions raise InvalidInput for an unknown name,
+variant, preset or option, with a hint for a misspelled name.
+"""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
@@ -32,16 +36,16 @@ from .pattern import (
     strided_blocks,
 )
 
-#: Block-sparse patterns by name; each takes block and density.
+#: Block-sparse patterns by name, each called with block and density.
 FAMILIES: dict[str, Callable[..., Pattern]] = {
     "local_window": local_window,
     "dilated_blocks": dilated_blocks,
-    "dilated_sparse": dilated_blocks,  # the name that the originals used
+    "dilated_sparse": dilated_blocks,  # the name in the preceding projects
     "global_local": global_local,
     "strided_blocks": strided_blocks,
     "hierarchical": hierarchical,
 }
-#: Ready-made patterns, of any length.
+#: Patterns by name, for sequences of any length.
 PRESETS: dict[str, Pattern] = {
     "local": local_window(64, blocks=4),
     "dilated": dilated_blocks(64, offsets=(1, 2, 4)),
@@ -50,12 +54,20 @@ PRESETS: dict[str, Pattern] = {
     "fine_grained": hierarchical(64, levels=((1, 2), (4, 8))),
     "long_range": hierarchical(128, levels=((1, 1), (32, -1))),
 }
-#: What runs for a name: one device, or a ring. The variants of the originals compute the same here.
-DILATED = {
-    "standard": False, "improved": False, "DilatedAttention": False, "ImprovedDilatedAttention": False,
-    "ring": True, "distributed": True, "improved_distributed": True, "RingDilatedAttention": True,
-    "RingDilatedAttentionV2": True, "RingDilatedAttentionProduction": True, "v2": True, "production": True,
-}  # fmt: skip
+ONE_DEVICE = ("standard", "improved", "DilatedAttention", "ImprovedDilatedAttention")
+RING = (
+    "ring",
+    "distributed",
+    "improved_distributed",
+    "RingDilatedAttention",
+    "RingDilatedAttentionV2",
+    "RingDilatedAttentionProduction",
+    "v2",
+    "production",
+)
+#: Names of dilated attention, True for a ring. The preceding projects had one implementation per name; here all names of
+#: a kind compute the same.
+DILATED = {**dict.fromkeys(ONE_DEVICE, False), **dict.fromkeys(RING, True)}
 BLOCK_SPARSE = ("block_sparse", "block_sparse_ring", "BlockSparseRingDilatedAttention")
 VARIANTS = ("base", "multihead", "adaptive", "hierarchical")
 
@@ -68,20 +80,25 @@ def create_dilated_attention(
     ring_size: int | None = None,
     **options: Any,
 ) -> RingAttention:
-    """Dilated attention of q, k, v [B, N, H, D] under the head-grouped convention (mix="lse" for LongNet's).
+    """A module of dilated attention on q, k, v [B, N, H, D]: `Dilated(segment_lengths, dilation_rates, mix="group")`.
 
-    "standard" and "improved": one device. "ring" (and "distributed"): the process group where torch.distributed is
-    initialised, whose size `ring_size` must then be and whose ranks pass their shards, cut as `layout=` must say; else
-    `ring_size` virtual ranks in this process. "block_sparse": `create_block_sparse_attention`. "auto": "ring" where `ring_size` or a
-    process group is there, else "standard". `options` are those of `ringattn.nn.DilatedAttention`, and `order`.
+    `name` says where the module runs:
+    - "standard", "improved": on one device.
+    - "ring", "distributed": on the ranks of the default process group if torch.distributed is initialized; each rank
+      passes its shard, `layout=` must say how the sequence was sharded, and `ring_size`, if given, must be the size of
+      the group. Otherwise on `ring_size` virtual ranks in this process.
+    - "auto": as "ring" if `ring_size` is given or a process group is initialized, else as "standard".
+    - "block_sparse": see `create_block_sparse_attention`.
+
+    `options` are those of `ringattn.nn.DilatedAttention`, among them mix="lse" for LongNet's mixing, and `order`.
     """
     if name in BLOCK_SPARSE:
         return create_block_sparse_attention(
             segment_lengths=segment_lengths, dilation_rates=dilation_rates, ring_size=ring_size, **options
         )
-    where = _where(name, ring_size)
-    _check(options, DilatedAttention)
-    return DilatedAttention(segment_lengths, dilation_rates, **{"order": "BNHD", "mix": "group", **where, **options})
+    place = _place(name, ring_size)
+    _check_options(options, DilatedAttention)
+    return DilatedAttention(segment_lengths, dilation_rates, **{"order": "BNHD", "mix": "group", **place, **options})
 
 
 def create_multihead_dilated_attention(
@@ -94,21 +111,36 @@ def create_multihead_dilated_attention(
     ring_size: int | None = None,
     **options: Any,
 ) -> MultiheadAttention:
-    """The multihead form of `create_dilated_attention`, batch first; `options` of `MultiheadDilatedAttention`.
+    """The multihead form of `create_dilated_attention`, on [B, N, embed_dim]; `options` of `MultiheadDilatedAttention`.
 
-    "block_sparse": `create_block_sparse_attention("multihead")`, with its options.
+    "block_sparse" is `create_block_sparse_attention("multihead")` with its options.
     """
     if name in BLOCK_SPARSE:
-        multihead: MultiheadAttention = create_block_sparse_attention(
-            "multihead", embed_dim=embed_dim, num_heads=num_heads, segment_lengths=segment_lengths,
-            dilation_rates=dilation_rates, ring_size=ring_size, **options,
-        )  # fmt: skip
-        return multihead
-    where = _where(name, ring_size)
-    given = {"mix": "group", "batch_first": True, **where, **options}
-    return MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, **given)
+        return create_block_sparse_attention(
+            "multihead",
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            segment_lengths=segment_lengths,
+            dilation_rates=dilation_rates,
+            ring_size=ring_size,
+            **options,
+        )
+    arguments = {"mix": "group", "batch_first": True, **_place(name, ring_size), **options}
+    return MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, **arguments)
 
 
+@overload
+def create_block_sparse_attention(variant: Literal["adaptive"], **options: Any) -> AdaptiveAttention: ...
+@overload
+def create_block_sparse_attention(variant: Literal["multihead"], **options: Any) -> MultiheadBlockSparseAttention: ...
+@overload
+def create_block_sparse_attention(
+    variant: Literal["base", "hierarchical"] = "base", **options: Any
+) -> BlockSparseAttention: ...
+@overload
+def create_block_sparse_attention(
+    variant: str, **options: Any
+) -> BlockSparseAttention | AdaptiveAttention | MultiheadBlockSparseAttention: ...
 def create_block_sparse_attention(
     variant: str = "base",
     *,
@@ -120,87 +152,91 @@ def create_block_sparse_attention(
     causal: bool = False,
     ring_size: int | None = None,
     **options: Any,
-) -> Any:
-    """Block-sparse attention, the one softmax over all keys that a query sees.
+) -> BlockSparseAttention | AdaptiveAttention | MultiheadBlockSparseAttention:
+    """A module of block-sparse attention: one softmax over all keys that a query attends.
 
-    variant "base": a module on q, k, v [B, N, H, D]. "hierarchical": the same with pattern="hierarchical".
-    "multihead": needs embed_dim and num_heads, takes [B, N, E]. "adaptive": learned, needs num_heads and head_dim.
+    `variant` is one of
+    - "base": on q, k, v [B, N, H, D];
+    - "hierarchical": "base" with pattern="hierarchical";
+    - "multihead": on [B, N, embed_dim]; needs embed_dim= and num_heads=;
+    - "adaptive": on q, k, v, with learned blocks; needs num_heads= and head_dim=, and takes no pattern.
 
-    `pattern` is a Pattern or its text, a preset or a family (default local_window); `density` (default 0.1) is the fraction of
-    key blocks (of `block` tokens, default 128) that a row keeps. With segment_lengths and dilation_rates the keys of
-    dilated attention are added (each pair once): the achieved density is then larger,
-    `module.achieved_density(tokens, heads)` counts it. `ring_size` is as in `create_dilated_attention`; `options` are
-    those of the module.
+    `pattern` is a Pattern or its text, a name of PRESETS, or a name of FAMILIES (default "local_window"). A family takes
+    `block`, the tokens of a block (default 128), and `density`, the fraction of the key blocks that a query block keeps
+    (default 0.1). With `segment_lengths` and `dilation_rates` the keys of dilated attention are added, each pair once;
+    the density then grows, and `module.achieved_density(tokens, heads)` counts it. `causal` hides later keys. `ring_size`
+    is as in `create_dilated_attention`; `options` are those of the module.
     """
-    density = _old_spelling(options, density)
+    density = _read_density(options, density)
     if variant not in VARIANTS:
         raise InvalidInput(f"variant={variant!r}: {did_you_mean(variant, VARIANTS)}expected {', '.join(VARIANTS)}")
-    where = _where("auto", ring_size)
+    place = _place("auto", ring_size)
     if variant == "adaptive":
-        _check(options, AdaptiveAttention)
         if segment_lengths is not None and any(rate != 1 for rate in dilation_rates or ()):
             raise InvalidInput("the adaptive variant chooses its own blocks: leave out dilation_rates above 1")
         if pattern is not None:
             raise InvalidInput(f"the adaptive variant learns its pattern: leave out pattern={pattern!r}")
-        given = {
-            "block": block or 128,
-            "causal": causal,
-            "order": "BNHD",
-            **_size(options, density),
-            **where,
-            **options,
-        }
-        return AdaptiveAttention(**given)
+        _check_options(options, AdaptiveAttention)
+        _require_options(options, "num_heads", "head_dim")
+        arguments = {"causal": causal, "order": "BNHD", **_selection_size(options, density), **place, **options}
+        return AdaptiveAttention(block=block or 128, **arguments)
     if variant == "hierarchical":
         if pattern not in (None, "hierarchical"):
             raise InvalidInput(f"variant='hierarchical' is a pattern of its own: leave out pattern={pattern!r}")
         pattern = "hierarchical"
-    chosen = _pattern("local_window" if pattern is None else pattern, density, block)
+    chosen = _find_pattern("local_window" if pattern is None else pattern, density, block)
     if segment_lengths is not None or dilation_rates is not None:
         chosen = chosen | Dilated(tuple(segment_lengths or ()), tuple(dilation_rates or ()), mix="union")
     chosen = chosen & Causal() if causal else chosen
     if variant == "multihead":
-        _require(options, "embed_dim", "num_heads")
-        return MultiheadBlockSparseAttention(pattern=chosen, **{"batch_first": True, **where, **options})
-    _check(options, RingAttention)
-    return BlockSparseAttention(chosen, **{"order": "BNHD", **where, **options})
+        _require_options(options, "embed_dim", "num_heads")
+        return MultiheadBlockSparseAttention(pattern=chosen, **{"batch_first": True, **place, **options})
+    _check_options(options, RingAttention)
+    return BlockSparseAttention(chosen, **{"order": "BNHD", **place, **options})
 
 
-def create_multihead_block_sparse(embed_dim: int, num_heads: int, **options: Any) -> Any:
-    """`create_block_sparse_attention(variant="multihead", ...)`; adaptive=True for `MultiheadAdaptiveAttention`."""
+def create_multihead_block_sparse(embed_dim: int, num_heads: int, **options: Any) -> MultiheadAttention:
+    """`create_block_sparse_attention("multihead", ...)`, on [B, N, embed_dim]; with adaptive=True a
+    `MultiheadAdaptiveAttention`, whose density defaults to 0.1 unless k= is given."""
     if options.pop("adaptive", False):
-        density = _old_spelling(options, options.pop("density", None))
-        where = _where("auto", options.pop("ring_size", None))
-        given = {"batch_first": True, **_size(options, density), **where, **options}
-        return MultiheadAdaptiveAttention(embed_dim, num_heads, **given)
+        density = _read_density(options, options.pop("density", None))
+        place = _place("auto", options.pop("ring_size", None))
+        arguments = {"batch_first": True, **_selection_size(options, density), **place, **options}
+        return MultiheadAdaptiveAttention(embed_dim, num_heads, **arguments)
     return create_block_sparse_attention("multihead", embed_dim=embed_dim, num_heads=num_heads, **options)
 
 
 def BlockSparseAdaptive(
     segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = None, **options: Any
 ) -> AdaptiveAttention:
-    """`create_block_sparse_attention(variant="adaptive", ...)`. The scorer looks at the whole sequence: segments
-    are accepted as the original has them, and change nothing."""
-    module: AdaptiveAttention = create_block_sparse_attention(
+    """`create_block_sparse_attention("adaptive", ...)`, under the name of a class of the preceding projects.
+
+    `segment_lengths` are accepted as there and have no effect, because the scorer sees the whole sequence.
+    """
+    return create_block_sparse_attention(
         "adaptive", segment_lengths=segment_lengths, dilation_rates=dilation_rates, **options
     )
-    return module
 
 
 def get_block_sparse_preset(name: str) -> Pattern:
-    """A ready-made block-sparse pattern, one of PRESETS, for `create_block_sparse_attention(pattern=...)`."""
+    """The pattern called `name` in PRESETS, for `create_block_sparse_attention(pattern=...)`."""
     if name not in PRESETS:
         raise InvalidInput(f"preset {name!r}: {did_you_mean(name, PRESETS)}expected one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
-def _size(options: dict[str, Any], density: float | None) -> dict[str, Any]:
-    """The density of an adaptive module, where it is given or nothing else says how many blocks it takes."""
-    return {"density": 0.1 if density is None else density} if density is not None or "k" not in options else {}
+def _selection_size(options: dict[str, Any], density: float | None) -> dict[str, Any]:
+    """The density= option of an adaptive module: the given density, else 0.1 unless `options` give k=."""
+    if density is None and "k" in options:
+        return {}
+    return {"density": 0.1 if density is None else density}
 
 
-def _pattern(pattern: str | Pattern, density: float | None, block: int | None) -> Pattern:
-    """A pattern, a preset (where nothing else is asked for) or a family of a density."""
+def _find_pattern(pattern: str | Pattern, density: float | None, block: int | None) -> Pattern:
+    """The pattern for `pattern`: itself, its text, a preset, or a family with `density` and `block`.
+
+    Raises InvalidInput for an unknown name, and for density or block beside a pattern that has its own.
+    """
     if isinstance(pattern, str) and "(" in pattern:
         pattern = parse_pattern(pattern)
     preset = PRESETS.get(pattern) if isinstance(pattern, str) else pattern
@@ -214,54 +250,56 @@ def _pattern(pattern: str | Pattern, density: float | None, block: int | None) -
     return FAMILIES[pattern](block or 128, density=0.1 if density is None else density)
 
 
-def _where(name: str, ring_size: int | None) -> dict[str, Any]:
-    """Where a module of this name runs, as options of `RingAttention`."""
+def _place(name: str, ring_size: int | None) -> dict[str, Any]:
+    """The options of `RingAttention` that say where a module of this name runs: group=, ranks= or none."""
     if name not in (*DILATED, "auto"):
         names = [*DILATED, "auto", *BLOCK_SPARSE]
         raise InvalidInput(f"unknown attention {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
-    joined = dist.is_available() and dist.is_initialized()
-    if name == "auto" and ring_size is None and not joined:
+    distributed = dist.is_available() and dist.is_initialized()
+    if name == "auto" and ring_size is None and not distributed:
         return {}
     if not DILATED.get(name, True):
         if ring_size not in (None, 1):
             raise InvalidInput(f"ring_size={ring_size}: {name!r} runs on one device; try the name 'ring'")
         return {}
-    if joined:
+    if distributed:
         world = dist.get_world_size()
         if ring_size not in (None, world):
-            raise InvalidInput(f"ring_size={ring_size}, but the process group has {world} ranks; leave it out")
+            raise InvalidInput(f"ring_size={ring_size}, but the process group has {world} ranks; leave ring_size out")
         return {"group": dist.group.WORLD}
     return {"ranks": 1 if ring_size is None else ring_size}
 
 
-def _old_spelling(options: dict[str, Any], density: float | None) -> float | None:
-    """`sparsity_ratio` of the originals, which here was always the fraction that is kept."""
+def _read_density(options: dict[str, Any], density: float | None) -> float | None:
+    """`density`, or `sparsity_ratio`, taken out of `options` with a warning: its name in the preceding projects.
+
+    There, too, it was the fraction of key blocks that are kept.
+    """
     if "sparsity_ratio" not in options:
         return density
     if density is not None:
         raise InvalidInput("sparsity_ratio is the old name of density; give density only")
-    found: float = options.pop("sparsity_ratio")
+    ratio: float = options.pop("sparsity_ratio")
     warnings.warn(
-        f"sparsity_ratio is called density here, the fraction of key blocks that a row keeps: read as density={found}",
-        FutureWarning, stacklevel=3,
-    )  # fmt: skip
-    return found
+        f"sparsity_ratio is called density here, the fraction of key blocks that a row keeps: read as density={ratio}",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return ratio
 
 
-def _check(options: dict[str, Any], module: type) -> None:
-    """Raise InvalidInput for an option that neither the module nor its base takes."""
-    bases = [base for base in module.__mro__ if issubclass(base, RingAttention)]
-    names = {name for base in bases for name in inspect.signature(base).parameters} - {"options", "pattern"}
+def _check_options(options: dict[str, Any], module: type[RingAttention]) -> None:
+    """Raise InvalidInput for an option that neither the module nor a base class of it takes."""
+    classes = [base for base in module.__mro__ if issubclass(base, RingAttention)]
+    names = {name for base in classes for name in inspect.signature(base).parameters} - {"options", "pattern"}
     for name in options:
         if name not in names:
             raise InvalidInput(
                 f"unknown option {name!r}; {did_you_mean(name, names)}expected {', '.join(sorted(names))}"
             )
-    if module is AdaptiveAttention:
-        _require(options, "num_heads", "head_dim")
 
 
-def _require(options: dict[str, Any], *names: str) -> None:
+def _require_options(options: dict[str, Any], *names: str) -> None:
     missing = [name for name in names if name not in options]
     if missing:
         raise InvalidInput(f"this variant needs {' and '.join(missing)}; give {'=, '.join(missing)}=")

@@ -1,4 +1,4 @@
-"""Errors of ringattn. Each says what is wrong, why, and what to try."""
+"""Exceptions of ringattn. Each message says what is wrong, why, and what to try."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class RingAttentionError(Exception):
-    """Base of every error that ringattn raises on purpose."""
+    """Base class of every error that ringattn raises on purpose."""
 
 
 class InvalidInput(RingAttentionError, ValueError):
@@ -16,29 +16,29 @@ class InvalidInput(RingAttentionError, ValueError):
 
 
 class Unsupported(RingAttentionError, ValueError):
-    """A valid request that the chosen kernel, transport or device cannot honour."""
+    """A valid request that the chosen kernel, transport or device cannot fulfil."""
 
 
 class LaunchLimit(Unsupported):
-    """A size that no launch of the device's kernels can have, such as a grid dimension above 65,535."""
+    """A problem size beyond a launch limit of the device, such as a CUDA grid dimension above 65,535."""
 
 
 class OutOfMemory(RingAttentionError, MemoryError):
-    """The memory of a device is not enough, even after idle memory was given back; `__cause__` is its own error."""
+    """A device ran out of memory, even after cached memory was freed; `__cause__` is the device library's error."""
 
 
 class Mismatch(RingAttentionError, ValueError):
-    """The ranks of one call disagree about shapes, dtypes, pattern, layout or plan."""
+    """The ranks of one collective call disagree about shapes, dtypes, pattern, layout or plan."""
 
 
 class CommFailure(RingAttentionError, RuntimeError):
-    """A message did not arrive in time, or a peer is gone."""
+    """A message did not arrive before the timeout, or the other rank has ended."""
 
 
 class LaunchFailure(CommFailure):
-    """A rank that this process started has failed, was killed, or did not end in time.
+    """A rank that this process started has failed, was killed, or did not end before the timeout.
 
-    `status` is the exit status of the rank that is blamed, below 0 for a signal; None where none is.
+    `status` is the exit status of the rank that failed first, negative for a signal; None if no rank can be blamed.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -47,27 +47,27 @@ class LaunchFailure(CommFailure):
 
 
 class NumericsFailure(RingAttentionError, RuntimeError):
-    """A simulation found numbers, or a ledger, that are not what they must be."""
+    """A numerics simulation found wrong numbers, or query-key pairs that were not computed exactly once."""
 
 
 def raised_below(error: BaseException, packages: tuple[str, ...] = ()) -> bool:
-    """Whether what the calling function called raised the error that it has just caught.
+    """True if the call inside the caller's `try` raised `error`; False if a signal handler that interrupted it did.
 
-    The call runs compiled code, and Python code of these packages. Where the traceback has a frame of another module,
-    a signal handler that ran in between raised the error: it is about something else, and must pass unchanged.
+    Use it in an `except` clause. The call inside `try` may run compiled code, and Python code of `packages`. A traceback
+    frame of any other module belongs to a signal handler: its error has another cause and must propagate unchanged.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # the first is that of the caller
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # the first frame is the caller's
     modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
     return all(any(name == package or name.startswith(f"{package}.") for package in packages) for name in modules)
 
 
 def plural(count: int, noun: str) -> str:
-    """A number of things in words: "1 rank", "8,192 ranks", "2 passes"."""
-    more = "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{'' if count == 1 else more}"
+    """A count with its noun: "1 rank", "8,192 ranks", "2 passes"."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
 
 
 def did_you_mean(name: object, options: Iterable[str]) -> str:
-    """The words "did you mean 'x'? " for the option that is nearest to a wrong name, or nothing."""
-    near = difflib.get_close_matches(str(name), list(options), n=1)
-    return f"did you mean {near[0]!r}? " if near and near[0] != name else ""
+    """The hint "did you mean 'x'? " for the option most similar to a wrong name; empty if no option is similar."""
+    matches = difflib.get_close_matches(str(name), list(options), n=1)
+    return f"did you mean {matches[0]!r}? " if matches and matches[0] != name else ""

@@ -1,4 +1,4 @@
-"""Parts by name, which other packages may add to: patterns, schedules, kernels, transports, bench suites."""
+"""Patterns and schedules by name, from this package and from installed packages (entry points)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from .errors import InvalidInput
 
@@ -14,49 +14,58 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """The parts of one kind by name. A part is imported when it is asked for.
+    """A read-only mapping from name to object; a module is imported when one of its names is first looked up.
 
-    `own` gives for each name of this package "module:attribute", the module relative to the package. An installed package
-    adds a part of its own by an entry point of the group "ringattn.<kind>": its name, and "module:attribute".
+    `kind` is a plural noun such as "patterns". `builtin` maps each name of this package to "module:attribute", with the
+    module relative to `ringattn`. An installed package adds a name with an entry point of the group "ringattn.<kind>",
+    for example in its pyproject.toml:
+
+        [project.entry-points."ringattn.patterns"]
+        Recent = "mypackage.recent:Recent"
     """
 
-    def __init__(self, kind: str, own: dict[str, str]) -> None:
-        self.kind, self.own = kind, own
+    def __init__(self, kind: str, builtin: Mapping[str, str]) -> None:
+        self.kind, self.builtin = kind, builtin
 
     @cached_property
-    def others(self) -> dict[str, EntryPoint]:
-        """The entry points of installed packages. Raises InvalidInput where two parts have one name."""
-        found: dict[str, EntryPoint] = {}
+    def installed(self) -> dict[str, EntryPoint]:
+        """Entry points of installed packages by name. Raises InvalidInput if a name is taken twice."""
+        points: dict[str, EntryPoint] = {}
         for point in entry_points(group=f"ringattn.{self.kind}"):
-            if point.name in self.own or point.name in found:
+            if point.name in self.builtin or point.name in points:
                 raise InvalidInput(
-                    f"{_package(point)} offers {self.kind} {point.name!r}, a name that is in use; rename its entry point"
+                    f"{_distribution(point)} offers {self.kind} {point.name!r}, a name that is in use; "
+                    "rename its entry point"
                 )
-            found[point.name] = point
-        return found
+            points[point.name] = point
+        return points
 
     def __getitem__(self, name: str) -> T:
-        if name in self.own:
-            module, attribute = self.own[name].split(":")
-            return cast(T, getattr(import_module(f"{__package__}.{module}"), attribute))
-        point = self.others[name]
+        """The object of this name. Raises KeyError for an unknown name, InvalidInput if its package is broken."""
+        if name in self.builtin:
+            module, attribute = self.builtin[name].split(":")
+            builtin: T = getattr(import_module(f"{__package__}.{module}"), attribute)
+            return builtin
+        point = self.installed[name]
         try:
-            return cast(T, point.load())
+            loaded: T = point.load()
         except (ImportError, AttributeError) as error:
             raise InvalidInput(
-                f"{_package(point)} offers {self.kind} {name!r}, which cannot be imported ({error}); mend or uninstall it"
+                f"{_distribution(point)} offers {self.kind} {name!r}, which cannot be imported ({error}); "
+                "repair or uninstall the package"
             ) from error
+        return loaded
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.own
-        yield from self.others
+        yield from self.builtin
+        yield from self.installed
 
     def __len__(self) -> int:
-        return len(self.own) + len(self.others)
+        return len(self.builtin) + len(self.installed)
 
-    def __contains__(self, name: Any) -> bool:
-        return name in self.own or name in self.others
+    def __contains__(self, name: object) -> bool:
+        return name in self.builtin or name in self.installed
 
 
-def _package(point: EntryPoint) -> str:
+def _distribution(point: EntryPoint) -> str:
     return f"the package {point.dist.name}" if point.dist is not None else "an installed package"

@@ -14,7 +14,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import planner as plans
-from ringattn.cache import ENTRY, Cache, weigh
+from ringattn.cache import ENTRY, Cache, estimate_bytes
 from ringattn.layout.regular import Layout, make_layout
 from ringattn.machine.presets import get_machine
 from ringattn.pattern import Pattern
@@ -75,12 +75,12 @@ def test_threads_may_share_a_cache() -> None:
 
 
 def test_weights_are_near_the_truth_and_long_lists_are_sampled() -> None:
-    assert weigh(np.zeros(1000)) == 8128
+    assert estimate_bytes(np.zeros(1000)) == 8128
     value = [(range(i, i + 1000), i + 10**6) for i in range(10_000)]
     truth = sys.getsizeof(value) + sum(
         sum(map(sys.getsizeof, (item, *item, item[0].start, item[0].stop))) for item in value
     )
-    assert 0.5 * truth < weigh(value) < 2 * truth
+    assert 0.5 * truth < estimate_bytes(value) < 2 * truth
 
 
 @pytest.mark.parametrize("schedule", ["ring", "auto"])

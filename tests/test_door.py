@@ -150,7 +150,7 @@ def test_documents_of_tensors() -> None:
         (lambda: Documents(torch.tensor([True])), "one-dimensional tensor of integers"),
         (lambda: Documents(torch.tensor(7)), "give the list of lengths"),
         (lambda: Documents("7"), "give the list of lengths"),  # type: ignore[arg-type]
-        (lambda: Documents(torch.tensor([3, -1])), "must be an integer >= 0, got -1"),
+        (lambda: Documents(torch.tensor([3, -1])), "a length=-1 must be an integer >= 0"),
         (lambda: ra.make_plan(Documents([0, 20, 48]), tokens=48, ranks=2), "try Documents(cu_seqlens=...)"),
     ],
 )

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringattn.pattern import Pattern
-from ringattn.pattern.tile import make
+from ringattn.pattern import Pattern, make_tile
 from ringattn.plan.schedules.direct import DirectSchedule
 
 
@@ -24,7 +23,7 @@ class Recent(Pattern):
     """A query sees itself and the key before it."""
 
     def tiles(self, q, k, heads=range(1)):
-        tile = make(heads, q, k, 0, 1)
+        tile = make_tile(heads, q, k, 0, 1)
         if tile is not None:
             yield tile
 

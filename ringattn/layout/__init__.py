@@ -1,1 +1,1 @@
-"""Which positions each rank holds."""
+"""Layouts: which positions of the sequence each rank owns."""

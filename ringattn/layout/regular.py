@@ -1,4 +1,4 @@
-"""Where tokens live: which positions of the sequence each rank owns."""
+"""Layouts given by a formula (contiguous, zigzag, striped), and `make_layout`, which makes any layout from its name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import cached_property, lru_cache
 from ..cache import Cache
 from ..errors import InvalidInput, did_you_mean
 from ..pattern import Pattern, as_pattern
-from .balanced import Balanced, balanced
-from .partition import MAX_RANGES, Layout, filled
+from .balanced import Balanced, balance
+from .partition import MAX_RANGES, Layout, nonempty
 
 __all__ = [
     "DEFAULT_LAYOUT",
@@ -24,21 +24,19 @@ __all__ = [
     "check_layout",
     "layout_name",
     "make_layout",
-    "restored_layout",
+    "restore_layout",
 ]
 
-#: The layout where none is named and none can be wrong: of plans, of whole tensors, and on the command line. Where
-#: tensors are shards there is no default.
+#: The layout of plans, of whole tensors and of the command line if none is named. Calls on shards have no default,
+#: because a wrong guess would silently give wrong results.
 DEFAULT_LAYOUT = "contiguous"
-
-
-#: Bytes of the ranges that a striped layout remembers, and of the balanced layouts that are.
-SPANS, BALANCED = 1 << 21, 1 << 24
+#: Bytes of the spans that one striped layout caches, and of the balanced layouts that this process caches.
+SPAN_BYTES, BALANCED_BYTES = 1 << 21, 1 << 24
 
 
 @dataclass(frozen=True)
 class Contiguous(Layout):
-    """Rank r owns one run of about tokens / ranks positions."""
+    """Rank r owns the positions tokens * r // ranks .. tokens * (r + 1) // ranks - 1: one run per rank."""
 
     @property
     def name(self) -> str:
@@ -47,10 +45,10 @@ class Contiguous(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (layouts are a few numbers, and so are their spans: 2 MiB at most)
+    @lru_cache(maxsize=4096)  # noqa: B019 (keeps layouts alive, but layouts and spans are a few numbers: 2 MiB at most)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
-        edge = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
-        return filled(range(*edge)), True
+        bounds = [self.tokens * i // self.ranks for i in (ranks.start, ranks.stop)]
+        return nonempty(range(*bounds)), True
 
     @property
     def regular(self) -> bool:
@@ -65,7 +63,11 @@ class Contiguous(Layout):
 
 @dataclass(frozen=True)
 class Zigzag(Layout):
-    """The sequence is cut into 2P chunks; rank r owns chunks r and 2P-1-r, which balances causal work."""
+    """The sequence is split into 2 * ranks chunks, and rank r owns the chunks r and 2 * ranks - 1 - r.
+
+    Each rank then has about as many query-key pairs of a causal pattern as every other rank. Source: the context
+    parallelism of Llama 3 (Dubey et al. 2024, arXiv:2407.21783) and of zhuzilin/ring-flash-attention.
+    """
 
     @property
     def name(self) -> str:
@@ -74,14 +76,14 @@ class Zigzag(Layout):
     def shard(self, rank: int) -> tuple[range, ...]:
         return self.span(range(rank, rank + 1))[0]
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (layouts are a few numbers, and so are their spans: 2 MiB at most)
+    @lru_cache(maxsize=4096)  # noqa: B019 (keeps layouts alive, but layouts and spans are a few numbers: 2 MiB at most)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         chunks = 2 * self.ranks
-        ends = (ranks.start, ranks.stop), (chunks - ranks.stop, chunks - ranks.start)
-        low, high = (range(*(self.tokens * i // chunks for i in pair)) for pair in ends)
+        bounds = (ranks.start, ranks.stop), (chunks - ranks.stop, chunks - ranks.start)
+        low, high = (range(*(self.tokens * i // chunks for i in pair)) for pair in bounds)
         if low and high and low.stop == high.start:
             return (range(low.start, high.stop),), True
-        return filled(low, high), True
+        return nonempty(low, high), True
 
     @property
     def regular(self) -> bool:
@@ -97,7 +99,10 @@ class Zigzag(Layout):
 
 @dataclass(frozen=True)
 class Striped(Layout):
-    """Blocks of `block` tokens are dealt to the ranks in turn."""
+    """Blocks of `block` tokens are dealt to the ranks in turn: rank r owns position p iff p // block % ranks == r.
+
+    Source: Striped Attention (Brandon et al. 2023, arXiv:2311.09431), which has block = 1.
+    """
 
     block: int = 1
 
@@ -114,31 +119,35 @@ class Striped(Layout):
         return self.span(range(rank, rank + 1))[0]
 
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
-        return self._spans.answer(ranks, lambda: self._span(ranks))
+        return self._spans.answer(ranks, lambda: self._find_span(ranks))
 
     @cached_property
     def _spans(self) -> Cache:
-        return Cache(SPANS)
+        return Cache(SPAN_BYTES)
 
-    def _span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
+    def _find_span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         width = len(ranks) * self.block
         if len(ranks) == self.ranks:
-            return filled(range(self.tokens)), True
-        if len(ranks) > 1 and min(width, self._stripes) > MAX_RANGES:
-            return filled(range(self.tokens)), False
-        return self._ranges(ranks.start * self.block, width), True
+            return nonempty(range(self.tokens)), True
+        if len(ranks) > 1 and min(width, self._rounds) > MAX_RANGES:
+            return nonempty(range(self.tokens)), False
+        return self._select(ranks.start * self.block, width), True
 
     @property
-    def _stripes(self) -> int:
+    def _rounds(self) -> int:
+        """How many times blocks are dealt to all ranks; the last round may be incomplete."""
         return -(-self.tokens // (self.ranks * self.block))
 
-    def _ranges(self, first: int, width: int) -> tuple[range, ...]:
-        """Positions p with first <= p mod (ranks * block) < first + width, in the fewer of two forms."""
+    def _select(self, first: int, width: int) -> tuple[range, ...]:
+        """The positions p with first <= p % (ranks * block) < first + width, as the fewest ranges.
+
+        These are `width` ranges with a step, or one range of step 1 per round.
+        """
         period = self.ranks * self.block
-        if width <= self._stripes:
-            return filled(*(range(first + i, self.tokens, period) for i in range(width)))
+        if width <= self._rounds:
+            return nonempty(*(range(first + i, self.tokens, period) for i in range(width)))
         starts = range(first, self.tokens, period)
-        return filled(*(range(start, min(start + width, self.tokens)) for start in starts))
+        return nonempty(*(range(start, min(start + width, self.tokens)) for start in starts))
 
     def owner(self, position: int) -> int:
         return position // self.block % self.ranks
@@ -148,82 +157,94 @@ class Striped(Layout):
 
 
 _FORMULAS = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}
-_balanced = Cache(BALANCED)
+_balanced = Cache(BALANCED_BYTES)
 
 
-def _read(name: str) -> tuple[str, int | None]:
-    """The kind of layout that a name asks for, and the number of tokens in its parentheses."""
+def _read_name(name: str) -> tuple[str, int | None]:
+    """(kind of layout, number of tokens in parentheses or None). Raises InvalidInput for an unknown name."""
     if name.strip() == "auto":
         raise InvalidInput(
-            "layout 'auto' is chosen together with the schedule, for all that a plan knows, and before there are shards; "
-            "take layout = make_plan(pattern, tokens=..., ranks=..., heads=..., layout='auto').layout, shard with it and "
-            "pass it on"
+            "layout 'auto' is chosen together with the schedule, from everything that a plan knows, before tensors are "
+            "sharded; take layout = make_plan(pattern, tokens=..., ranks=..., heads=..., layout='auto').layout, shard "
+            "with it and pass it on"
         )
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:(block|chunk)\s*=\s*)?(\d+|auto)\s*\))?\s*", name)
-    kind = match[1] if match else name
-    keyword = {"striped": "block", "balanced": "chunk"}.get(kind)
-    known = kind in _FORMULAS or kind == "balanced"
-    wrong = match is None or not known or (match[3] and not keyword) or (match[2] and match[2] != keyword)
-    if match is None or wrong or (match[3] == "auto" and kind != "balanced"):
+    kind, keyword, size = match.groups() if match is not None else (name, None, None)
+    expected_keyword = {"striped": "block", "balanced": "chunk"}.get(kind)
+    known = match is not None and (kind in _FORMULAS or kind == "balanced")
+    size_allowed = size is None or (expected_keyword and keyword in (None, expected_keyword))
+    if not known or not size_allowed or (size == "auto" and kind != "balanced"):
         hint = did_you_mean(kind, [*_FORMULAS, "balanced", "auto"])
         raise InvalidInput(
             f"unknown layout {name!r}; {hint}expected contiguous, zigzag, striped, striped(block), balanced or "
             "balanced(chunk)"
         )
-    return kind, int(match[3]) if match[3] and match[3] != "auto" else None
+    return kind, None if size in (None, "auto") else int(size)
 
 
 def layout_name(name: str) -> str:
-    """The plain spelling of a layout's name: that of the layout, but for a balanced one whose chunk is not given."""
-    kind, size = _read(name)
+    """The canonical spelling of a layout name: " striped( block = 8 ) " -> "striped(8)", "striped" -> "striped(1)".
+
+    "balanced" without a chunk stays "balanced". Raises InvalidInput for an unknown name.
+    """
+    kind, size = _read_name(name)
     if kind == "balanced":
         return kind if size is None else f"{kind}({size})"
-    return _formula(name, 0, 1).name
+    return _make_formula(name, 0, 1).name
 
 
 @lru_cache(maxsize=256)
-def _formula(name: str, tokens: int, ranks: int) -> Layout:
-    kind, block = _read(name)
+def _make_formula(name: str, tokens: int, ranks: int) -> Layout:
+    kind, block = _read_name(name)
     return Striped(tokens, ranks, block) if block is not None else _FORMULAS[kind](tokens, ranks)
 
 
 def check_layout(name: str) -> None:
-    """Raise InvalidInput where no layout has this name, before the sizes are known."""
-    kind, size = _read(name)
+    """Raise InvalidInput if no layout has this name; needs neither tokens nor ranks."""
+    kind, size = _read_name(name)
     if kind == "balanced":
         Balanced(0, 1, 1 if size is None else size, ())
     else:
-        _formula(name, 0, 1)
+        _make_formula(name, 0, 1)
 
 
-def restored_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[int]]) -> Layout:
-    """The balanced layout whose partition was written down, without the pattern that it was made for."""
-    kind, chunk = _read(name)
+def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[int]]) -> Layout:
+    """The balanced layout with the stored partition `runs`, (first chunk, owner) each; needs no pattern.
+
+    Raises InvalidInput if `name` is not balanced(chunk), or if `runs` are not a partition.
+    """
+    kind, chunk = _read_name(name)
     if kind != "balanced" or chunk is None:
-        raise InvalidInput(f"layout {name!r} has no partition beside its name; expected balanced(chunk)")
+        raise InvalidInput(
+            f"layout {name!r} has no partition beside its name; expected balanced(chunk), or leave out the partition"
+        )
     return Balanced(tokens, ranks, chunk, tuple((int(first), int(owner)) for first, owner in runs))
 
 
 def make_layout(
     name: str | Layout, *, tokens: int, ranks: int, pattern: Pattern | str | None = None, heads: int = 1
 ) -> Layout:
-    """The layout called `name`: "contiguous", "zigzag", "striped", "striped(64)", "balanced" or "balanced(256)".
+    """The layout called `name` of `tokens` positions over `ranks` ranks; a Layout is checked and returned.
 
-    `balanced` weighs its chunks by the pairs that `pattern` has in them over all `heads`; the others look at neither.
-    Where shards meet several patterns, such as those of the layers of a model, pass one Layout to all of them: the name
-    stands for another partition under each. A Layout is checked and returned, whatever pattern it was made for.
+    Names: "contiguous", "zigzag", "striped", "striped(64)" (tokens of a block), "balanced" and "balanced(256)" (tokens of
+    a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it distributes chunks by their numbers of
+    query-key pairs. If several patterns share the shards, as those of a model's layers may, make one Layout and pass it
+    to all calls, because "balanced" is another partition for each pattern.
+
+    Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for "auto"
+    (which only `make_plan` resolves), and for a Layout of other tokens or ranks.
     """
     if isinstance(name, Layout):
         if (name.tokens, name.ranks) != (tokens, ranks):
             raise InvalidInput(
-                f"the layout {name.name} was made for {name.tokens:,} tokens over {name.ranks} ranks, "
-                f"the call has {tokens:,} tokens over {ranks}; pass x.transpose(1, 2) where tensors are [batch, tokens, heads, "
+                f"the layout {name.name} was made for {name.tokens:,} tokens over {name.ranks} ranks, the call has "
+                f"{tokens:,} tokens over {ranks}; pass x.transpose(1, 2) where tensors are [batch, tokens, heads, "
                 f"head_dim], or make_layout({name.name!r}, tokens={tokens}, ranks={ranks}, ...)"
             )
         return name
-    kind, chunk = _read(name)
+    kind, chunk = _read_name(name)
     if kind != "balanced":
-        return _formula(name, tokens, ranks)
+        return _make_formula(name, tokens, ranks)
     if pattern is None:
         raise InvalidInput(
             f"layout {name!r} weighs chunks by the pairs of a pattern, got pattern=None; try "
@@ -231,6 +252,6 @@ def make_layout(
         )
     pattern = as_pattern(pattern)
     if pattern.transient:
-        return balanced(tokens, ranks, chunk, pattern, heads)
+        return balance(tokens, ranks, chunk, pattern, heads)
     key = tokens, ranks, chunk, pattern, heads
-    return _balanced.answer(key, lambda: balanced(*key))
+    return _balanced.answer(key, lambda: balance(*key))

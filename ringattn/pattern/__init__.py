@@ -1,5 +1,10 @@
-"""Patterns: which query sees which key. One idea per file, imported when it is used first; every pattern is a set of
-affine tiles.
+"""Patterns: which query position attends which key position. One pattern per file; each pattern is a set of tiles.
+
+A new pattern is one file: a frozen dataclass with `tiles` and `visible` (see `Pattern`). A file of this package adds its
+line to PATTERNS; another package offers it through an entry point (see `ringattn.registry.Registry`). Text such as
+`pattern="Mine(3) & Causal()"` then works everywhere a pattern is accepted, on the command line too.
+
+The module of a pattern is imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -10,36 +15,42 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
 from ..registry import Registry
-from .base import Mix, Pattern, mix
+from .base import Mix as Mix
+from .base import Pattern as Pattern
+from .base import mix as mix
 from .parse import parse
-from .tile import Tile
+from .tile import Tile as Tile
+from .tile import make_tile as make_tile
 
 if TYPE_CHECKING:
-    from .block_mask import from_block_mask
-    from .block_table import BlockSparse
-    from .causal import Causal
-    from .dilated import Dilated
-    from .documents import Documents
-    from .families import global_local, local_window, strided_blocks
-    from .full import Full
-    from .levels import dilated_blocks, hierarchical
-    from .selection import top_k
-    from .sinks import Sinks
-    from .strided import Strided
-    from .window import Window
+    from .block_mask import from_block_mask as from_block_mask
+    from .block_table import BlockSparse as BlockSparse
+    from .causal import Causal as Causal
+    from .dilated import Dilated as Dilated
+    from .documents import Documents as Documents
+    from .families import global_local as global_local
+    from .families import local_window as local_window
+    from .families import strided_blocks as strided_blocks
+    from .full import Full as Full
+    from .levels import dilated_blocks as dilated_blocks
+    from .levels import hierarchical as hierarchical
+    from .selection import top_k as top_k
+    from .sinks import Sinks as Sinks
+    from .strided import Strided as Strided
+    from .window import Window as Window
 
-#: What a written pattern may name.
+#: The functions and classes that the text of a pattern may call.
 PATTERNS: Registry[Callable[..., Pattern]] = Registry(
     "patterns",
     {
         "BlockSparse": "pattern.block_table:BlockSparse",
-        "Full": "pattern.full:Full",
         "Causal": "pattern.causal:Causal",
-        "Window": "pattern.window:Window",
         "Dilated": "pattern.dilated:Dilated",
         "Documents": "pattern.documents:Documents",
+        "Full": "pattern.full:Full",
         "Sinks": "pattern.sinks:Sinks",
         "Strided": "pattern.strided:Strided",
+        "Window": "pattern.window:Window",
         "dilated_blocks": "pattern.levels:dilated_blocks",
         "global_local": "pattern.families:global_local",
         "hierarchical": "pattern.levels:hierarchical",
@@ -48,56 +59,33 @@ PATTERNS: Registry[Callable[..., Pattern]] = Registry(
         "strided_blocks": "pattern.families:strided_blocks",
     },
 )
-#: Functions that take arrays, so that no text writes them.
-_UNWRITTEN = {"from_block_mask": "block_mask", "top_k": "selection"}
+#: Modules of the functions that make patterns from arrays; text cannot spell their arguments.
+_FROM_ARRAYS = {"from_block_mask": "block_mask", "top_k": "selection"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _UNWRITTEN:
-        return getattr(import_module(f".{_UNWRITTEN[name]}", __name__), name)
-    if name in PATTERNS.own:
+    if name in PATTERNS.builtin:
         return PATTERNS[name]
+    if name in _FROM_ARRAYS:
+        return getattr(import_module(f".{_FROM_ARRAYS[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def parse_pattern(text: str) -> Pattern:
-    """The pattern whose repr is `text`, such as "Causal() & Window(4096)"; parsed with ast, never evaluated."""
+    """The pattern whose repr is `text`, such as "Causal() & Window(4096)"; parsed with ast, never evaluated.
+
+    Raises InvalidInput, with a hint for a misspelled name, if `text` does not spell a pattern.
+    """
     return parse(text, PATTERNS)
 
 
-def as_pattern(given: Pattern | str) -> Pattern:
-    """The pattern given, or the one that a text writes. Raises InvalidInput for anything else."""
-    if isinstance(given, str):
-        return parse_pattern(given)
-    if not isinstance(given, Pattern):
+def as_pattern(pattern: Pattern | str) -> Pattern:
+    """`pattern` itself, or the pattern that a text spells. Raises InvalidInput for anything else."""
+    if isinstance(pattern, str):
+        return parse_pattern(pattern)
+    if not isinstance(pattern, Pattern):
         raise InvalidInput(
             f"pattern must be a ringattn pattern such as Causal(), or its text, such as 'Causal() & Window(4096)', "
-            f"got {given!r}"
+            f"got {pattern!r}"
         )
-    return given
-
-
-__all__ = [
-    "PATTERNS",
-    "BlockSparse",
-    "Causal",
-    "Dilated",
-    "Documents",
-    "Full",
-    "Mix",
-    "Pattern",
-    "Sinks",
-    "Strided",
-    "Tile",
-    "Window",
-    "as_pattern",
-    "dilated_blocks",
-    "from_block_mask",
-    "global_local",
-    "hierarchical",
-    "local_window",
-    "mix",
-    "parse_pattern",
-    "strided_blocks",
-    "top_k",
-]
+    return pattern

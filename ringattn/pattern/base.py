@@ -1,4 +1,4 @@
-"""What a pattern is, and how patterns combine: `&`, `|` and `mix`."""
+"""The interface of a pattern, and the combinations `a & b`, `a | b` and `mix(a, b)`."""
 
 from __future__ import annotations
 
@@ -6,118 +6,133 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
 
 import numpy as np
 
 from ..cache import Value
 from ..errors import InvalidInput
 from .drawing import draw
-from .tile import Tile, difference, meet
+from .tile import Tile, intersect_tiles, subtract_tile
 
 ONE_HEAD = range(1)
-
-
-def plain(value: Any) -> Any:
-    """A NumPy integer as the Python integer that it is; any other value as it is."""
-    return int(value) if isinstance(value, np.integer) else value
-
-
-#: A first and a last position.
+#: First and last position of a run of adjacent positions.
 Run = tuple[int, int]
-#: An end of a run that nothing bounds.
+#: The end of a run without a bound; beyond every position of a sequence.
 FAR = 1 << 62
 
 
-class Pattern(Value, ABC):
-    """Which query position attends which key position, for each head.
+def check_integer(value: object, name: str, least: int, example: str) -> int:
+    """`value` as a Python int. Raises InvalidInput, naming `name` and an `example`, unless it is an integer >= least.
 
-    A pattern says it twice, independently: `tiles` for the planner, and `visible`, from which the dense
-    `mask` is made, as the oracle that the tiles are tested against.
+    NumPy integers are accepted, bools are not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise InvalidInput(f"{name}={value!r} must be an integer >= {least}; try {example}")
+    return int(value)
+
+
+class Pattern(Value, ABC):
+    """Which query position attends which key position, for each head; the same for every element of a batch.
+
+    Positions are global, 0 .. tokens-1. A pattern is an immutable value that can be compared, hashed and pickled, and
+    `repr(pattern)` is text that `parse_pattern` reads back. Patterns combine by `a & b` (pairs of both), `a | b` (pairs
+    of either) and `mix(a, b)` (one branch each). A query that attends no key gets output 0 and lse -inf.
+
+    A subclass is a frozen dataclass with two independent definitions of the same pairs: `tiles`, which all planning uses,
+    and `visible`, from which `mask` is made. The tests compare `tiles` with `mask`.
     """
 
-    #: True for a pattern that will not be met again, such as a selection made anew in every step: plans for it are
-    #: not remembered.
+    #: True for a pattern that is used once, such as a selection made in every training step: its plans are not cached.
     transient = False
 
     @property
     def branches(self) -> int:
-        """Number of branches; a pair that two branches see counts twice in the softmax."""
+        """Number of branches. A pair that belongs to two branches counts twice in the softmax."""
         return 1
 
     @property
     def output_scale(self) -> float:
-        """Outputs are multiplied by this; 1 but for conventions that ask for it."""
+        """Factor by which the attention output is multiplied; 1 except for `Dilated(mix="group")`."""
         return 1.0
 
     @property
     def union_hint(self) -> str:
-        """What to write to make `|` take this pattern, where it does not; for its error message."""
+        """For the error of `|` with a multi-branch pattern: the spelling of the pattern that `|` accepts, or ""."""
         return ""
 
     def bind(self, heads: int, tokens: int) -> Pattern:
-        """The pattern for known numbers of heads and tokens; itself, but where its meaning depends on them."""
+        """The pattern for these numbers of query heads and tokens; `self` if its meaning depends on neither."""
         return self
 
     @abstractmethod
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        """Lazily, the trimmed tiles that touch the rectangle q x k. Those of one branch are disjoint."""
+        """The pairs of queries `q`, keys `k` and `heads`, lazily, as trimmed tiles; tiles of one branch are disjoint.
+
+        `q` and `k` are progressions of global positions with any positive step. Raises InvalidInput if the pattern must
+        be bound first (see `bind`).
+        """
 
     @abstractmethod
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        """How often query q attends key k: integers (or bools) of the broadcast shape of int64 `q` and `k`."""
+        """How often query q attends key k: int or bool array of the broadcast shape of the int64 arrays `q` and `k`."""
 
     def check(self, tokens: int, heads: int) -> None:
-        """Raise InvalidInput where the pattern does not fit a sequence of `tokens` and `heads` heads."""
+        """Raise InvalidInput if the pattern does not fit a sequence of `tokens` tokens and `heads` query heads."""
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
-        """Exact number of pairs in the rectangle q x k, over `heads` and branches (closed form per tile)."""
+        """The exact number of query-key pairs in `q` x `k`, summed over `heads` and branches, in closed form per tile."""
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
 
     def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        """(heads, rows): the rows of `k` that some query of `q` sees, all of them; they may overlap."""
+        """All rows of `k` that at least one query of `q` attends, as (heads, rows); items may overlap."""
         for tile in self.tiles(q, k, heads):
             for rows in tile.key_rows():
                 yield tile.heads, rows
 
     def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        """(heads, rows): the rows of `q` that see some key of `k`, all of them; they may overlap."""
+        """All rows of `q` that attend at least one key of `k`, as (heads, rows); items may overlap."""
         for tile in self.tiles(q, k, heads):
             for rows in tile.query_rows():
                 yield tile.heads, rows
 
     @property
     def period(self) -> int | None:
-        """The least t known such that query q sees key k, of every head and as often, iff q + t sees k + t, whatever the
-        length of the sequence that holds all four; None where none is known."""
+        """A shift that leaves the pattern unchanged, in tokens; None if no such shift is known.
+
+        Query q attends key k as often as query q + period attends key k + period, for every head, in every sequence that
+        contains the four positions. The property is the smallest such shift that is known.
+        """
         return None
 
     def key_run(self, first: int, last: int) -> Run | None:
-        """The first and the last key that queries first .. last see together; they may lie beyond the sequence.
+        """The first and last key that the queries first .. last attend together; both may lie outside the sequence.
 
-        None, unless in all heads every query sees one run of keys with its own position in it, and neither end of that
-        run ever moves left from a query to the next. Then what a run of queries sees is one run as well, and is known
-        without tiles.
+        None unless, in every head, each query attends one run of adjacent keys that contains its own position, and from
+        one query to the next neither end of the run moves left. Adjacent queries then attend one run together, which
+        needs no tiles.
         """
         return None
 
     def query_run(self, first: int, last: int) -> Run | None:
-        """The first and the last query that see a key of first .. last; None where `key_run` is None."""
+        """The first and last query that attend at least one of the keys first .. last; None if `key_run` is None."""
         return None
 
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
-        """How often each pair counts: int64 [heads, tokens, tokens]. The oracle, for small `tokens`."""
+        """How often each pair counts: int64 [heads, tokens, tokens]. For small `tokens`; the oracle of the tests.
+
+        Raises InvalidInput if the pattern does not fit `tokens` and `heads`.
+        """
         self.check(tokens, heads)
         bound = self.bind(heads, tokens)
         position = np.arange(tokens, dtype=np.int64)
         shape = (tokens, tokens)
-        rows = [bound.visible(position[:, None], position[None, :], h, tokens) for h in range(heads)]
-        return np.stack([np.broadcast_to(row, shape).astype(np.int64) for row in rows])
+        masks = [bound.visible(position[:, None], position[None, :], head, tokens) for head in range(heads)]
+        return np.stack([np.broadcast_to(mask, shape).astype(np.int64) for mask in masks])
 
     def row_mask(self, position: int, tokens: int, head: int = 0, heads: int | None = None) -> np.ndarray:
-        """One row of `mask(tokens, heads)`: how often query `position` attends each key, int64 [tokens].
+        """How often query `position` of `head` attends each key: int64 [tokens], a row of `mask(tokens, heads)`.
 
-        `heads` says how many heads there are (default: `head` is the last), where the pattern depends on it.
+        `heads` defaults to head + 1; it matters only if the pattern depends on the number of heads.
         """
         keys = np.arange(tokens, dtype=np.int64)
         bound = self.bind(head + 1 if heads is None else heads, tokens)
@@ -127,20 +142,24 @@ class Pattern(Value, ABC):
     def picture(
         self, tokens: int, *, head: int = 0, heads: int | None = None, cells: int = 32, ascii: bool = False
     ) -> str:
-        """One head (the last of `heads`, unless told) drawn from exact counts, one character per cell of N x N."""
+        """The pattern of one head as text: lines are queries, columns are keys, at most `cells` x `cells` characters.
+
+        A character shows the exact share of pairs in its cell: "·" none, "░" under half, "▓" half or more, "█" all; with
+        `ascii` ".", "-", "+" and "#". `heads` (default: head + 1) is the number of heads of the model.
+        """
         heads = head + 1 if heads is None else heads
         self.check(tokens, heads)
-        bound, shown = self.bind(heads, tokens), range(head, head + 1)
-        return draw(lambda q, k: bound.count(q, k, shown), tokens, cells=cells, ascii=ascii)
+        bound, drawn = self.bind(heads, tokens), range(head, head + 1)
+        return draw(lambda q, k: bound.count(q, k, drawn), tokens, cells=cells, ascii=ascii)
 
     def __and__(self, other: Pattern) -> Pattern:
-        return And(self, _pattern(other, "&"))
+        return And(self, _check_pattern(other, "&"))
 
     def __or__(self, other: Pattern) -> Pattern:
-        return Or(self, _pattern(other, "|"))
+        return Or(self, _check_pattern(other, "|"))
 
 
-def _pattern(value: object, operation: str) -> Pattern:
+def _check_pattern(value: object, operation: str) -> Pattern:
     if not isinstance(value, Pattern):
         raise InvalidInput(
             f"{operation} combines two patterns, got {type(value).__name__} {value!r}; try Causal() & Window(4096)"
@@ -148,12 +167,34 @@ def _pattern(value: object, operation: str) -> Pattern:
     return value
 
 
+class Combination(Pattern):
+    """A pattern made of other patterns, its operands."""
+
+    @property
+    @abstractmethod
+    def operands(self) -> tuple[Pattern, ...]: ...
+
+    def check(self, tokens: int, heads: int) -> None:
+        for operand in self.operands:
+            operand.check(tokens, heads)
+
+    @property
+    def period(self) -> int | None:
+        periods = [operand.period for operand in self.operands]
+        known = [period for period in periods if period is not None]
+        return lcm(*known) if len(known) == len(periods) else None
+
+
 @dataclass(frozen=True)
-class And(Pattern):
-    """Pairs that both patterns hold, written `a & b`. Distributes over the branches of either."""
+class And(Combination):
+    """The pairs that both patterns contain, written `a & b`. Each branch of `a` combines with each branch of `b`."""
 
     a: Pattern
     b: Pattern
+
+    @property
+    def operands(self) -> tuple[Pattern, ...]:
+        return self.a, self.b
 
     @property
     def branches(self) -> int:
@@ -166,42 +207,34 @@ class And(Pattern):
     def bind(self, heads: int, tokens: int) -> Pattern:
         return And(self.a.bind(heads, tokens), self.b.bind(heads, tokens))
 
-    def check(self, tokens: int, heads: int) -> None:
-        self.a.check(tokens, heads)
-        self.b.check(tokens, heads)
-
-    @property
-    def period(self) -> int | None:
-        return _common_period(self.a, self.b)
-
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         for left in self.a.tiles(q, k, heads):
             for right in self.b.tiles(left.q, left.k, left.heads):
-                tile = meet(left, right, left.branch * self.b.branches + right.branch)
+                tile = intersect_tiles(left, right, left.branch * self.b.branches + right.branch)
                 if tile is not None:
                     yield tile
 
     def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        whole = self._whole(q, k, heads)
-        yield from super().keys(q, k, heads) if whole is None else whole.keys(q, k, heads)
+        deciding = self._deciding_operand(q, k, heads)
+        yield from super().keys(q, k, heads) if deciding is None else deciding.keys(q, k, heads)
 
     def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        whole = self._whole(q, k, heads)
-        yield from super().queries(q, k, heads) if whole is None else whole.queries(q, k, heads)
+        deciding = self._deciding_operand(q, k, heads)
+        yield from super().queries(q, k, heads) if deciding is None else deciding.queries(q, k, heads)
 
     def key_run(self, first: int, last: int) -> Run | None:
-        return _meet(self.a.key_run(first, last), self.b.key_run(first, last))
+        return _intersect_runs(self.a.key_run(first, last), self.b.key_run(first, last))
 
     def query_run(self, first: int, last: int) -> Run | None:
-        return _meet(self.a.query_run(first, last), self.b.query_run(first, last))
+        return _intersect_runs(self.a.query_run(first, last), self.b.query_run(first, last))
 
-    def _whole(self, q: range, k: range, heads: range) -> Pattern | None:
-        """The one of the two that alone decides, as the other holds all pairs of the rectangle."""
-        for pattern, other in ((self.a, self.b), (self.b, self.a)):
-            tile = next(pattern.tiles(q, k, heads), None)
-            if tile is not None and tile.dense and (len(tile.heads), len(tile.q), len(tile.k)) == (
-                len(heads), len(q), len(k),
-            ):  # fmt: skip
+    def _deciding_operand(self, q: range, k: range, heads: range) -> Pattern | None:
+        """The operand that alone decides, because the other one contains every pair of the rectangle; else None."""
+        for operand, other in ((self.a, self.b), (self.b, self.a)):
+            tile = next(operand.tiles(q, k, heads), None)
+            if tile is None or not tile.dense:
+                continue
+            if (len(tile.heads), len(tile.q), len(tile.k)) == (len(heads), len(q), len(k)):
                 return other
         return None
 
@@ -213,94 +246,95 @@ class And(Pattern):
         return f"({self.a!r} & {self.b!r})"
 
 
+class Union(Combination):
+    """A pattern whose pairs are those of its operands, which scale their outputs alike."""
+
+    def __post_init__(self) -> None:
+        scales = {operand.output_scale for operand in self.operands}
+        if len(scales) > 1:
+            raise InvalidInput(
+                f"{' and '.join(map(repr, self.operands))} scale their outputs differently ({scales}), so one "
+                "softmax cannot combine them; try Dilated(..., mix='union')"
+            )
+
+    @property
+    def output_scale(self) -> float:
+        return self.operands[0].output_scale
+
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for operand in self.operands:
+            yield from operand.keys(q, k, heads)
+
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for operand in self.operands:
+            yield from operand.queries(q, k, heads)
+
+    def key_run(self, first: int, last: int) -> Run | None:
+        return _span_runs(operand.key_run(first, last) for operand in self.operands)
+
+    def query_run(self, first: int, last: int) -> Run | None:
+        return _span_runs(operand.query_run(first, last) for operand in self.operands)
+
+
 @dataclass(frozen=True)
-class Or(Pattern):
-    """Pairs that either pattern holds, each once, written `a | b`. Both have a single branch."""
+class Or(Union):
+    """The pairs that either pattern contains, each pair once, written `a | b`. Both have a single branch."""
 
     a: Pattern
     b: Pattern
 
     def __post_init__(self) -> None:
-        for part in (self.a, self.b):
-            if part.branches > 1:
+        for operand in self.operands:
+            if operand.branches > 1:
                 raise InvalidInput(
-                    f"| takes patterns of one branch, but {part!r} has {part.branches}: a union counts each pair once, "
-                    f"a mix counts it once per branch; try {part.union_hint}mix(a, b), or | inside the branches"
+                    f"| takes patterns of one branch, but {operand!r} has {operand.branches}: a union counts each pair "
+                    f"once, a mix counts it once per branch; try {operand.union_hint}mix(a, b), or | inside the branches"
                 )
-        _same_scale(self.a, self.b)
+        super().__post_init__()
 
     @property
-    def output_scale(self) -> float:
-        return self.a.output_scale
+    def operands(self) -> tuple[Pattern, ...]:
+        return self.a, self.b
 
     def bind(self, heads: int, tokens: int) -> Pattern:
         return Or(self.a.bind(heads, tokens), self.b.bind(heads, tokens))
 
-    def check(self, tokens: int, heads: int) -> None:
-        self.a.check(tokens, heads)
-        self.b.check(tokens, heads)
-
-    @property
-    def period(self) -> int | None:
-        return _common_period(self.a, self.b)
-
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         yield from self.a.tiles(q, k, heads)
         for tile in self.b.tiles(q, k, heads):
-            rest = [tile]
+            remaining = [tile]
             for taken in self.a.tiles(tile.q, tile.k, tile.heads):
-                rest = [piece for left in rest for piece in difference(left, taken)]
-            yield from rest
-
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for part in (self.a, self.b):
-            yield from part.keys(q, k, heads)
-
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for part in (self.a, self.b):
-            yield from part.queries(q, k, heads)
-
-    def key_run(self, first: int, last: int) -> Run | None:
-        return _hull(part.key_run(first, last) for part in (self.a, self.b))
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        return _hull(part.query_run(first, last) for part in (self.a, self.b))
+                remaining = [piece for rest in remaining for piece in subtract_tile(rest, taken)]
+            yield from remaining
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        either = np.asarray(self.a.visible(q, k, head, tokens)) != 0
-        return either | (np.asarray(self.b.visible(q, k, head, tokens)) != 0)
+        left = np.asarray(self.a.visible(q, k, head, tokens)) != 0
+        return left | (np.asarray(self.b.visible(q, k, head, tokens)) != 0)
 
     def __repr__(self) -> str:
         return f"({self.a!r} | {self.b!r})"
 
 
 @dataclass(frozen=True)
-class Mix(Pattern):
-    """Several attentions whose outputs mix by their softmax denominators: one softmax over the multiset union."""
+class Mix(Union):
+    """Several attentions as branches of one softmax, written `mix(a, b)`: a pair counts once per branch that has it.
+
+    Weighting branch outputs by their softmax denominators, as LongNet does (Ding et al. 2023, arXiv:2307.02486), equals
+    one softmax over the multiset of all pairs.
+    """
 
     parts: tuple[Pattern, ...]
 
-    def __post_init__(self) -> None:
-        _same_scale(*self.parts)
+    @property
+    def operands(self) -> tuple[Pattern, ...]:
+        return self.parts
 
     @property
     def branches(self) -> int:
         return sum(part.branches for part in self.parts)
 
-    @property
-    def output_scale(self) -> float:
-        return self.parts[0].output_scale
-
     def bind(self, heads: int, tokens: int) -> Pattern:
         return Mix(tuple(part.bind(heads, tokens) for part in self.parts))
-
-    def check(self, tokens: int, heads: int) -> None:
-        for part in self.parts:
-            part.check(tokens, heads)
-
-    @property
-    def period(self) -> int | None:
-        return _common_period(*self.parts)
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         first = 0
@@ -308,20 +342,6 @@ class Mix(Pattern):
             for tile in part.tiles(q, k, heads):
                 yield replace(tile, branch=first + tile.branch)
             first += part.branches
-
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for part in self.parts:
-            yield from part.keys(q, k, heads)
-
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for part in self.parts:
-            yield from part.queries(q, k, heads)
-
-    def key_run(self, first: int, last: int) -> Run | None:
-        return _hull(part.key_run(first, last) for part in self.parts)
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        return _hull(part.query_run(first, last) for part in self.parts)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
@@ -333,37 +353,26 @@ class Mix(Pattern):
         return f"mix({', '.join(map(repr, self.parts))})"
 
 
-def _meet(a: Run | None, b: Run | None) -> Run | None:
-    """What two runs share, each of which holds the positions it is asked for."""
+def mix(*patterns: Pattern) -> Mix:
+    """A multi-branch pattern: one softmax in which a pair counts once for each of the `patterns` that contain it.
+
+    Raises InvalidInput for no pattern, or for patterns that scale their outputs differently.
+    """
+    if not patterns:
+        raise InvalidInput("mix() needs at least one pattern; try mix(Causal(), Window(256))")
+    return Mix(tuple(_check_pattern(part, "mix") for part in patterns))
+
+
+def _intersect_runs(a: Run | None, b: Run | None) -> Run | None:
+    """The common positions of two runs; None if either run is unknown. Runs of one query overlap, at the query."""
     return None if a is None or b is None else (max(a[0], b[0]), min(a[1], b[1]))
 
 
-def _hull(runs: Iterable[Run | None]) -> Run | None:
-    """The union of runs, each of which holds the positions it is asked for."""
+def _span_runs(runs: Iterable[Run | None]) -> Run | None:
+    """The union of runs that overlap, because all contain the same queries; None if a run is unknown."""
     known = []
     for run in runs:
         if run is None:
             return None
         known.append(run)
     return min(run[0] for run in known), max(run[1] for run in known)
-
-
-def _same_scale(*patterns: Pattern) -> None:
-    scales = {pattern.output_scale for pattern in patterns}
-    if len(scales) > 1:
-        raise InvalidInput(
-            f"{' and '.join(map(repr, patterns))} scale their outputs differently ({scales}): they have no common softmax"
-        )
-
-
-def mix(*patterns: Pattern) -> Mix:
-    """Multi-branch attention: a pair that several of the patterns hold counts once for each of them."""
-    if not patterns:
-        raise InvalidInput("mix() needs at least one pattern; try mix(Causal(), Window(256))")
-    return Mix(tuple(_pattern(part, "mix") for part in patterns))
-
-
-def _common_period(*parts: Pattern) -> int | None:
-    found = [part.period for part in parts]
-    known = [one for one in found if one is not None]
-    return lcm(*known) if len(known) == len(found) else None

@@ -1,4 +1,4 @@
-"""Block-sparse patterns: the base of all of them, and the one that is a table."""
+"""Block-sparse patterns: their common base, and the pattern that is given as a table of blocks."""
 
 from __future__ import annotations
 
@@ -11,136 +11,145 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import merge
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern
-from .ranges import ceil_div, clip, intersect, joined
-from .tile import Tile, make
-
-
-def whole(value: object, name: str, least: int) -> int:
-    """`value`, checked to be an integer >= least."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise InvalidInput(f"{name}={value!r} must be an integer >= {least}")
-    return int(value)
+from .base import ONE_HEAD, Pattern, check_integer
+from .ranges import ceil_div, clip, intersect, join_runs
+from .tile import Tile, make_tile
 
 
 class BlockTable(Pattern):
-    """A pattern whose pairs are whole blocks of `block` x `block` tokens."""
+    """A pattern of whole blocks: `block` adjacent queries x `block` adjacent keys; the last block may be shorter."""
 
     block: int
 
     @abstractmethod
-    def runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
-        """The maximal runs of adjacent key blocks in [first, last] that query block `row` sees, ascending."""
+    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
+        """The key blocks in [first, last] that query block `row` attends, as maximal runs in ascending order."""
 
     @abstractmethod
-    def rows(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
-        """Query blocks in [low, high]: all that see a key block in [first, last], and perhaps more.
+    def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
+        """Ranges that cover the query blocks in [low, high] that attend a key block in [first, last].
 
-        The ranges may overlap; a family that returns few of them finds at once that distant blocks do not meet.
+        The ranges may overlap and may contain other query blocks, but few ranges let a planner see cheaply that distant
+        blocks have no pair.
         """
 
-    def same(self, heads: range) -> Iterator[range]:
-        """The heads, in groups that see the same blocks."""
+    def equal_heads(self, heads: range) -> Iterator[range]:
+        """`heads`, split into groups that attend the same blocks."""
         yield heads
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        for row, queries in self._candidates(q, k):
-            for group in self.same(heads):
-                for run in self._runs(group, row, k):
-                    tile = make(group, queries, self._clip(k, run))
+        for row, queries in self._query_rows(q, k):
+            for group in self.equal_heads(heads):
+                for run in self._key_runs(group, row, k):
+                    tile = make_tile(group, queries, self._clip(k, run))
                     if tile is not None:
                         yield tile
 
     def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for group in self.same(heads):
+        for group in self.equal_heads(heads):
             first = k[0] // self.block if k else 0
             seen = np.zeros(k[-1] // self.block + 1 - first if k else 0, dtype=bool)
-            for row, _ in self._candidates(q, k):
-                for run in self._runs(group, row, k):
+            for row, _ in self._query_rows(q, k):
+                for run in self._key_runs(group, row, k):
                     seen[run.start - first : run.stop - first] = True
                 if seen.all():
-                    break  # many rows together often see all
-            for start, stop in _edges(seen):
+                    break  # many query blocks together often attend every key block
+            for start, stop in _runs_of_true(seen):
                 rows = self._clip(k, range(first + start, first + stop))
                 if rows:
                     yield group, rows
 
     def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for group in self.same(heads):
-            seeing = (
-                row for row, _ in self._candidates(q, k) if any(self._clip(k, r) for r in self._runs(group, row, k))
+        for group in self.equal_heads(heads):
+            attending = (
+                range(row, row + 1)
+                for row, _ in self._query_rows(q, k)
+                if any(self._clip(k, run) for run in self._key_runs(group, row, k))
             )
-            for run in joined(range(row, row + 1) for row in seeing):
+            for run in join_runs(attending):
                 yield group, self._clip(q, run)
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         total = 0
-        for row, queries in self._candidates(q, k):
-            for group in self.same(heads):
-                seen = sum(len(self._clip(k, run)) for run in self._runs(group, row, k))
-                total += len(group) * len(queries) * seen
+        for row, queries in self._query_rows(q, k):
+            for group in self.equal_heads(heads):
+                keys = sum(len(self._clip(k, run)) for run in self._key_runs(group, row, k))
+                total += len(group) * len(queries) * keys
         return total
 
-    def _candidates(self, q: range, k: range) -> Iterator[tuple[int, range]]:
-        """(row of blocks, its queries in `q`), ascending: all that see a key block between the ends of `k`, or more."""
+    def block_count(self, tokens: int) -> int:
+        """The number of blocks of a sequence of `tokens` tokens."""
+        return ceil_div(tokens, self.block)
+
+    def _query_rows(self, q: range, k: range) -> Iterator[tuple[int, range]]:
+        """(query block, its members of `q`), ascending; covers all that attend a key between the ends of `k`."""
         if not q or not k:
             return
-        near = self.rows(q[0] // self.block, q[-1] // self.block, k[0] // self.block, k[-1] // self.block)
-        done = -1
-        for row in merge(*(self._occupied(part, q) for part in near)):
-            if row != done:
-                done = row
+        near = self.query_blocks(q[0] // self.block, q[-1] // self.block, k[0] // self.block, k[-1] // self.block)
+        previous = -1
+        for row in merge(*(self._occupied_blocks(blocks, q) for blocks in near)):
+            if row != previous:
+                previous = row
                 queries = self._clip(q, range(row, row + 1))
                 if queries:
                     yield row, queries
 
-    def _runs(self, heads: range, row: int, k: range) -> Iterator[range]:
-        return self.runs(heads[0], row, k[0] // self.block, k[-1] // self.block)
+    def _occupied_blocks(self, blocks: range, q: range) -> Iterator[int]:
+        """The `blocks` that contain a member of `q`, ascending; others too, where excluding them would cost more."""
+        if not blocks:
+            return
+        inside = clip(q, blocks[0] * self.block, (blocks[-1] + 1) * self.block - 1)
+        if len(blocks) <= len(inside) or q.step <= self.block:
+            yield from blocks
+        else:  # a wide step of q skips most blocks
+            yield from (position // self.block for position in inside if position // self.block in blocks)
+
+    def _key_runs(self, heads: range, row: int, k: range) -> Iterator[range]:
+        return self.key_runs(heads[0], row, k[0] // self.block, k[-1] // self.block)
 
     def _clip(self, rows: range, blocks: range) -> range:
-        """The `rows` in a run of blocks."""
+        """The members of `rows` in a run of blocks."""
         return clip(rows, blocks.start * self.block, blocks.stop * self.block - 1)
 
-    def _occupied(self, rows: range, q: range) -> Iterator[int]:
-        """The `rows` that hold a position of `q`, or nearly so: a wide step of `q` jumps over most of them."""
-        if not rows:
-            return
-        inside = clip(q, rows[0] * self.block, (rows[-1] + 1) * self.block - 1)
-        if len(rows) <= len(inside) or q.step <= self.block:
-            yield from rows
-        else:
-            yield from (position // self.block for position in inside if position // self.block in rows)
 
-    def total_of(self, tokens: int) -> int:
-        """Number of blocks of a sequence."""
-        return ceil_div(tokens, self.block)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class BlockSparse(BlockTable):
-    """Query block i of head h sees key block j iff table[h, i, j]; blocks are `block` tokens, the last may be short.
+    """Query block i of head h attends key block j iff table[h, i, j]; a block is `block` tokens, the last may be shorter.
 
-    `table` is bool [heads or 1, blocks, blocks]: an array, a nested list, or the string that `repr` prints.
+    `table` is bool [heads or 1, blocks, blocks] or [blocks, blocks]: an array, a nested list, or the text that `repr`
+    prints. A table of one head holds for all heads. The pattern keeps a read-only copy as `table`, bool [heads or 1,
+    blocks, blocks].
+
+    Raises InvalidInput for another shape or dtype; a plan raises it if the blocks or heads do not match the sequence.
     """
 
     block: int
-    table: Any
+    table: np.ndarray
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block", whole(self.block, "BlockSparse: block", 1))
-        object.__setattr__(self, "table", _table(self.table))
+    def __init__(self, block: int, table: ArrayLike) -> None:
+        block = check_integer(block, "BlockSparse: block", 1, "BlockSparse(128, table)")
+        checked = _read_text(table) if isinstance(table, str) else _read_array(table)
+        if checked.ndim == 2:
+            checked = checked[None]
+        if checked.ndim != 3 or not len(checked) or checked.shape[1] != checked.shape[2]:
+            raise InvalidInput(
+                f"BlockSparse: the table has shape {checked.shape}, expected [heads or 1, blocks, blocks], as queries and "
+                "keys have the same blocks; try np.ones((1, 8, 8), bool)"
+            )
+        checked.setflags(write=False)
+        self._normalize(block=block, table=checked)
 
     def check(self, tokens: int, heads: int) -> None:
-        held, total = self.table.shape[1], self.total_of(tokens)
-        if held != total:
+        rows, blocks = self.table.shape[1], self.block_count(tokens)
+        if rows != blocks:
             raise InvalidInput(
-                f"BlockSparse: the table has {held:,} x {held:,} blocks of {self.block:,} tokens, but {tokens:,} tokens "
-                f"make {total:,} blocks; try a table of {total:,} x {total:,} blocks, or another block"
+                f"BlockSparse: the table has {rows:,} x {rows:,} blocks of {self.block:,} tokens, but {tokens:,} tokens "
+                f"make {blocks:,} blocks; try a table of {blocks:,} x {blocks:,} blocks, or another block"
             )
         if len(self.table) not in (1, heads):
             raise InvalidInput(
@@ -148,28 +157,27 @@ class BlockSparse(BlockTable):
                 "give one table per head, or one for all"
             )
 
-    def same(self, heads: range) -> Iterator[range]:
+    def equal_heads(self, heads: range) -> Iterator[range]:
         if len(self.table) == 1:
             yield heads
         else:
             yield from (range(head, head + 1) for head in intersect(heads, range(len(self.table))))
 
-    def rows(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
-        seen = self.table[:, low : high + 1, first : last + 1].any(axis=(0, 2))
-        return [range(low + start, low + stop) for start, stop in _edges(seen)]
+    def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
+        attending = np.asarray(self.table[:, low : high + 1, first : last + 1].any(axis=(0, 2)))
+        return [range(low + start, low + stop) for start, stop in _runs_of_true(attending)]
 
-    def runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
+    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
         seen = self.table[head if len(self.table) > 1 else 0, row, first : last + 1]
-        for start, stop in _edges(seen):
+        for start, stop in _runs_of_true(seen):
             yield range(first + start, first + stop)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        rows = self.table[head] if len(self.table) > 1 else self.table[0]
-        return rows[q // self.block, k // self.block]
+        table = self.table[head] if len(self.table) > 1 else self.table[0]
+        return table[q // self.block, k // self.block]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.table.setflags(write=False)  # pickle does not keep this
+    def __reduce__(self) -> tuple[type[BlockSparse], tuple[int, np.ndarray]]:
+        return type(self), (self.block, self.table)  # pickle alone would lose that the table is read-only
 
     @cached_property
     def _packed(self) -> bytes:
@@ -194,54 +202,44 @@ class BlockSparse(BlockTable):
         return f"BlockSparse({self.block}, {self._text!r})"
 
 
-def _edges(seen: np.ndarray) -> list[tuple[int, int]]:
-    """[start, stop) of each run of True."""
-    change = np.flatnonzero(np.diff(seen, prepend=False, append=False))
-    return [(int(start), int(stop)) for start, stop in change.reshape(-1, 2)]
+def _runs_of_true(flags: np.ndarray) -> list[tuple[int, int]]:
+    """[start, stop) of each run of True in a one-dimensional bool array, ascending."""
+    changes = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    return [(int(start), int(stop)) for start, stop in changes.reshape(-1, 2)]
 
 
-def _table(value: object) -> np.ndarray:
-    """A private, read-only bool [heads or 1, blocks, blocks]."""
-    if isinstance(value, str):
-        table = _from_text(value)
-    else:
-        try:
-            found = np.asarray(value)
-        except (ValueError, TypeError) as error:
-            raise InvalidInput(f"BlockSparse: the table is not a rectangular array ({error})") from None
-        binary = found.dtype == bool or (found.dtype.kind in "iu" and np.isin(found, (0, 1)).all())
-        if found.size and not binary:
-            raise InvalidInput(
-                f"BlockSparse: the table must hold bools, or the integers 0 and 1, got dtype {found.dtype}; "
-                "try scores > threshold, or top_k(block, k, scores)"
-            )
-        table = np.array(found, dtype=bool)
-    if table.ndim == 2:
-        table = table[None]
-    if table.ndim != 3 or not len(table) or table.shape[1] != table.shape[2]:
+def _read_array(source: ArrayLike) -> np.ndarray:
+    """A bool copy of an array or nested list. Raises InvalidInput unless it holds bools, or the integers 0 and 1."""
+    try:
+        array = np.asarray(source)
+    except (ValueError, TypeError) as error:
         raise InvalidInput(
-            f"BlockSparse: the table has shape {table.shape}, expected [heads or 1, blocks, blocks]: "
-            "the query blocks are the key blocks; try np.ones((1, 8, 8), bool)"
+            f"BlockSparse: the table is not a rectangular array ({error}); give rows of equal length"
+        ) from None
+    binary = array.dtype == bool or (array.dtype.kind in "iu" and np.isin(array, (0, 1)).all())
+    if array.size and not binary:
+        raise InvalidInput(
+            f"BlockSparse: the table must hold bools, or the integers 0 and 1, got dtype {array.dtype}; "
+            "try scores > threshold, or top_k(block, k, scores)"
         )
-    table.setflags(write=False)
-    return table
+    return np.array(array, dtype=bool)
 
 
-def _from_text(text: str) -> np.ndarray:
-    """The table that the string in a repr holds."""
+def _read_text(text: str) -> np.ndarray:
+    """The bool table that `repr` printed as HEADSxROWSxCOLUMNS:BITS, where BITS are packed, deflated and base85."""
     try:
         match = re.fullmatch(r"(\d+)x(\d+)x(\d+):(.*)", text)
         if match is None:
             raise ValueError("it does not start with HEADSxROWSxCOLUMNS:")
         shape = tuple(int(size) for size in match.groups()[:3])
-        size = shape[0] * shape[1] * shape[2]
-        # Never inflates to more than the shape asks for, and one byte that proves a wrong text.
+        bits = shape[0] * shape[1] * shape[2]
+        # Inflate at most one byte more than the shape needs: enough to detect a wrong text, whatever its size.
         reader = zlib.decompressobj()
-        packed = reader.decompress(b85decode(match.group(4)), ceil_div(size, 8) + 1)
-        if len(packed) != ceil_div(size, 8) or not reader.eof:
-            raise ValueError(f"it does not hold the {ceil_div(size, 8)} bytes that the shape needs")
+        packed = reader.decompress(b85decode(match.group(4)), ceil_div(bits, 8) + 1)
+        if len(packed) != ceil_div(bits, 8) or not reader.eof:
+            raise ValueError(f"it does not hold the {ceil_div(bits, 8)} bytes that the shape needs")
     except (ValueError, zlib.error) as error:
         raise InvalidInput(
-            f"BlockSparse: the string {text[:40]!r} is no table that a repr printed: {error}; give an array instead"
+            f"BlockSparse: the string {text[:40]!r} is not a table that repr printed: {error}; give an array instead"
         ) from None
-    return np.unpackbits(np.frombuffer(packed, np.uint8), count=size).astype(bool).reshape(shape)
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=bits).astype(bool).reshape(shape)

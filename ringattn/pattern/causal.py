@@ -1,4 +1,4 @@
-"""A query attends its own position and the past."""
+"""Causal attention: a query attends its own position and earlier positions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from .base import FAR, ONE_HEAD, Pattern, Run
-from .tile import Tile, make
+from .tile import Tile, make_tile
 
 
 @dataclass(frozen=True)
 class Causal(Pattern):
-    """0 <= qpos - kpos: one tile with a band that is open above."""
+    """Query q attends key k iff k <= q, so q attends q + 1 keys. Combine it to hide the future: `Causal() & Sinks(4)`."""
 
     @property
     def period(self) -> int | None:
         return 1
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        tile = make(heads, q, k, lo=0)
+        tile = make_tile(heads, q, k, lo=0)
         if tile is not None:
             yield tile
 

@@ -1,4 +1,4 @@
-"""Dilated attention: segments, and within them every r-th position. LongNet, and the head-grouped convention."""
+"""Dilated attention: segments of the sequence, and in each segment every r-th position (LongNet and head groups)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,35 @@ from math import lcm
 import numpy as np
 
 from ..errors import InvalidInput, did_you_mean
-from .base import ONE_HEAD, Or, Pattern, plain
+from .base import ONE_HEAD, Or, Pattern
 from .ranges import intersect
-from .tile import Tile, make
+from .tile import Tile, make_tile
 
-#: The branches of LongNet (Ding et al. 2023). 16384 is no multiple of 6: a class need not fill its segment.
+#: The branches of LongNet (Ding et al. 2023, arXiv:2307.02486). A rate need not divide its segment, as 6 and 16384.
 SEGMENTS = (2048, 4096, 8192, 16384, 32768)
 RATES = (1, 2, 4, 6, 12)
+OPTIONS = {"mix": ("lse", "group", "union"), "offsets": ("per_head", "group")}
 
 
 @dataclass(frozen=True)
 class Dilated(Pattern):
-    """Branch i cuts the sequence into segments of w = segments[i] tokens; position p takes part in it where
-    (p mod w) mod r == offset, with r = rates[i], and attends the positions of its own segment and class.
+    """Dilated attention: branch i splits the sequence into segments and attends every r-th position within a segment.
 
-    mix="lse" (LongNet): every head runs every branch, and branches mix by their softmax denominators. The offset
-    of head j is j mod r (offsets="per_head"), or i mod r for all heads (offsets="group").
-    mix="group": the heads are dealt to the branches, extra heads to the first; a head runs its own branch only,
-    with the offset i mod r; outputs are divided by the number of branches. It has a single branch, and needs
-    to know how many heads there are: a plan tells it (`bind`).
+    With w = segments[i] tokens and r = rates[i], position p belongs to branch i iff (p mod w) mod r == offset; it attends
+    the positions of the branch in its own segment, with `causal` only those up to itself. A last shorter segment has
+    fewer keys and no padding. The defaults are the segments and rates of LongNet (Ding et al. 2023, arXiv:2307.02486).
+
+    mix="lse" (LongNet): every head has every branch, and branch outputs are weighted by their softmax denominators: a
+    pair in two branches counts twice. mix="union": every head has every branch, and each pair counts once.
+    mix="group": heads are divided into len(segments) groups of adjacent heads (the first groups are larger by one head if
+    needed), a head has the branch of its group only, and outputs are divided by the number of branches. This needs the
+    number of `heads`, which every plan sets (`bind`).
+
+    offsets="per_head": head j has offset j mod r, the default except for mix="group". offsets="group": branch i has
+    offset i mod r for all heads, the only choice for mix="group".
+
+    Raises InvalidInput for segments or rates that are not integers >= 1, for unequal numbers of segments and rates, and
+    for unknown options.
     """
 
     segments: tuple[int, ...] = SEGMENTS
@@ -39,23 +49,15 @@ class Dilated(Pattern):
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("segments", "rates"):
-            values = getattr(self, name)
-            values = values.tolist() if isinstance(values, np.ndarray) else values
-            if not isinstance(values, list | tuple) or not values:
-                raise InvalidInput(f"Dilated: {name} must be a list of integers >= 1, got {values!r}")
-            values = [plain(x) for x in values]
-            if any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in values):
-                raise InvalidInput(f"Dilated: {name} must be integers >= 1, got {values!r}")
-            object.__setattr__(self, name, tuple(values))
+        self._normalize(segments=_check_integers("segments", self.segments), rates=_check_integers("rates", self.rates))
         if len(self.segments) != len(self.rates):
             raise InvalidInput(
                 f"Dilated: {len(self.segments)} segments but {len(self.rates)} rates; give one rate per segment, "
                 "such as Dilated((2048, 4096), (1, 2))"
             )
         if self.offsets is None:
-            object.__setattr__(self, "offsets", "group" if self.mix == "group" else "per_head")
-        for name, options in (("mix", ("lse", "group", "union")), ("offsets", ("per_head", "group"))):
+            self._normalize(offsets="group" if self.mix == "group" else "per_head")
+        for name, options in OPTIONS.items():
             value = getattr(self, name)
             if value not in options:
                 hint = did_you_mean(value, options)
@@ -87,96 +89,102 @@ class Dilated(Pattern):
 
     @property
     def period(self) -> int | None:
-        return lcm(*self.segments)  # classes are counted from the start of a segment, so that rates do not matter
+        return lcm(*self.segments)  # offsets are counted from the start of a segment, so rates do not matter
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         if not q or q != k or q.step > 1 or q.start or self.mix == "union":
             return super().count(q, k, heads)
-        # No segment crosses a multiple of the period: the pairs of the first period repeat.
-        size = self.period
-        assert size is not None
-        turns = len(q) // size
-        first, last = range(size), range(turns * size, len(q))
-        return (turns * super().count(first, first, heads) if turns else 0) + super().count(last, last, heads)
+        # No segment crosses a multiple of the period, so the pairs of the first period repeat.
+        size = lcm(*self.segments)
+        periods = len(q) // size
+        first, rest = range(size), range(periods * size, len(q))
+        return (periods * super().count(first, first, heads) if periods else 0) + super().count(rest, rest, heads)
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         if not q or not k:
             return
         if self.mix == "union":
-            parts: list[Pattern] = [_Branch(self, branch) for branch in range(len(self.segments))]
-            yield from reduce(Or, parts).tiles(q, k, heads)
+            branches: list[Pattern] = [_Branch(self, branch) for branch in range(len(self.segments))]
+            yield from reduce(Or, branches).tiles(q, k, heads)
             return
         for branch in range(len(self.segments)):
             yield from self.branch_tiles(branch, q, k, heads)
 
     def branch_tiles(self, branch: int, q: range, k: range, heads: range) -> Iterator[Tile]:
-        """The tiles of one (segment, rate)."""
+        """The tiles of one branch, which is one (segment, rate)."""
         if not q or not k:
             return
         width, rate = self.segments[branch], self.rates[branch]
         first, last = max(q[0], k[0]) // width, min(q[-1], k[-1]) // width
         if first > last:
             return
-        classes = [(group, offset) for group, offset in self._classes(branch, heads) if group and offset < width]
+        groups = [(group, offset) for group, offset in self._heads_by_offset(branch, heads) if group and offset < width]
+        lo, index = 0 if self.causal else None, branch if self.mix == "lse" else 0
         for segment in range(first, last + 1):
-            for group, offset in classes:
+            for group, offset in groups:
                 members = range(segment * width + offset, (segment + 1) * width, rate)
-                tile = make(
-                    group, intersect(q, members), intersect(k, members), lo=0 if self.causal else None,
-                    branch=branch if self.mix == "lse" else 0,
-                )  # fmt: skip
+                tile = make_tile(group, intersect(q, members), intersect(k, members), lo, branch=index)
                 if tile is not None:
                     yield tile
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
         for i, (width, rate) in enumerate(zip(self.segments, self.rates, strict=True)):
-            if self.mix == "group" and self._group_of(head) != i:
+            if self.mix == "group" and self._branch_of(head) != i:
                 continue
             offset = head % rate if self.offsets == "per_head" else i % rate
             pair = (q // width == k // width) & (q % width % rate == offset) & (k % width % rate == offset)
             total += pair & (k <= q) if self.causal else pair
         return total != 0 if self.mix == "union" else total
 
-    def _classes(self, branch: int, heads: range) -> Iterator[tuple[range, int]]:
-        """(heads, offset) of a branch."""
+    def _heads_by_offset(self, branch: int, heads: range) -> Iterator[tuple[range, int]]:
+        """(heads, offset) for each offset of a branch; heads without the branch are left out."""
         rate = self.rates[branch]
         if self.offsets == "per_head":
             for offset in range(rate):
                 yield intersect(heads, range(offset, heads.stop, rate)), offset
         elif self.mix == "group":
-            yield intersect(heads, self._group(branch)), branch % rate
+            yield intersect(heads, self._heads_of(branch)), branch % rate
         else:
             yield heads, branch % rate
 
-    def _group(self, branch: int) -> range:
+    def _heads_of(self, branch: int) -> range:
         """The heads of a branch under mix="group"."""
-        share, extra = divmod(self._known_heads(), len(self.segments))
-        start = branch * share + min(branch, extra)
-        return range(start, start + share + (branch < extra))
-
-    def _group_of(self, head: int) -> int:
-        edges = np.cumsum([len(self._group(branch)) for branch in range(len(self.segments))])
-        return int(np.searchsorted(edges, head, side="right"))
-
-    def _known_heads(self) -> int:
         if self.heads is None:
             raise InvalidInput(
                 "Dilated(mix='group') deals the heads to its branches and must know how many there are; "
                 "a plan knows, elsewhere write Dilated(..., mix='group', heads=8)"
             )
-        return self.heads
+        share, extra = divmod(self.heads, len(self.segments))
+        start = branch * share + min(branch, extra)
+        return range(start, start + share + (branch < extra))
+
+    def _branch_of(self, head: int) -> int:
+        """The branch of a head under mix="group"."""
+        ends = np.cumsum([len(self._heads_of(branch)) for branch in range(len(self.segments))])
+        return int(np.searchsorted(ends, head, side="right"))
 
 
 @dataclass(frozen=True)
 class _Branch(Pattern):
-    """One branch of a Dilated as a pattern of its own: a part of the union."""
+    """One branch of a Dilated as a single-branch pattern, so that `|` can count each pair of the branches once."""
 
-    whole: Dilated
+    pattern: Dilated
     branch: int
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        return self.whole.branch_tiles(self.branch, q, k, heads)
+        return self.pattern.branch_tiles(self.branch, q, k, heads)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        raise NotImplementedError("Dilated.visible speaks for all branches")
+        raise NotImplementedError("Dilated.visible covers all branches")
+
+
+def _check_integers(name: str, source: object) -> tuple[int, ...]:
+    """The integers >= 1 of a list, tuple or one-dimensional NumPy array, as Python ints."""
+    values = source.tolist() if isinstance(source, np.ndarray) else source
+    if not isinstance(values, list | tuple) or not values:
+        raise InvalidInput(f"Dilated: {name} must be a list of integers >= 1, got {values!r}; try {name}=(2, 4)")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise InvalidInput(f"Dilated: {name} must be integers >= 1, got {values!r}; try {name}=(2, 4)")
+    return tuple(map(int, values))

@@ -1,4 +1,4 @@
-"""Draw a pattern as text, from exact pair counts."""
+"""Text drawings of patterns from exact pair counts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from itertools import pairwise
 
 
 def draw(count: Callable[[range, range], int], tokens: int, *, cells: int, ascii: bool) -> str:
-    """One character per cell of a `cells` x `cells` grid over the tokens x tokens square (rows are queries).
+    """A drawing of the tokens x tokens square (lines are queries), at most `cells` x `cells` characters; "" for 0 tokens.
 
-    Characters by the exact share of pairs that attend: none, under a half, less than all, all or more.
+    `count(q, k)` returns the number of pairs in a cell. A character shows its share of all pairs of the cell: none, under
+    half, half or more, all (or more than all, if branches count pairs twice).
     """
     cells = min(cells, tokens)
     marks = ".-+#" if ascii else "·░▓█"
-    edges = [tokens * i // cells for i in range(cells + 1)] if cells else [0]
-    blocks = [range(a, b) for a, b in pairwise(edges)]
+    bounds = [tokens * i // cells for i in range(cells + 1)] if cells else [0]
+    blocks = [range(start, stop) for start, stop in pairwise(bounds)]
     lines = []
     for q in blocks:
         line = ""

@@ -1,4 +1,4 @@
-"""Block-sparse families, by formula: no table is made, however long the sequence."""
+"""Block-sparse families defined by a formula on block indices, so that no table is stored for long sequences."""
 
 from __future__ import annotations
 
@@ -10,93 +10,106 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import InvalidInput
-from .block_table import BlockTable, whole
-from .ranges import ceil_div, clip, joined
+from .base import check_integer
+from .block_table import BlockTable
+from .ranges import ceil_div, clip, join_runs
 
 
 class Family(BlockTable):
-    """A rule on block indices, set by a width or by `density`, the fraction of the key blocks that a row keeps.
+    """A block-sparse pattern set either by its own width parameter or by `density`.
 
-    A density is a number of blocks only where `total`, the number of blocks of the sequence, is known: a plan
-    tells it (`bind`).
+    `density` is the fraction of the key blocks that a query block keeps, 0 < density <= 1. It becomes a number of blocks
+    only if `total`, the number of blocks of the sequence, is known: `bind` sets it, as every plan does. Without `total`
+    the methods that need it raise InvalidInput. All parameters are checked on construction (InvalidInput).
     """
 
-    written: ClassVar[str]
-    width: ClassVar[str]
+    #: The function name that `repr` prints and `parse_pattern` reads.
+    spelling: ClassVar[str]
+    #: The name of the parameter that `density` replaces.
+    width_field: ClassVar[str]
+    #: A correct spelling, for error messages.
+    example: ClassVar[str]
     density: float | None
     total: int | None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", whole(self.block, f"{self.written}: block", 1))
+        self._normalize(block=self._integer("block", self.block, 1))
         if self.density is not None:
-            given = getattr(self, self.width)
-            if given is not None:
+            width = getattr(self, self.width_field)
+            if width is not None:
                 raise InvalidInput(
-                    f"{self.written}: {self.width}={given!r} and density={self.density!r} both set the width; give one"
+                    f"{self.spelling}: {self.width_field}={width!r} and density={self.density!r} both set the width; "
+                    "give one"
                 )
-            object.__setattr__(self, "density", check_density(self.density, self.written))
+            self._normalize(density=check_density(self.density, self.spelling))
         if self.total is not None:
-            object.__setattr__(self, "total", whole(self.total, f"{self.written}: total", 0))
-        self._validate()
+            self._normalize(total=self._integer("total", self.total, 0))
+        self._check_fields()
 
     @abstractmethod
-    def _validate(self) -> None:
-        """Check and normalise the fields of the family."""
+    def _check_fields(self) -> None:
+        """Check and normalize the parameters of the family."""
+
+    def _require_width(self) -> None:
+        """Raise InvalidInput if neither the width parameter nor `density` is given."""
+        if self.density is None and getattr(self, self.width_field) is None:
+            raise InvalidInput(f"{self.spelling}: give {self.width_field}= or density=; try {self.example}")
+
+    def _integer(self, name: str, value: object, least: int) -> int:
+        return check_integer(value, f"{self.spelling}: {name}", least, self.example)
 
     def bind(self, heads: int, tokens: int) -> BlockTable:
-        return self if self.density is None else replace(self, total=self.total_of(tokens))  # type: ignore[type-var]
+        return self if self.density is None else replace(self, total=self.block_count(tokens))
 
     def check(self, tokens: int, heads: int) -> None:
         self.bind(heads, tokens)
 
-    def _candidates(self, q: range, k: range) -> Iterator[tuple[int, range]]:
+    def _query_rows(self, q: range, k: range) -> Iterator[tuple[int, range]]:
         if self.density is not None:
-            self.size()  # an error where the length is not known
-        return super()._candidates(q, k)
+            self.kept_and_total()  # raise before the first result if the length is unknown
+        return super()._query_rows(q, k)
 
-    def size(self) -> tuple[int, int]:
-        """(kept, total) key blocks of a row under `density`."""
+    def kept_and_total(self) -> tuple[int, int]:
+        """(key blocks that a query block keeps, key blocks of the sequence) under `density`."""
         if self.density is None or self.total is None:
             raise InvalidInput(
                 f"{self!r}: a density is a number of blocks only where the length of the sequence is known; a plan "
-                f"knows it, elsewhere write .bind(heads, tokens), or {self.width}= instead of density="
+                f"knows it, elsewhere write .bind(heads, tokens), or {self.width_field}= instead of density="
             )
-        return share(self.density, self.total), self.total
+        return kept_blocks(self.density, self.total), self.total
 
     def __repr__(self) -> str:
-        words = [str(self.block)]
-        for field in fields(self):  # type: ignore[arg-type]
+        arguments = [str(self.block)]
+        for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "block" and (value is not None or field.default is MISSING):
-                words.append(f"{field.name}={value!r}")
-        return f"{self.written}({', '.join(words)})"
-
-    def _need_width(self, example: str) -> None:
-        if self.density is None and getattr(self, self.width) is None:
-            raise InvalidInput(f"{self.written}: give {self.width}= or density=; try {self.written}({example})")
+                arguments.append(f"{field.name}={value!r}")
+        return f"{self.spelling}({', '.join(arguments)})"
 
 
 def check_density(density: object, name: str) -> float:
-    """`density`, checked to be a fraction in (0, 1]."""
+    """`density` as a float. Raises InvalidInput, naming the function `name`, unless 0 < density <= 1."""
     if isinstance(density, bool) or not isinstance(density, int | float | np.floating) or not 0 < density <= 1:
         raise InvalidInput(f"{name}: density={density!r} must be a fraction, 0 < density <= 1; try density=0.25")
     return float(density)
 
 
-def share(density: float, total: int) -> int:
-    """Number of blocks, of `total`, that a density keeps: the nearest, at least one."""
+def kept_blocks(density: float, total: int) -> int:
+    """The number of `total` blocks that `density` keeps: rounded to the nearest integer, at least 1."""
     return min(total, max(1, round(density * total)))
 
 
 @dataclass(frozen=True, repr=False)
 class LocalWindow(Family):
-    """Query block i sees the key blocks i - blocks .. i + blocks.
+    """Query block i attends the key blocks i - blocks .. i + blocks; `block` is the tokens of a block.
 
-    With `density`: the n nearest to i as one window, i - n // 2 first, shifted inward at the edges.
+    With `density`, query block i attends n adjacent key blocks that start at i - n // 2, shifted inward at the ends of
+    the sequence. The block form of Longformer's window (Beltagy et al. 2020, arXiv:2004.05150).
     """
 
-    written: ClassVar[str] = "local_window"
-    width: ClassVar[str] = "blocks"
+    spelling: ClassVar[str] = "local_window"
+    width_field: ClassVar[str] = "blocks"
+    example: ClassVar[str] = "local_window(128, blocks=4)"
 
     block: int
     blocks: int | None = None
@@ -105,27 +118,27 @@ class LocalWindow(Family):
 
     @property
     def period(self) -> int | None:
-        return self.block if self.density is None else None  # a density counts blocks of the whole sequence
+        return self.block if self.density is None else None  # a density depends on the length of the sequence
 
-    def _validate(self) -> None:
-        self._need_width("128, blocks=4")
+    def _check_fields(self) -> None:
+        self._require_width()
         if self.blocks is not None:
-            object.__setattr__(self, "blocks", whole(self.blocks, "local_window: blocks", 0))
+            self._normalize(blocks=self._integer("blocks", self.blocks, 0))
 
-    def rows(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
+    def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
         if self.blocks is not None:
             return [clip(range(low, high + 1), first - self.blocks, last + self.blocks)]
-        kept, total = self.size()
-        # Windows move right with their row, so those that reach [first, last] are neighbours.
+        kept, total = self.kept_and_total()
+        # The window moves right with its query block, so the query blocks whose window meets [first, last] are adjacent.
         least = low if first < kept else first - kept + 1 + kept // 2
         most = high if last >= total - kept else last + kept // 2
         return [clip(range(low, high + 1), least, most)]
 
-    def runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
+    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
         if self.blocks is not None:
             yield range(max(first, row - self.blocks), min(last, row + self.blocks) + 1)
         else:
-            kept, total = self.size()
+            kept, total = self.kept_and_total()
             start = max(0, min(row - kept // 2, total - kept))
             yield range(max(first, start), min(last + 1, start + kept))
 
@@ -133,20 +146,22 @@ class LocalWindow(Family):
         i, j = q // self.block, k // self.block
         if self.blocks is not None:
             return np.abs(i - j) <= self.blocks
-        kept, total = self.size()
-        before = j - np.clip(i - kept // 2, 0, total - kept)
-        return (before >= 0) & (before < kept)
+        kept, total = self.kept_and_total()
+        offset = j - np.clip(i - kept // 2, 0, total - kept)
+        return (offset >= 0) & (offset < kept)
 
 
 @dataclass(frozen=True, repr=False)
 class StridedBlocks(Family):
-    """Query block i sees key block j iff (i - j) % stride == 0.
+    """Query block i attends key block j iff (i - j) % stride == 0; `block` is the tokens of a block.
 
-    With `density`: the n key blocks i + floor(m * total / n), 0 <= m < n, modulo total.
+    With `density`, query block i attends the n key blocks (i + floor(m * total / n)) % total for 0 <= m < n. The block
+    form of the strided attention of Sparse Transformers (Child et al. 2019, arXiv:1904.10509).
     """
 
-    written: ClassVar[str] = "strided_blocks"
-    width: ClassVar[str] = "stride"
+    spelling: ClassVar[str] = "strided_blocks"
+    width_field: ClassVar[str] = "stride"
+    example: ClassVar[str] = "strided_blocks(128, stride=8)"
 
     block: int
     stride: int | None = None
@@ -155,60 +170,63 @@ class StridedBlocks(Family):
 
     @property
     def period(self) -> int | None:
-        return self.block if self.density is None else None  # a density counts blocks of the whole sequence
+        return self.block if self.density is None else None  # a density depends on the length of the sequence
 
-    def _validate(self) -> None:
-        self._need_width("128, stride=8")
+    def _check_fields(self) -> None:
+        self._require_width()
         if self.stride is not None:
-            object.__setattr__(self, "stride", whole(self.stride, "strided_blocks: stride", 1))
+            self._normalize(stride=self._integer("stride", self.stride, 1))
 
-    def rows(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
-        every = range(low, high + 1)
-        wide = last - first + 1
+    def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
+        candidates = range(low, high + 1)
+        width = last - first + 1
         if self.stride is not None:
-            if wide >= self.stride or len(every) <= wide:
-                return [every]
+            if width >= self.stride or len(candidates) <= width:
+                return [candidates]
             return [range(low + (j - low) % self.stride, high + 1, self.stride) for j in range(first, last + 1)]
-        kept, total = self.size()
-        if kept * wide >= total or len(every) <= 2 * kept:
-            return [every]
+        kept, total = self.kept_and_total()
+        if kept * width >= total or len(candidates) <= 2 * kept:
+            return [candidates]
         offsets = [m * total // kept for m in range(kept)]
         shifts = [shift for offset in offsets for shift in (offset, offset - total)]
-        return [clip(every, first - shift, last - shift) for shift in shifts]
+        return [clip(candidates, first - shift, last - shift) for shift in shifts]
 
-    def runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
+    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
         if self.stride is not None:
             start = first + (row - first) % self.stride
-            yield from joined(range(j, j + 1) for j in range(start, last + 1, self.stride))
+            yield from join_runs(range(j, j + 1) for j in range(start, last + 1, self.stride))
         else:
-            yield from joined(range(j, j + 1) for j in self._kept(row, first, last))
+            yield from join_runs(range(j, j + 1) for j in self._kept_keys(row, first, last))
 
-    def _kept(self, row: int, first: int, last: int) -> Iterator[int]:
-        """The key blocks in [first, last] of a row under `density`, ascending."""
-        kept, total = self.size()
-        # The blocks left of the row are those whose offset wraps around.
-        for turn, low, high in ((total, first, min(last, row - 1)), (0, max(first, row), last)):
-            least, most = low - row + turn, high - row + turn
+    def _kept_keys(self, row: int, first: int, last: int) -> Iterator[int]:
+        """The key blocks in [first, last] that query block `row` attends under `density`, ascending."""
+        kept, total = self.kept_and_total()
+        # Key blocks left of the query block are reached by offsets that wrap around the end of the sequence.
+        for wrap, low, high in ((total, first, min(last, row - 1)), (0, max(first, row), last)):
+            least, most = low - row + wrap, high - row + wrap
             for m in range(ceil_div(least * kept, total), ceil_div((most + 1) * kept, total)):
-                yield row - turn + m * total // kept
+                yield row - wrap + m * total // kept
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        away = k // self.block - q // self.block
+        distance = k // self.block - q // self.block
         if self.stride is not None:
-            return away % self.stride == 0
-        kept, total = self.size()
-        return np.isin(away % max(1, total), np.arange(kept, dtype=np.int64) * total // max(1, kept))
+            return distance % self.stride == 0
+        kept, total = self.kept_and_total()
+        return np.isin(distance % max(1, total), np.arange(kept, dtype=np.int64) * total // max(1, kept))
 
 
 @dataclass(frozen=True, repr=False)
 class GlobalLocal(Family):
-    """The first `globals` blocks see all and are seen by all; the others see their local window, too.
+    """The first `globals` blocks attend every block and are attended by every block; the others add a local window.
 
-    With `density`: the other rows see the globals and one window of the remaining blocks, n in all.
+    Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks; `block` is the tokens of a
+    block. With `density`, it attends the globals and one window of the other blocks, n key blocks in all. The global and
+    local attention of Longformer (Beltagy et al. 2020, arXiv:2004.05150) in blocks.
     """
 
-    written: ClassVar[str] = "global_local"
-    width: ClassVar[str] = "blocks"
+    spelling: ClassVar[str] = "global_local"
+    width_field: ClassVar[str] = "blocks"
+    example: ClassVar[str] = "global_local(128, globals=1, blocks=4)"
 
     block: int
     globals: int = 1
@@ -220,58 +238,57 @@ class GlobalLocal(Family):
     def period(self) -> int | None:
         return self.block if self.density is None and not self.globals else None
 
-    def _validate(self) -> None:
-        self._need_width("128, globals=1, blocks=4")
-        object.__setattr__(self, "globals", whole(self.globals, "global_local: globals", 0))
+    def _check_fields(self) -> None:
+        self._require_width()
+        self._normalize(globals=self._integer("globals", self.globals, 0))
         if self.blocks is not None:
-            object.__setattr__(self, "blocks", whole(self.blocks, "global_local: blocks", 0))
-        # The slack forgives the rounding of a density such as 3 / 7, which means 3 of 7 blocks.
+            self._normalize(blocks=self._integer("blocks", self.blocks, 0))
         if self.density is None or not self.total or not self.globals:
             return
-        room = self.density * self.total + 1e-9
-        if room < min(self.globals + 1, self.total):  # a short sequence may hold nothing but globals
+        room = self.density * self.total + 1e-9  # a density such as 3 / 7, meaning 3 of 7 blocks, may be rounded down
+        if room < min(self.globals + 1, self.total):  # a short sequence may consist of globals alone
             least = (self.globals + 1) / self.total
-            more = f", or a density >= {least:.4g}" if least <= 1 else ""
+            alternative = f", or a density >= {least:.4g}" if least <= 1 else ""
             raise InvalidInput(
                 f"global_local: density={self.density} of {self.total:,} key blocks is {room:.4g} blocks per row, fewer "
-                f"than the {self.globals} globals and one local block; try globals={max(0, int(room) - 1)}{more}"
+                f"than the {self.globals} globals and one local block; try globals={max(0, int(room) - 1)}{alternative}"
             )
 
-    def rows(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
-        every = range(low, high + 1)
+    def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
+        candidates = range(low, high + 1)
         if first < self.globals:
-            return [every]
-        head = clip(every, 0, self.globals - 1)
+            return [candidates]
+        global_rows = clip(candidates, 0, self.globals - 1)
         if self.blocks is not None:
-            return [head, clip(every, first - self.blocks, last + self.blocks)]
-        kept, total = self.size()
-        wide = kept - self.globals
-        least = low if first < self.globals + wide else first - wide + 1 + wide // 2
-        most = high if last >= total - wide else last + wide // 2
-        return [head, clip(every, least, most)]
+            return [global_rows, clip(candidates, first - self.blocks, last + self.blocks)]
+        kept, total = self.kept_and_total()
+        width = kept - self.globals
+        least = low if first < self.globals + width else first - width + 1 + width // 2
+        most = high if last >= total - width else last + width // 2
+        return [global_rows, clip(candidates, least, most)]
 
-    def runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
+    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
         if row < self.globals:
             yield range(first, last + 1)
             return
         if self.blocks is not None:
             window = range(max(0, row - self.blocks), row + self.blocks + 1)
         else:
-            kept, total = self.size()
-            wide = kept - self.globals
-            start = max(self.globals, min(row - wide // 2, total - wide))
-            window = range(start, start + wide)
-        yield from joined(clip(run, first, last) for run in (range(self.globals), window))
+            kept, total = self.kept_and_total()
+            width = kept - self.globals
+            start = max(self.globals, min(row - width // 2, total - width))
+            window = range(start, start + width)
+        yield from join_runs(clip(run, first, last) for run in (range(self.globals), window))
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         i, j = q // self.block, k // self.block
-        either = (i < self.globals) | (j < self.globals)
+        is_global = (i < self.globals) | (j < self.globals)
         if self.blocks is not None:
-            return either | (np.abs(i - j) <= self.blocks)
-        kept, total = self.size()
-        wide = kept - self.globals
-        before = j - np.clip(i - wide // 2, self.globals, max(self.globals, total - wide))
-        return either | ((before >= 0) & (before < wide))
+            return is_global | (np.abs(i - j) <= self.blocks)
+        kept, total = self.kept_and_total()
+        width = kept - self.globals
+        offset = j - np.clip(i - width // 2, self.globals, max(self.globals, total - width))
+        return is_global | ((offset >= 0) & (offset < width))
 
 
 local_window = LocalWindow

@@ -1,4 +1,4 @@
-"""Every query attends every key."""
+"""Dense attention: every query attends every key."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from .base import FAR, ONE_HEAD, Pattern, Run
-from .tile import Tile, make
+from .tile import Tile, make_tile
 
 
 @dataclass(frozen=True)
 class Full(Pattern):
-    """Dense attention: one tile."""
+    """Every query attends every key of the sequence, earlier and later ones: softmax(q k^T) without a mask."""
 
     @property
     def period(self) -> int | None:
         return 1
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        tile = make(heads, q, k)
+        tile = make_tile(heads, q, k)
         if tile is not None:
             yield tile
 

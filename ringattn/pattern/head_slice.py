@@ -1,4 +1,4 @@
-"""A pattern seen from some of its heads."""
+"""A contiguous range of the heads of another pattern, for ranks that hold only some heads (Ulysses)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tile import Tile
 
 @dataclass(frozen=True)
 class HeadSlice(Pattern):
-    """Head h of this is head `first` + h of `pattern`, which knows how many heads there are."""
+    """Head h of this pattern is head first + h of `pattern`, which must be bound to the number of all heads."""
 
     pattern: Pattern
     first: int
@@ -27,19 +27,19 @@ class HeadSlice(Pattern):
         return self.pattern.output_scale
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        for tile in self.pattern.tiles(q, k, _moved(heads, self.first)):
-            yield replace(tile, heads=_moved(tile.heads, -self.first))
+        for tile in self.pattern.tiles(q, k, _shift(heads, self.first)):
+            yield replace(tile, heads=_shift(tile.heads, -self.first))
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
-        return self.pattern.count(q, k, _moved(heads, self.first))
+        return self.pattern.count(q, k, _shift(heads, self.first))
 
     def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for found, rows in self.pattern.keys(q, k, _moved(heads, self.first)):
-            yield _moved(found, -self.first), rows
+        for original_heads, rows in self.pattern.keys(q, k, _shift(heads, self.first)):
+            yield _shift(original_heads, -self.first), rows
 
     def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for found, rows in self.pattern.queries(q, k, _moved(heads, self.first)):
-            yield _moved(found, -self.first), rows
+        for original_heads, rows in self.pattern.queries(q, k, _shift(heads, self.first)):
+            yield _shift(original_heads, -self.first), rows
 
     def key_run(self, first: int, last: int) -> Run | None:
         return self.pattern.key_run(first, last)
@@ -51,5 +51,5 @@ class HeadSlice(Pattern):
         return self.pattern.visible(q, k, head + self.first, tokens)
 
 
-def _moved(heads: range, by: int) -> range:
-    return range(heads.start + by, heads.stop + by, heads.step)
+def _shift(heads: range, offset: int) -> range:
+    return range(heads.start + offset, heads.stop + offset, heads.step)

@@ -1,4 +1,4 @@
-"""Read a pattern back from its repr, without evaluating anything."""
+"""Read a pattern back from its repr. The text is parsed with `ast` and never evaluated."""
 
 from __future__ import annotations
 
@@ -6,73 +6,84 @@ import ast
 from collections.abc import Callable, Mapping
 
 from ..errors import InvalidInput, did_you_mean
+from ..text import shorten
 from .base import Pattern
 
-#: Characters of a written pattern that an error repeats.
+#: Characters of the text that an error message repeats.
 SHOWN = 300
 
 
-def parse(text: str, names: Mapping[str, Callable[..., Pattern]]) -> Pattern:
-    """The pattern that `text` writes, such as "Causal() & Window(4096)". `names` are the callables allowed."""
-    shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        why = getattr(error, "msg", None) or "it is nested too deep"
-        raise InvalidInput(f"pattern {shown!r} does not parse: {why}; try 'Causal() & Window(4096)'") from None
+def parse(text: str, functions: Mapping[str, Callable[..., Pattern]]) -> Pattern:
+    """The pattern that `text` spells, such as "Causal() & Window(4096)".
 
-    def build(node: ast.expr) -> Pattern:
+    The text may call the `functions` by name with literal arguments or patterns, and join patterns by & and |. Raises
+    InvalidInput for any other text.
+    """
+    return _Parser(text, functions).parse()
+
+
+class _Parser:
+    def __init__(self, text: str, functions: Mapping[str, Callable[..., Pattern]]) -> None:
+        self.text, self.functions = text, functions
+
+    def parse(self) -> Pattern:
+        try:
+            tree = ast.parse(self.text.strip(), mode="eval").body
+        except (SyntaxError, RecursionError, MemoryError) as error:
+            reason = getattr(error, "msg", None) or "the text is nested too deep"
+            raise InvalidInput(
+                f"pattern {shorten(self.text, SHOWN)!r} does not parse: {reason}; try 'Causal() & Window(4096)'"
+            ) from None
+        try:
+            return self._build(tree)
+        except RecursionError:
+            raise self._error("the text is nested too deep; write it with fewer brackets and operators") from None
+        except OverflowError as error:
+            raise self._error(f"a number is too large ({error}); write numbers below 2^63") from None
+
+    def _error(self, message: str) -> InvalidInput:
+        return InvalidInput(f"pattern {shorten(self.text, SHOWN)!r}: {message}")
+
+    def _build(self, node: ast.expr) -> Pattern:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
-            return build(node.left) & build(node.right)
+            return self._build(node.left) & self._build(node.right)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            return build(node.left) | build(node.right)
+            return self._build(node.left) | self._build(node.right)
         if isinstance(node, ast.Name):
             node = ast.Call(node, [], [])
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            raise InvalidInput(
-                f"pattern {shown!r}: {ast.unparse(node)!r} is not a pattern; "
-                "patterns are calls joined by & and |, such as 'Causal() & Window(4096)'"
+            raise self._error(
+                f"{ast.unparse(node)!r} is not a pattern; patterns are calls joined by & and |, such as "
+                "'Causal() & Window(4096)'"
             )
-        name = node.func.id
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise InvalidInput(
-                f"pattern {shown!r}: unknown name {name!r}; {hint}known names: {', '.join(sorted(names))}"
-            )
-        words = [word.arg for word in node.keywords]
-        if None in words:
-            raise InvalidInput(
-                f"pattern {shown!r}: ** is not understood in {ast.unparse(node)}; write the arguments out, such as Window(4096, right=0)"
-            )
-        twice = {str(word) for word in words if words.count(word) > 1}
-        if twice:
-            raise InvalidInput(
-                f"pattern {shown!r}: {ast.unparse(node)} gives {', '.join(sorted(twice))} twice; give it once"
-            )
-        values = [argument(value) for value in node.args]
-        try:
-            return names[name](*values, **{str(word.arg): argument(word.value) for word in node.keywords})
-        except TypeError as error:
-            raise InvalidInput(f"pattern {shown!r}: {ast.unparse(node)}: {error}") from None
+        return self._call(node, node.func.id)
 
-    def argument(node: ast.expr) -> object:
+    def _call(self, node: ast.Call, name: str) -> Pattern:
+        if name not in self.functions:
+            hint = did_you_mean(name, self.functions)
+            raise self._error(f"unknown name {name!r}; {hint}known names: {', '.join(sorted(self.functions))}")
+        keywords: dict[str, object] = {}
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                raise self._error(
+                    f"** is not understood in {ast.unparse(node)}; write the arguments out, such as "
+                    "Window(4096, right=0)"
+                )
+            if keyword.arg in keywords:
+                raise self._error(f"{ast.unparse(node)} gives {keyword.arg} twice; give it once")
+            keywords[keyword.arg] = self._argument(keyword.value)
+        arguments = [self._argument(argument) for argument in node.args]
+        try:
+            return self.functions[name](*arguments, **keywords)
+        except TypeError as error:
+            raise self._error(f"{ast.unparse(node)}: {error}; see help(ringattn.{name})") from None
+
+    def _argument(self, node: ast.expr) -> object:
         if isinstance(node, ast.Call | ast.BinOp):
-            return build(node)
+            return self._build(node)
         try:
             return ast.literal_eval(node)
         except ValueError:
-            raise InvalidInput(
-                f"pattern {shown!r}: the argument {ast.unparse(node)!r} is not a plain value; "
-                "write numbers, strings, tuples or lists"
+            raise self._error(
+                f"the argument {ast.unparse(node)!r} is not a plain value; write numbers, strings, tuples or lists"
             ) from None
-
-    try:
-        return build(tree)
-    except RecursionError:
-        raise InvalidInput(
-            f"pattern {shown!r}: is nested too deep; write it with fewer brackets and operators"
-        ) from None
-    except OverflowError as error:
-        raise InvalidInput(
-            f"pattern {shown!r}: a number in it is too large ({error}); write numbers below 2^63"
-        ) from None

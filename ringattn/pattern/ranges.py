@@ -1,6 +1,6 @@
-"""Algebra of arithmetic progressions, written as Python `range`s with a positive step.
+"""Set operations on arithmetic progressions, written as Python `range`s with a positive step.
 
-Everything here is exact integer arithmetic; nothing enumerates the members of a range.
+All results are exact integers, and no function enumerates the members of a range.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ EMPTY = range(0)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Smallest integer >= a / b, for b > 0."""
+    """The smallest integer >= a / b, for b > 0."""
     return -(-a // b)
 
 
@@ -23,7 +23,7 @@ def clip(r: range, low: int, high: int) -> range:
 
 
 def intersect(a: range, b: range) -> range:
-    """The members that two progressions share (Chinese remainder theorem)."""
+    """The common members of two progressions, by the Chinese remainder theorem."""
     if not a or not b:
         return EMPTY
     if a.step == 1:
@@ -37,13 +37,13 @@ def intersect(a: range, b: range) -> range:
     modulus = b.step // common
     turns = shift * pow(a.step // common, -1, modulus) % modulus if modulus > 1 else 0
     step = a.step * modulus
-    origin = a.start + turns * a.step  # in both classes; may lie below either start
+    origin = a.start + turns * a.step  # congruent to both progressions, but possibly below their starts
     low, high = max(a.start, b.start), min(a[-1], b[-1])
     return range(origin + ceil_div(low - origin, step) * step, high + 1, step)
 
 
 def subtract(a: range, b: range) -> Iterator[range]:
-    """Disjoint progressions that hold the members of `a` that are not in `b`."""
+    """The members of `a` that are not in `b`, as disjoint progressions."""
     shared = intersect(a, b)
     if not shared:
         if a:
@@ -53,55 +53,55 @@ def subtract(a: range, b: range) -> Iterator[range]:
     if a.start < first:
         yield range(a.start, first, a.step)
     if len(shared) > 1:
-        for skip in range(a.step, shared.step, a.step):
-            yield range(first + skip, last, shared.step)
+        for offset in range(a.step, shared.step, a.step):
+            yield range(first + offset, last, shared.step)
     if a[-1] > last:
         yield range(last + a.step, a.stop, a.step)
 
 
 def union(ranges: Iterable[range]) -> tuple[range, ...]:
-    """Disjoint progressions that hold every member of `ranges` once."""
-    kept: list[range] = []
+    """The members of all `ranges`, each member once, as disjoint progressions."""
+    disjoint: list[range] = []
     for new in ranges:
         pieces = [new] if new else []
-        for old in kept:
+        for old in disjoint:
             pieces = [rest for piece in pieces for rest in subtract(piece, old)]
-        kept += pieces
-    return tuple(kept)
+        disjoint += pieces
+    return tuple(disjoint)
 
 
-def joined(runs: Iterable[range]) -> Iterator[range]:
-    """Ascending runs of step 1, with those that touch or overlap joined."""
-    held = range(0)
+def join_runs(runs: Iterable[range]) -> Iterator[range]:
+    """Ascending ranges of step 1, with ranges that touch or overlap joined into one; empty ranges are dropped."""
+    current = range(0)
     for run in runs:
         if not run:
             continue
-        if held and run.start <= held.stop:
-            held = range(held.start, max(held.stop, run.stop))
+        if current and run.start <= current.stop:
+            current = range(current.start, max(current.stop, run.stop))
         else:
-            if held:
-                yield held
-            held = run
-    if held:
-        yield held
+            if current:
+                yield current
+            current = run
+    if current:
+        yield current
 
 
-def merged(runs: Iterable[range]) -> tuple[range, ...]:
-    """The union of runs of step 1 in any order, as the fewest of them, ascending."""
-    return tuple(joined(sorted(runs, key=lambda r: r.start)))
+def merge_runs(runs: Iterable[range]) -> tuple[range, ...]:
+    """The union of ranges of step 1 given in any order, as the fewest possible ranges, ascending."""
+    return tuple(join_runs(sorted(runs, key=lambda run: run.start)))
 
 
 def locate(part: range, whole: range) -> range:
-    """Indices within `whole` of the members of `part`, a sub-progression of `whole`."""
+    """The indices in `whole` of the members of `part`; `part` must be a sub-progression of `whole`."""
     start = (part.start - whole.start) // whole.step
     step = part.step // whole.step if len(part) > 1 else 1
     return range(start, start + (len(part) - 1) * step + 1, step)
 
 
 def floor_sum(n: int, m: int, a: int, b: int) -> int:
-    """sum((a * i + b) // m for i in range(n)) for a, b >= 0 and m > 0, in O(log) steps.
+    """sum((a * i + b) // m for i in range(n)) for a, b >= 0 and m > 0, in O(log m) steps.
 
-    The Euclid-like recursion of Graham, Knuth, Patashnik, Concrete Mathematics, section 3.5.
+    Source: the Euclid-like recursion of Graham, Knuth, Patashnik, Concrete Mathematics, section 3.5.
     """
     total = 0
     while n > 0:
@@ -115,14 +115,15 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 
 
 def count_at_most(q: range, k: range, bound: int) -> int:
-    """Number of pairs (x in q, y in k) with x - y <= bound."""
+    """The number of pairs (x in q, y in k) with x - y <= bound, in closed form."""
     if not q or not k:
         return 0
-    # Member i of q does not see the first clamp((base + i * q.step) // k.step, 0, len(k)) members of k.
+    # Member i of q pairs with all of k but its first clamp((base + i * q.step) // k.step, 0, len(k)) members.
     base = q.start - bound - k.start + k.step - 1
-    rises = min(len(q), max(0, ceil_div(k.step - base, q.step)))
-    full = max(rises, min(len(q), max(0, ceil_div(len(k) * k.step - base, q.step))))
-    hidden = (len(q) - full) * len(k)
-    if full > rises:
-        hidden += floor_sum(full - rises, k.step, q.step, base + rises * q.step)
-    return len(q) * len(k) - hidden
+    # Members of q before `some_excluded` pair with all of k, members from `all_excluded` on with none of k.
+    some_excluded = min(len(q), max(0, ceil_div(k.step - base, q.step)))
+    all_excluded = max(some_excluded, min(len(q), max(0, ceil_div(len(k) * k.step - base, q.step))))
+    excluded = (len(q) - all_excluded) * len(k)
+    if all_excluded > some_excluded:
+        excluded += floor_sum(all_excluded - some_excluded, k.step, q.step, base + some_excluded * q.step)
+    return len(q) * len(k) - excluded

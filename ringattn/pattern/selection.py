@@ -1,58 +1,68 @@
-"""Block-sparse patterns from scores: the best key blocks of each row."""
+"""Block-sparse patterns chosen by scores: the best key blocks of each query block."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput
-from .block_table import BlockSparse, whole
-from .families import check_density, share
+from .base import check_integer
+from .block_table import BlockSparse
+from .families import check_density, kept_blocks
 
 
-def top_k(block: int, k: int | None, scores: Any, *, causal: bool = False, density: float | None = None) -> BlockSparse:
-    """Each query block sees the `k` key blocks with the highest scores; of equal scores the first.
+def top_k(
+    block: int, k: int | None, scores: ArrayLike, *, causal: bool = False, density: float | None = None
+) -> BlockSparse:
+    """The pattern in which each query block attends the `k` key blocks with the highest scores; ties go to the first.
 
-    `scores` is [heads or 1, blocks, blocks] or [blocks, blocks]. With `causal` only key blocks up to the query
-    block compete, and its own is always kept (add `& Causal()` to mask inside it). Rows with fewer than k
-    candidates keep all. With `density` and k None, k is that fraction of the key blocks.
+    `block` is the tokens of a block. `scores` is a real array, CPU tensor or nested list of shape [heads or 1, blocks,
+    blocks] or [blocks, blocks], indexed by query block, then key block; -inf is allowed, NaN is not. With `density`
+    instead of k, k is that fraction of the key blocks, rounded, at least 1.
+
+    With `causal`, only the key blocks up to the query block compete and the query's own block is always kept; a query
+    block with fewer than k candidates keeps all of them. Inside the own block later keys stay visible: combine the result
+    with `& Causal()` to hide them.
+
+    Raises InvalidInput for scores that have no order, another shape, or unless exactly one of k and density is given.
     """
-    score = _scores(scores)
-    total = score.shape[-1]
+    ranking = _read_scores(scores)
+    total = ranking.shape[-1]
     if (k is None) == (density is None):
         raise InvalidInput(f"top_k: give k or density, one of them; got k={k!r}, density={density!r}")
     if density is not None:
-        kept = share(check_density(density, "top_k"), total)
+        kept = kept_blocks(check_density(density, "top_k"), total)
     else:
-        kept = whole(k, "top_k: k", 1)
-    # Stable and descending: the reverse of a stable ascending sort of the reverse.
-    order = total - 1 - np.argsort(score[..., ::-1], axis=-1, kind="stable")[..., ::-1]
+        kept = check_integer(k, "top_k: k", 1, "top_k(128, 8, scores)")
+    # A stable descending order: the reverse of a stable ascending sort of the reversed scores.
+    order = total - 1 - np.argsort(ranking[..., ::-1], axis=-1, kind="stable")[..., ::-1]
     if causal:
-        away = np.arange(total)[:, None] - np.arange(total)
-        group = np.where(away == 0, 0, np.where(away > 0, 1, 2)).astype(np.int8)  # own block, candidates, the rest
-        turn = np.take_along_axis(np.broadcast_to(group, score.shape), order, -1)
-        order = np.take_along_axis(order, np.argsort(turn, axis=-1, kind="stable"), -1)
-    table = np.zeros(score.shape, dtype=bool)
+        distance = np.arange(total)[:, None] - np.arange(total)
+        # The own block comes first, then the candidates, then the blocks that may not be chosen.
+        group = np.where(distance == 0, 0, np.where(distance > 0, 1, 2)).astype(np.int8)
+        ordered_group = np.take_along_axis(np.broadcast_to(group, ranking.shape), order, -1)
+        order = np.take_along_axis(order, np.argsort(ordered_group, axis=-1, kind="stable"), -1)
+    table = np.zeros(ranking.shape, dtype=bool)
     np.put_along_axis(table, order[..., :kept], True, axis=-1)
     return BlockSparse(block, np.tril(table) if causal else table)
 
 
-def _scores(scores: Any) -> np.ndarray:
-    """Comparable numbers, [heads or 1, blocks, blocks]."""
+def _read_scores(scores: ArrayLike) -> np.ndarray:
+    """The scores as a real array without NaN, [heads or 1, blocks, blocks]."""
     try:
-        found = np.asarray(scores)
+        array = np.asarray(scores)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InvalidInput(
             f"top_k: numpy cannot read the scores ({error}); try scores.detach().float().cpu().numpy()"
         ) from None
-    if found.ndim == 2:
-        found = found[None]
-    if found.ndim != 3 or not len(found) or found.shape[1] != found.shape[2]:
+    if array.ndim == 2:
+        array = array[None]
+    if array.ndim != 3 or not len(array) or array.shape[1] != array.shape[2]:
         raise InvalidInput(
-            f"top_k: scores of shape {found.shape}, expected [heads or 1, blocks, blocks] or [blocks, blocks]"
+            f"top_k: scores of shape {array.shape}, expected [heads or 1, blocks, blocks] or [blocks, blocks]; "
+            "give one score per query block and key block"
         )
-    if found.dtype.kind not in "biuf" or (found.dtype.kind == "f" and np.isnan(found).any()):
-        what = "NaN" if found.dtype.kind == "f" else f"dtype {found.dtype}"
-        raise InvalidInput(f"top_k: the scores hold {what}, which has no order; give real numbers (-inf is allowed)")
-    return found
+    if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and np.isnan(array).any()):
+        content = "NaN" if array.dtype.kind == "f" else f"dtype {array.dtype}"
+        raise InvalidInput(f"top_k: the scores hold {content}, which has no order; give real numbers (-inf is allowed)")
+    return array

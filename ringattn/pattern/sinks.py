@@ -1,4 +1,4 @@
-"""Attention sinks: the first keys are seen by all."""
+"""Attention sinks: every query attends the first keys of the sequence."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern, plain
+from .base import ONE_HEAD, Pattern, check_integer
 from .ranges import clip
-from .tile import Tile, make
+from .tile import Tile, make_tile
 
 
 @dataclass(frozen=True)
 class Sinks(Pattern):
-    """Keys 0 .. n-1 are seen by every query (the future too: write `Causal() & (Sinks(4) | Window(4095))`)."""
+    """Every query attends the keys 0 .. n-1, also those later than itself.
+
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) is `Causal() & (Sinks(4) | Window(4095))`. Raises InvalidInput
+    unless `n` is an integer >= 0.
+    """
 
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", plain(self.n))
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 0:
-            raise InvalidInput(f"Sinks(n={self.n!r}): n is a number of tokens, an integer >= 0; try Sinks(4)")
+        self._normalize(n=check_integer(self.n, "Sinks: number of tokens n", 0, "Sinks(4)"))
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        tile = make(heads, q, clip(k, 0, self.n - 1))
+        tile = make_tile(heads, q, clip(k, 0, self.n - 1))
         if tile is not None:
             yield tile
 

@@ -1,4 +1,4 @@
-"""A query attends the keys at a multiple of `step` from it."""
+"""Strided attention: a query attends the keys at multiples of a step from its own position."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern, plain
+from .base import ONE_HEAD, Pattern, check_integer
 from .ranges import intersect
-from .tile import Tile, make
+from .tile import Tile, make_tile
 
 
 @dataclass(frozen=True)
 class Strided(Pattern):
-    """(qpos - kpos) % step == 0: one tile per residue class."""
+    """Query q attends key k iff (q - k) % step == 0, earlier and later keys; one tile per residue class.
+
+    Source: the strided head of Sparse Transformers (Child et al. 2019, arXiv:1904.10509), which adds `Causal()`. Raises
+    InvalidInput unless `step` is an integer >= 1.
+    """
 
     step: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "step", plain(self.step))
-        if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 1:
-            raise InvalidInput(f"Strided(step={self.step!r}): the step is an integer >= 1; try Strided(4)")
+        self._normalize(step=check_integer(self.step, "Strided: step", 1, "Strided(4)"))
 
     @property
     def period(self) -> int | None:
@@ -34,7 +35,7 @@ class Strided(Pattern):
         for residue in range(self.step):
             rows = intersect(q, range(residue, q[-1] + 1, self.step))
             keys = intersect(k, range(residue, k[-1] + 1, self.step))
-            tile = make(heads, rows, keys)
+            tile = make_tile(heads, rows, keys)
             if tile is not None:
                 yield tile
 

@@ -1,4 +1,4 @@
-"""The tile: affine query rows x affine key rows, with a band on their distance."""
+"""The tile: arithmetic progressions of query and key positions, with a band on their distance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from .ranges import ceil_div, clip, count_at_most, intersect, subtract, union
 
 @dataclass(frozen=True)
 class Tile:
-    """Query position x in `q` attends key position y in `k` iff lo <= x - y <= hi, for each head in `heads`.
+    """A set of query-key pairs: x in `q` attends y in `k` iff lo <= x - y <= hi, for each head in `heads`.
 
-    Positions are global; `lo` or `hi` None means unbounded. A tile made by `make` or by an operation of
-    this module is *trimmed*: it is not empty, bounds that do not bind are None, and where both steps are
-    equal (or there is no band) every row of `q` sees a key and every row of `k` is seen.
-    `branch` numbers the attention of a multi-branch pattern that the tile belongs to.
+    Positions are global, and steps of `q` and `k` may exceed 1. `lo` or `hi` None means unbounded. `branch` is the index
+    of the tile's attention in a multi-branch pattern.
+
+    Tiles made by `make_tile` and the functions of this module are trimmed: a tile is not empty, a bound that excludes no
+    pair is None, and if `q` and `k` have equal steps, or the tile is dense, every query row and every key row is in at
+    least one pair.
     """
 
     heads: range
@@ -28,12 +30,12 @@ class Tile:
 
     @property
     def dense(self) -> bool:
-        """True where every query row sees every key row."""
+        """True if every query row attends every key row."""
         return self.lo is None and self.hi is None
 
     @property
     def pairs(self) -> int:
-        """Exact number of (query, key) pairs of one head, in closed form."""
+        """The exact number of query-key pairs of one head, in closed form."""
         total = len(self.q) * len(self.k)
         if self.hi is not None:
             total = count_at_most(self.q, self.k, self.hi)
@@ -42,111 +44,114 @@ class Tile:
         return total
 
     def refine(self) -> Iterator[Tile]:
-        """The same pairs as tiles that are dense or have equal steps (residue classes of the lcm)."""
+        """The same pairs as tiles that are dense or have equal steps: one tile per pair of residue classes."""
         if self.dense or self.q.step == self.k.step:
             yield self
             return
         step = lcm(self.q.step, self.k.step)
-        for q in _classes(self.q, step):
-            for k in _classes(self.k, step):
-                tile = make(self.heads, q, k, self.lo, self.hi, self.branch)
+        for q in _residue_classes(self.q, step):
+            for k in _residue_classes(self.k, step):
+                tile = make_tile(self.heads, q, k, self.lo, self.hi, self.branch)
                 if tile is not None:
                     yield tile
 
     def key_rows(self) -> tuple[range, ...]:
-        """Disjoint ranges of the key positions that some query row of the tile sees."""
+        """The key positions that at least one query row of the tile attends, as disjoint ranges."""
         return union(tile.k for tile in self.refine())
 
     def query_rows(self) -> tuple[range, ...]:
-        """Disjoint ranges of the query positions that see some key of the tile."""
+        """The query positions that attend at least one key of the tile, as disjoint ranges."""
         return union(tile.q for tile in self.refine())
 
 
-def _classes(r: range, step: int) -> Iterator[range]:
-    for start in range(r.start, min(r.stop, r.start + step), r.step):
-        yield range(start, r.stop, step)
-
-
-def make(
+def make_tile(
     heads: range, q: range, k: range, lo: int | None = None, hi: int | None = None, branch: int = 0
 ) -> Tile | None:
-    """The trimmed tile of these rows and band, or None where no pair is left."""
+    """The trimmed tile of these rows and this band; None if it has no pair."""
     if not heads or not q or not k or (lo is not None and hi is not None and lo > hi):
         return None
-    # Most tiles that a planner asks for are whole or empty: that is seen from their corners.
+    # Most tiles that a planner asks for are dense or empty, and the extreme distances alone decide that.
     least, most = q[0] - k[-1], q[-1] - k[0]
     if (lo is not None and lo > most) or (hi is not None and hi < least):
         return None
-    if lo is not None and lo <= least:
-        lo = None
-    if hi is not None and hi >= most:
-        hi = None
+    lo, hi = _drop_loose_bounds(q, k, lo, hi)
     if lo is None and hi is None:
-        return Tile(heads, *_plain(q, k), branch=branch)
-    if hi is not None:
-        q, k = clip(q, q.start, k[-1] + hi), clip(k, q.start - hi, k[-1])
-    if not q or not k:
-        return None
-    if lo is not None:
-        q, k = clip(q, k.start + lo, q[-1]), clip(k, k.start, q[-1] - lo)
+        return Tile(heads, *_canonical_rows(q, k), branch=branch)
+    q, k = _clip_to_band(q, k, lo, hi)
     if not q or not k:
         return None
     step = q.step if len(q) > 1 else k.step
     same_step = step == k.step or len(k) == 1
-    if same_step and (lo is not None or hi is not None):
-        # Bounds on the compressed distance i - j; tightening them makes equal tiles compare equal.
-        base = q.start - k.start
-        if lo is not None:
-            lo = base + ceil_div(lo - base, step) * step
-        if hi is not None:
-            hi = base + (hi - base) // step * step
+    if same_step:
+        lo, hi = _tighten(lo, hi, q.start - k.start, step)
         if lo is not None and hi is not None and lo > hi:
             return None
-        if hi is not None:
-            q, k = clip(q, q.start, k[-1] + hi), clip(k, q.start - hi, k[-1])
-        if lo is not None and q and k:
-            q, k = clip(q, k.start + lo, q[-1]), clip(k, k.start, q[-1] - lo)
+        q, k = _clip_to_band(q, k, lo, hi)
         if not q or not k:
             return None
-    if not same_step and (len(q) == 1 or len(k) == 1):
-        return make(heads, q, k, lo, hi, branch)
-    if lo is not None and lo <= q[0] - k[-1]:
-        lo = None
-    if hi is not None and hi >= q[-1] - k[0]:
-        hi = None
-    tile = Tile(heads, *_plain(q, k), lo, hi, branch)
+    elif len(q) == 1 or len(k) == 1:
+        return make_tile(heads, q, k, lo, hi, branch)
+    lo, hi = _drop_loose_bounds(q, k, lo, hi)
+    tile = Tile(heads, *_canonical_rows(q, k), lo, hi, branch)
     if not same_step and not tile.dense and not tile.pairs:
         return None
     return tile
 
 
-def _plain(q: range, k: range) -> tuple[range, range]:
-    """The rows in the form in which equal ones compare, and show, as equal."""
-    # A single row has no step of its own: give it the other side's, so that equal steps are seen as such.
+def _drop_loose_bounds(q: range, k: range, lo: int | None, hi: int | None) -> tuple[int | None, int | None]:
+    """The bounds, with None for a bound that excludes no pair."""
+    return None if lo is None or lo <= q[0] - k[-1] else lo, None if hi is None or hi >= q[-1] - k[0] else hi
+
+
+def _clip_to_band(q: range, k: range, lo: int | None, hi: int | None) -> tuple[range, range]:
+    """The rows without the leading and trailing rows that the band excludes; the result may be empty."""
+    if hi is not None:
+        q, k = clip(q, q.start, k[-1] + hi), clip(k, q.start - hi, k[-1])
+    if lo is not None and q and k:
+        q, k = clip(q, k.start + lo, q[-1]), clip(k, k.start, q[-1] - lo)
+    return q, k
+
+
+def _tighten(lo: int | None, hi: int | None, base: int, step: int) -> tuple[int | None, int | None]:
+    """The bounds moved inward to distances that occur, base + n * step: tiles with equal pairs then compare equal."""
+    if lo is not None:
+        lo = base + ceil_div(lo - base, step) * step
+    if hi is not None:
+        hi = base + (hi - base) // step * step
+    return lo, hi
+
+
+def _canonical_rows(q: range, k: range) -> tuple[range, range]:
+    """The rows in the form in which equal rows compare and print as equal."""
+    # A single row has no step of its own. It takes the step of the other side, so that the steps count as equal.
     if len(q) == 1:
         return range(q[0], q[0] + 1, k.step), range(k[0], k[-1] + 1, k.step)
     step = q.step if len(k) == 1 else k.step
     return range(q[0], q[-1] + 1, q.step), range(k[0], k[-1] + 1, step)
 
 
-def meet(a: Tile, b: Tile, branch: int) -> Tile | None:
-    """The pairs that both tiles hold, as one tile of the given branch."""
-    los = [bound for bound in (a.lo, b.lo) if bound is not None]
-    his = [bound for bound in (a.hi, b.hi) if bound is not None]
-    return make(
+def _residue_classes(r: range, step: int) -> Iterator[range]:
+    for start in range(r.start, min(r.stop, r.start + step), r.step):
+        yield range(start, r.stop, step)
+
+
+def intersect_tiles(a: Tile, b: Tile, branch: int) -> Tile | None:
+    """The pairs that both tiles contain, as one tile of the given branch; None if there is no such pair."""
+    lows = [bound for bound in (a.lo, b.lo) if bound is not None]
+    highs = [bound for bound in (a.hi, b.hi) if bound is not None]
+    return make_tile(
         intersect(a.heads, b.heads),
         intersect(a.q, b.q),
         intersect(a.k, b.k),
-        max(los, default=None),
-        min(his, default=None),
+        max(lows, default=None),
+        min(highs, default=None),
         branch,
     )
 
 
-def difference(a: Tile, b: Tile) -> Iterator[Tile]:
-    """Disjoint tiles that hold the pairs of `a` that `b` does not hold; they keep the branch of `a`."""
-    shared = meet(a, b, a.branch)
-    if shared is None:
+def subtract_tile(a: Tile, b: Tile) -> Iterator[Tile]:
+    """The pairs of `a` that `b` does not contain, as disjoint tiles of the branch of `a`."""
+    if intersect_tiles(a, b, a.branch) is None:
         yield a
         return
     heads, q, k = (intersect(x, y) for x, y in ((a.heads, b.heads), (a.q, b.q), (a.k, b.k)))
@@ -154,12 +159,12 @@ def difference(a: Tile, b: Tile) -> Iterator[Tile]:
     pieces += [replace(a, heads=heads, q=rest) for rest in subtract(a.q, b.q)]
     pieces += [replace(a, heads=heads, q=q, k=rest) for rest in subtract(a.k, b.k)]
     if b.lo is not None:
-        his = b.lo - 1 if a.hi is None else min(a.hi, b.lo - 1)
-        pieces.append(replace(a, heads=heads, q=q, k=k, hi=his))
+        high = b.lo - 1 if a.hi is None else min(a.hi, b.lo - 1)
+        pieces.append(replace(a, heads=heads, q=q, k=k, hi=high))
     if b.hi is not None:
-        los = b.hi + 1 if a.lo is None else max(a.lo, b.hi + 1)
-        pieces.append(replace(a, heads=heads, q=q, k=k, lo=los))
+        low = b.hi + 1 if a.lo is None else max(a.lo, b.hi + 1)
+        pieces.append(replace(a, heads=heads, q=q, k=k, lo=low))
     for piece in pieces:
-        tile = make(piece.heads, piece.q, piece.k, piece.lo, piece.hi, piece.branch)
+        tile = make_tile(piece.heads, piece.q, piece.k, piece.lo, piece.hi, piece.branch)
         if tile is not None:
             yield tile

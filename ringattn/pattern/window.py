@@ -1,4 +1,4 @@
-"""A sliding window around each query."""
+"""Sliding-window attention: a query attends the positions near its own."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern, Run, plain
-from .tile import Tile, make
+from .base import ONE_HEAD, Pattern, Run, check_integer
+from .tile import Tile, make_tile
 
 
 @dataclass(frozen=True)
 class Window(Pattern):
-    """-right <= qpos - kpos <= left, so Window(4095) sees 4,096 keys: itself and the 4,095 before it."""
+    """Query q attends key k iff q - left <= k <= q + right; distances are in tokens.
+
+    Window(4095) attends 4,096 keys: the query's own position and the 4,095 before it. Source: the sliding window of
+    Longformer (Beltagy et al. 2020, arXiv:2004.05150). Raises InvalidInput unless both are integers >= 0.
+    """
 
     left: int
     right: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("left", self.left), ("right", self.right)):
-            value = plain(value)
-            object.__setattr__(self, name, value)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InvalidInput(
-                    f"Window({name}={value!r}): the reach to the {name} is a number of tokens, an integer >= 0; "
-                    "try Window(4095) for 4,096 keys, or Full() for no bound"
-                )
+        example = "Window(4095) for 4,096 keys, or Full() for no bound"
+        self._normalize(
+            left=check_integer(self.left, "Window: left", 0, example),
+            right=check_integer(self.right, "Window: right", 0, example),
+        )
 
     @property
     def period(self) -> int | None:
         return 1
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        tile = make(heads, q, k, lo=-self.right, hi=self.left)
+        tile = make_tile(heads, q, k, lo=-self.right, hi=self.left)
         if tile is not None:
             yield tile
 

@@ -13,7 +13,7 @@ from ..layout.regular import Layout
 from ..pattern import Pattern, Tile
 from ..pattern.base import Run
 from ..pattern.ranges import ceil_div, locate
-from ..pattern.tile import make
+from ..pattern.tile import make_tile
 from .block_demand import ANSWERS, remembered
 from .row_sets import WHOLE, RowSet, RowSets, cover, covered, decode, grouped, relocated, total
 from .work import Work, gathered, repeated
@@ -325,7 +325,7 @@ def _hull(a: Tile, b: Tile) -> Tile | None:
     k = range(min(a.k.start, b.k.start), max(a.k.stop, b.k.stop), a.k.step)
     los = [t.q[0] - t.k[-1] if t.lo is None else t.lo for t in (a, b)]
     his = [t.q[-1] - t.k[0] if t.hi is None else t.hi for t in (a, b)]
-    return make(a.heads, q, k, min(los), max(his), a.branch)
+    return make_tile(a.heads, q, k, min(los), max(his), a.branch)
 
 
 def split_heads(heads: range, group: int) -> Iterator[tuple[range, range]]:

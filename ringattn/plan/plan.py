@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..cache import Cache, Value, weigh
+from ..cache import Cache, Value, estimate_bytes
 from ..dtypes import ITEM_BYTES, dtype_name
 from ..errors import InvalidInput
-from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restored_layout
+from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restore_layout
 from ..pattern import Pattern, parse_pattern
 from ..pattern.head_slice import HeadSlice
 from .block_demand import ANSWERS
@@ -147,7 +147,7 @@ class Plan(Value, MessageSizes):
 
     @cached_property
     def _input_bytes(self) -> int:
-        return weigh([getattr(self, entry.name) for entry in fields(self)])
+        return estimate_bytes([getattr(self, entry.name) for entry in fields(self)])
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
@@ -207,7 +207,7 @@ class Plan(Value, MessageSizes):
             arguments: dict[str, Any] = dict(found)
             if runs is not None:
                 sizes = arguments["tokens"], arguments["ranks"]
-                arguments["layout"] = restored_layout(arguments["layout"], *sizes, runs)
+                arguments["layout"] = restore_layout(arguments["layout"], *sizes, runs)
         except InvalidInput:
             raise
         except (ValueError, KeyError, AttributeError, TypeError) as error:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..cache import Value
-from ..pattern.ranges import merged
+from ..pattern.ranges import merge_runs
 from .work import Work
 
 
@@ -221,8 +221,8 @@ def _parts(cuts: RowSets, head: int, rows: int) -> list[range]:
 def _without(held: list[range], gone: list[range]) -> Rows:
     """Ranges of step 1 without the members of others, in ascending order."""
     left: list[range] = []
-    away = merged(frozenset(gone)) if gone else ()
-    for part in merged(frozenset(held)) if held else ():
+    away = merge_runs(frozenset(gone)) if gone else ()
+    for part in merge_runs(frozenset(held)) if held else ():
         at = part.start
         for other in away:
             if other.stop > at and other.start < part.stop:
@@ -239,7 +239,7 @@ def _ascending(ranges: frozenset[range]) -> Rows:
     if len(ranges) < 2:
         return tuple(ranges)
     if all(r.step == 1 for r in ranges):
-        return merged(ranges)
+        return merge_runs(ranges)
     first, mask = _marks(ranges)
     return decode(np.flatnonzero(mask) + first)
 
@@ -249,7 +249,7 @@ def _count(ranges: frozenset[range]) -> int:
     if len(ranges) < 2:
         return sum(map(len, ranges))
     if all(r.step == 1 for r in ranges):  # a mask would be as long as the block
-        return sum(map(len, merged(ranges)))
+        return sum(map(len, merge_runs(ranges)))
     return int(np.count_nonzero(_marks(ranges)[1]))
 
 

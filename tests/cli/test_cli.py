@@ -134,7 +134,7 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("plan", "ranks=four"), 2, "ranks=four: not a whole number"),
         (("plan", "tokens=1e30"), 2, "is larger than 2^63 - 1"),
         (("plan", "output.path=/proc/p.json"), 2, "no file can be made in /proc"),
-        (("plan", "output.path=/dev/null"), 2, "is no ordinary file"),
+        (("plan", "output.path=/dev/null"), 2, "is not an ordinary file"),
         (("run", "input=file", "input.path=./x.npz", "output.path=x.npz"), 2, "is the input, which would be lost"),
         (("run", "input=random", "output.path=x.pt"), 2, "output.path=x.pt: safetensors is what is written"),
         (

@@ -69,7 +69,7 @@ def test_a_bad_output_is_refused_before_anything_is_measured(tmp_path: Path) -> 
     file = tmp_path / "file"
     file.touch()
     for path in (file, file / "below"):
-        with pytest.raises(InvalidInput, match=r"cannot be a folder|is no folder"):
+        with pytest.raises(InvalidInput, match=r"cannot be a folder|is not a folder"):
             bench_command.main(BenchConfig(output=OutputGroup(str(path))))
     with pytest.raises(InvalidInput, match="suite=rong"):
         bench_command.main(BenchConfig(suite="rong", output=OutputGroup(str(tmp_path / "new"))))

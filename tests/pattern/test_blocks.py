@@ -243,7 +243,7 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 20,000 block rows may be enumerated, of millions."""
     from ringattn.pattern.block_table import BlockTable
 
-    asked, original = count(), BlockTable._occupied
+    asked, original = count(), BlockTable._occupied_blocks
 
     def counting(self, rows, q):  # type: ignore[no-untyped-def]
         for row in original(self, rows, q):
@@ -251,7 +251,7 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise Counted
             yield row
 
-    monkeypatch.setattr(BlockTable, "_occupied", counting)
+    monkeypatch.setattr(BlockTable, "_occupied_blocks", counting)
 
 
 HUGE = [

@@ -102,7 +102,7 @@ def test_written_patterns() -> None:
         ("Causal() + Full()", ["is not a pattern"]),
         ("Strided(0)", ["step=0", ">= 1"]),
         ("Sinks(-2)", ["n=-2"]),
-        ("Documents([3, -1])", ["length must be", "-1"]),
+        ("Documents([3, -1])", ["a length=-1 must be an integer >= 0"]),
         ("Documents([3]) | mix(Full(), Causal())", ["| takes patterns of one branch", "mix"]),
     ],
 )

@@ -8,11 +8,11 @@ from strategies import pairs, ranges, raw_tiles
 
 from ringattn.pattern import Tile
 from ringattn.pattern import ranges as algebra
-from ringattn.pattern.tile import difference, make, meet
+from ringattn.pattern.tile import intersect_tiles, make_tile, subtract_tile
 
 
 def trimmed(raw: Tile) -> Tile | None:
-    return make(raw.heads, raw.q, raw.k, raw.lo, raw.hi, raw.branch)
+    return make_tile(raw.heads, raw.q, raw.k, raw.lo, raw.hi, raw.branch)
 
 
 @given(ranges(), ranges())
@@ -39,9 +39,9 @@ def test_count_at_most(q: range, k: range, bound: int) -> None:
 
 def test_counts_are_closed_form_at_any_size() -> None:
     n = 1 << 60
-    causal = make(range(1), range(n), range(n), lo=0)
+    causal = make_tile(range(1), range(n), range(n), lo=0)
     assert causal is not None and causal.pairs == n * (n + 1) // 2
-    odd = make(range(1), range(0, n, 3), range(0, n, 7), lo=0)
+    odd = make_tile(range(1), range(0, n, 3), range(0, n, 7), lo=0)
     assert odd is not None and 0 < odd.pairs < len(odd.q) * len(odd.k)
 
 
@@ -85,13 +85,13 @@ def test_refinement_has_equal_steps_and_the_same_pairs_once(raw: Tile) -> None:
 def test_meet(first: Tile, second: Tile) -> None:
     a, b = trimmed(first), trimmed(second)
     if a is not None and b is not None:
-        assert pairs(meet(a, b, 0)) == pairs(a) & pairs(b)
+        assert pairs(intersect_tiles(a, b, 0)) == pairs(a) & pairs(b)
 
 
 @given(raw_tiles, raw_tiles)
 def test_difference_is_disjoint_and_complete(first: Tile, second: Tile) -> None:
     a, b = trimmed(first), trimmed(second)
     if a is not None and b is not None:
-        parts = [pairs(part) for part in difference(a, b)]
+        parts = [pairs(part) for part in subtract_tile(a, b)]
         assert sum(map(len, parts)) == len(pairs(a) - pairs(b))
         assert set().union(*parts) == pairs(a) - pairs(b)

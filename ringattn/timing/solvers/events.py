@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import InvalidInput, Unsupported
-from ...progress import told
+from ...progress import track
 from ..forecast import visits
 from ..rates import Faults, Rates
 from ..resources import Loads, Traffic
@@ -167,7 +167,7 @@ def _prepare(
     ranks: list[_RankTimes] = []
     count = 0
     visits_of: list[list[float]] = [[] for _ in range(plan.ranks)]
-    for index in told(range(plan.ranks), plan.ranks, "ranks"):
+    for index in track(range(plan.ranks), plan.ranks, "ranks"):
         steps, rank = _steps(rates, index), _RankTimes([], [])
         count += sum(1 + len(step.sends) for step in steps)
         if count > EVENTS:

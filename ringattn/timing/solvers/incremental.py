@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...progress import told
+from ...progress import track
 from ..band.breakpoints import places
 from ..band.counted import Counted
 from ..band.direct_costs import DirectCosts
@@ -70,7 +70,7 @@ class Sweep:
         self.taken, self.interference = np.zeros((2, self.ranks))
 
     def __iter__(self) -> Iterator[Changes]:
-        for first in told(range(0, self.steps, DEPTH), -(-self.steps // DEPTH), f"steps by {DEPTH}"):
+        for first in track(range(0, self.steps, DEPTH), -(-self.steps // DEPTH), f"steps by {DEPTH}"):
             steps = np.arange(max(first - 1, 0), min(first + DEPTH, self.steps))
             runs = changed(self.counted, steps)
             crossing = self.counted.crossing(int(steps[0]), int(steps[-1]) + 1)

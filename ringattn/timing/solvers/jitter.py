@@ -15,7 +15,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from ...errors import Unsupported
-from ...progress import told
+from ...progress import track
 from .recurrence import Phase, Ring
 from .stencil import dense
 
@@ -59,7 +59,7 @@ def varied(ring: Ring, jitter: float, seed: int) -> Sampled:
     # The longest phase, for as many steps as ranks; the others add as they are.
     main = max(ring.phases, key=lambda phase: phase.steps)
     found = []
-    for _ in told(range(REPEATS), REPEATS, "runs with jitter"):
+    for _ in track(range(REPEATS), REPEATS, "runs with jitter"):
         times = [_run(replace(ring, ranks=n, phases=(replace(main, steps=n),)), jitter, source) / n for n in SIZES]
         slope, level = np.polyfit([n ** (-2 / 3) for n in SIZES], times, 1)
         found.append(steps * (float(level) + float(slope) * steps ** (-2 / 3)))
@@ -70,7 +70,7 @@ def varied(ring: Ring, jitter: float, seed: int) -> Sampled:
 
 def repeated(run: Callable[[], float], why: str) -> Sampled:
     """REPEATS runs."""
-    return _summed([run() for _ in told(range(REPEATS), REPEATS, "runs with jitter")], False, why)
+    return _summed([run() for _ in track(range(REPEATS), REPEATS, "runs with jitter")], False, why)
 
 
 def factor(jitter: float, source: np.random.Generator, count: int) -> np.ndarray:

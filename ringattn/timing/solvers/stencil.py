@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...progress import told
+from ...progress import track
 from .changes import Changes
 from .direct_messages import joined
 from .recurrence import NEVER, DirectMessages, Lane, Phase, Ring, Solved, Value, largest, shifted
@@ -65,7 +65,7 @@ class Delay:
         if not self.step:
             self.reference = float(np.max(largest(self.ring.busy(phase), *(lane.seconds for lane in phase.lanes))))
         if self.ring.buffers > 1:
-            for _ in told(range(steps), steps, "steps"):
+            for _ in track(range(steps), steps, "steps"):
                 self._slotted(phase)
         else:
             coefficients = [_delay(value, self.reference) for value in self.ring.stencil(phase)]
@@ -135,7 +135,7 @@ def _blocked(
     padded: list[Coefficient] = []
     buffers = [np.zeros(min(BLOCK, ranks) + 2 * depth) for _ in range(3)]
     then = np.empty_like(now)
-    for done in told(range(0, steps, depth), -(-steps // depth), f"steps by {depth}"):
+    for done in track(range(0, steps, depth), -(-steps // depth), f"steps by {depth}"):
         count = min(depth, steps - done)
         around = _around(now, depth)
         if changes is not None or not padded:
