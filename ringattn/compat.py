@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,8 @@ from .nn import (
     MultiheadDilatedAttention,
     RingAttention,
 )
+from .nn.adaptive import AdaptiveKeywords
+from .nn.core import CoreKeywords, DilatedKeywords
 from .pattern import (
     Causal,
     Dilated,
@@ -31,6 +32,7 @@ from .pattern import (
     parse_pattern,
     strided_blocks,
 )
+from .runtime.options import check_option_names
 
 #: Block-sparse patterns by name; each takes block and density.
 FAMILIES: dict[str, Callable[..., Pattern]] = {
@@ -80,7 +82,7 @@ def create_dilated_attention(
             segment_lengths=segment_lengths, dilation_rates=dilation_rates, ring_size=ring_size, **options
         )
     where = _where(name, ring_size)
-    _check(options, DilatedAttention)
+    check_option_names(options, DilatedKeywords.__annotations__)
     return DilatedAttention(segment_lengths, dilation_rates, **{"order": "BNHD", "mix": "group", **where, **options})
 
 
@@ -137,7 +139,8 @@ def create_block_sparse_attention(
         raise InvalidInput(f"variant={variant!r}: {did_you_mean(variant, VARIANTS)}expected {', '.join(VARIANTS)}")
     where = _where("auto", ring_size)
     if variant == "adaptive":
-        _check(options, AdaptiveAttention)
+        check_option_names(options, {*AdaptiveKeywords.__annotations__, "num_heads", "head_dim"})
+        _require(options, "num_heads", "head_dim")
         if segment_lengths is not None and any(rate != 1 for rate in dilation_rates or ()):
             raise InvalidInput("the adaptive variant chooses its own blocks: leave out dilation_rates above 1")
         if pattern is not None:
@@ -162,7 +165,7 @@ def create_block_sparse_attention(
     if variant == "multihead":
         _require(options, "embed_dim", "num_heads")
         return MultiheadBlockSparseAttention(pattern=chosen, **{"batch_first": True, **where, **options})
-    _check(options, RingAttention)
+    check_option_names(options, CoreKeywords.__annotations__)
     return BlockSparseAttention(chosen, **{"order": "BNHD", **where, **options})
 
 
@@ -246,19 +249,6 @@ def _old_spelling(options: dict[str, Any], density: float | None) -> float | Non
         FutureWarning, stacklevel=3,
     )  # fmt: skip
     return found
-
-
-def _check(options: dict[str, Any], module: type) -> None:
-    """Raise InvalidInput for an option that neither the module nor its base takes."""
-    bases = [base for base in module.__mro__ if issubclass(base, RingAttention)]
-    names = {name for base in bases for name in inspect.signature(base).parameters} - {"options", "pattern"}
-    for name in options:
-        if name not in names:
-            raise InvalidInput(
-                f"unknown option {name!r}; {did_you_mean(name, names)}expected {', '.join(sorted(names))}"
-            )
-    if module is AdaptiveAttention:
-        _require(options, "num_heads", "head_dim")
 
 
 def _require(options: dict[str, Any], *names: str) -> None:

@@ -174,7 +174,8 @@ def test_no_tokens_and_no_batch() -> None:
 
 
 def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> HostStream:
-    call = Call(pattern, "contiguous", "direct", "auto", tensors[0].shape[-1] ** -0.5, False)
+    scale = tensors[0].shape[-1] ** -0.5
+    call = Call(pattern=pattern, layout="contiguous", schedule="direct", scale=scale)
     return make_stream(call, *tensors, chunk=chunk, device=CPU, backward=backward)
 
 
