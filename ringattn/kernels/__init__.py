@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from ..errors import InvalidInput, did_you_mean
@@ -33,20 +31,25 @@ def get_kernel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, 
         name = AUTO.get(q.device.type, "reference")
     base, colon, choice = name.partition(":")
     if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
-        names = ["auto", *kernel_names()]
+        names = ["auto", *available()]
         raise InvalidInput(f"unknown kernel {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
     return kernel
 
 
-def kernel_names() -> Iterator[str]:
-    """Names of all kernels, with their choices as "name:choice". Imports all kernels."""
-    for name, kernel in KERNELS.items():
-        yield name
-        yield from (f"{name}:{choice}" for choice in kernel.choices)
-
-
 def available() -> dict[str, str]:
-    """For each name of `kernel_names` the text "ok", or why the kernel cannot run on this machine."""
-    return {name: KERNELS[name.partition(":")[0]].missing() or "ok" for name in kernel_names()}
+    """For each kernel "ok", or why it cannot run on this machine. Imports all kernels.
+
+    Keys are the names that `get_kernel` takes, but for "auto": each kernel and its choices, as "name:choice".
+    """
+    states: dict[str, str] = {}
+    for name in KERNELS:
+        try:
+            kernel = KERNELS[name]
+        except InvalidInput as error:  # an installed package offers a kernel that cannot be imported
+            states[name] = str(error)
+            continue
+        state = kernel.missing() or "ok"
+        states |= {name: state, **{f"{name}:{choice}": state for choice in kernel.choices}}
+    return states
