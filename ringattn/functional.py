@@ -111,9 +111,9 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence whose tokens are sharded over ranks. Differentiable; collective.
 
-    q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the shards of this rank: its rows by `layout`, in local order.
-    H is a multiple of K. q, k and v have one dtype: fp64, fp32, bf16 or fp16. Under autocast q, k and v are first cast
-    to autocast's dtype (fp64 stays), as torch's scaled_dot_product_attention does.
+    q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the shards of this rank: its rows by `layout`, in local
+    order. H is a multiple of K. q, k and v have one dtype: fp64, fp32, bf16 or fp16. Under autocast q, k and v are
+    first cast to autocast's dtype (fp64 stays), as torch's scaled_dot_product_attention does.
 
     pattern: a Pattern, or its text, such as "Causal() & Window(4095)".
     layout: the Layout by which the sequence was cut into shards, or its name. The rows of a shard do not show how the
@@ -253,9 +253,9 @@ def virtual_attention(
 
     q [B, H, N, D], k [B, K, N, D] and v [B, K, N, Dv] hold the whole sequence in natural order, and so do the results:
     out [B, H, N, Dv], and with `return_lse` lse [B, H, N]. Plan, executor and kernels are those of real ranks, and the
-    results equal those of real ranks bit for bit. `layout` decides which rank computes which rows, and changes the result
-    by rounding only; layout="auto" lets the planner choose layout and schedule together. `key_padding_mask` is bool
-    [B, N], True for padding. `options`, dtypes and errors are those of `ring_attention`.
+    results equal those of real ranks bit for bit. `layout` decides which rank computes which rows, and changes the
+    result by rounding only; layout="auto" lets the planner choose layout and schedule together. `key_padding_mask` is
+    bool [B, N], True for padding. `options`, dtypes and errors are those of `ring_attention`.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")

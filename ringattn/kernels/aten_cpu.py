@@ -17,8 +17,8 @@ SMALL = 256 * 256
 #: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
 #: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
-#: Least and most query rows of a strip of a band that is bounded above. Low strips compute fewer hidden pairs, high strips
-#: make faster matrix products. Measured: an eighth of the width of the band is near the best height.
+#: Least and most query rows of a strip of a band that is bounded above. Low strips compute fewer hidden pairs, high
+#: strips make faster matrix products. Measured: an eighth of the width of the band is near the best height.
 STRIP_ROWS = (64, 256)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -28,9 +28,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 class AtenCpu(Kernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu` in fp64 and fp32; 16-bit inputs are computed in fp32.
 
-    On CPUs native fp16 matrix products are hundreds of times slower than fp32, and bf16 is no faster than fp32 without a
-    matrix unit. fp32 partials also keep the error of many visits at the error of one rounding. The op shares key/value
-    heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
+    On CPUs native fp16 matrix products are hundreds of times slower than fp32, and bf16 is no faster than fp32 without
+    a matrix unit. fp32 partials also keep the error of many visits at the error of one rounding. The op shares
+    key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
     name = "aten_cpu"

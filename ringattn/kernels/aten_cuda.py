@@ -1,7 +1,7 @@
 """The three attention ops that PyTorch ships for CUDA: flash, cuDNN and memory-efficient.
 
-Written from the sources of the ops, and not yet run on a GPU. On a machine with a GPU tests/test_kernels.py checks every
-choice.
+Written from the sources of the ops, and not yet run on a GPU. On a machine with a GPU tests/test_kernels.py checks
+every choice.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 class AtenCuda(Kernel):
     """One of the three ops, or, without a choice, for each call the fastest op that computes the call.
 
-    Without a choice fp32 goes to the memory-efficient op. A 16-bit call goes to cuDNN if the device has compute capability
-    9.0 or above, the call is dense, or causal with as many rows as keys, q and k have equally many heads, the head dim is
-    at most 128, there are two keys or more, and `deterministic` is off. All other 16-bit calls go to flash, whose window
-    can be any band. Head dims up to 256.
+    Without a choice fp32 goes to the memory-efficient op. A 16-bit call goes to cuDNN if the device has compute
+    capability 9.0 or above, the call is dense, or causal with as many rows as keys, q and k have equally many heads,
+    the head dim is at most 128, there are two keys or more, and `deterministic` is off. All other 16-bit calls go to
+    flash, whose window can be any band. Head dims up to 256.
     """
 
     choices = ("flash", "cudnn", "efficient")
@@ -63,8 +63,8 @@ class AtenCuda(Kernel):
             raise Unsupported("cuDNN's backward is not deterministic; try kernel=aten_cuda:flash")
         if max(q.shape[:2]) > GRID:
             raise LaunchLimit(
-                f"a batch of {q.shape[0]:,} with {q.shape[1]:,} heads: a CUDA grid has room for at most {GRID:,} of each; "
-                "split the tensors"
+                f"a batch of {q.shape[0]:,} with {q.shape[1]:,} heads: CUDA grids have at most {GRID:,} of each; split "
+                "the tensors"
             )
         if max(q.shape[-1], v.shape[-1]) > 256:
             raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {q.shape[-1]}; try kernel=reference")

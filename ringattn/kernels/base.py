@@ -1,12 +1,12 @@
 """The interface of all kernels, and guards that make all kernels treat NaN and infinities alike.
 
-lse is the natural log of the sum of exp(scaled logits), [B, H, rows], in fp32 (fp64 for fp64 inputs). Every query row that
-a kernel receives sees a key.
+lse is the natural log of the sum of exp(scaled logits), [B, H, rows], in fp32 (fp64 for fp64 inputs). Every query row
+that a kernel receives sees a key.
 
-NaN and infinities (bad numbers) act by rows, whatever the ranks, the tiling and the kernel. Forward: a bad row of q makes
-its row of out and lse NaN; a bad row of k or v makes every row that sees this key NaN. Backward: such a row, and a row
-with a bad cotangent, gets a NaN dq, and every key that the row sees gets NaN in dk and dv. A row that sees no key has out 0
-and lse -inf.
+NaN and infinities (bad numbers) act by rows, whatever the ranks, the tiling and the kernel. Forward: a bad row of q
+makes its row of out and lse NaN; a bad row of k or v makes every row that sees this key NaN. Backward: such a row, and
+a row with a bad cotangent, gets a NaN dq, and every key that the row sees gets NaN in dk and dv. A row that sees no key
+has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..plan.work import Work
 class Kernel(ABC):
     """Attention of one work: q [B, H, rows, D], k [B, K, keys, D], v [B, K, keys, Dv]; any strides.
 
-    B is the batch; for a repeated work B counts the repetitions of one batch element. A subclass in one file is a complete
-    kernel. An installed package offers its subclass by an entry point of the group "ringattn.kernels".
+    B is the batch; for a repeated work B counts the repetitions of one batch element. A subclass in one file is a
+    complete kernel. An installed package offers its subclass by an entry point of the group "ringattn.kernels".
     """
 
     #: What `kernel=` names, with the choice after a colon.
@@ -96,8 +96,9 @@ def forward(
     """`kernel.forward`, in which a bad row of k or v reaches only the query rows that see the key.
 
     Libraries hide a key by the weight 0, and 0 * NaN is NaN. So bad key rows are zeroed before the call, and rows that
-    see a bad key are set to NaN after the call. In a dense work every row sees every key, and the NaN that `marked` puts
-    into v reaches every row without help. q must be finite, see `finite_rows`. `clean`: k and v are known to be finite.
+    see a bad key are set to NaN after the call. In a dense work every row sees every key, and the NaN that `marked`
+    puts into v reaches every row without help. q must be finite, see `finite_rows`. `clean`: k and v are known to be
+    finite.
     """
     if clean or work.dense:
         return kernel.forward(q, k, v, work, scale)
@@ -147,8 +148,8 @@ def backward(
 def finite_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(q with 0 for each bad number, bool [B, H, n] that flags its bad rows); (q, None) if q is known to be finite.
 
-    Some libraries give 0 for rows whose logits are all NaN. So a kernel never receives a bad q, and the executor sets the
-    flagged rows of the finished result to NaN.
+    Some libraries give 0 for rows whose logits are all NaN. So a kernel never receives a bad q, and the executor sets
+    the flagged rows of the finished result to NaN.
     """
     if finite(q):
         return q, None
@@ -157,10 +158,10 @@ def finite_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def marked(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """(k, v, True) if k and v are known to be finite; else k with 0 and v with NaN in each key row that is bad, and False.
+    """(k', v', clean) in which only v' marks bad key rows, by NaN; k' has 0 in these rows.
 
-    A weight times NaN is NaN, even for the weight 0. A bad logit would be less reliable: -inf hides its key, and for a call
-    whose logits are all NaN some libraries give 0.
+    `clean`: k and v are known to be finite, and returned unchanged. A weight times NaN is NaN, even for the weight 0. A
+    bad logit would be less reliable: -inf hides its key, and for a call whose logits are all NaN some libraries give 0.
     """
     if finite(k, v):
         return k, v, True
@@ -202,7 +203,7 @@ def _bad_rows(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_seeing(flagged: torch.Tensor, lo: int | None, hi: int | None, rows: int) -> torch.Tensor:
-    """Bool [B, K, rows], True if row i sees a key j of `flagged` [B, K, keys] with lo <= i - j <= hi; by prefix sums."""
+    """Bool [B, K, rows], True for a row i with lo <= i - j <= hi for a key j that `flagged` [B, K, keys] flags."""
     keys = flagged.shape[-1]
     flagged_before = pad(flagged.long().cumsum(-1), (1, 0))
     row = torch.arange(rows, device=flagged.device)

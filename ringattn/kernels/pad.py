@@ -55,9 +55,9 @@ def delta(grad: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None) 
 def with_delta(grad: torch.Tensor, delta: torch.Tensor, *, wider: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(dO', out') with rowsum(dO' * out') = delta, for kernels that take out. In each row out' is a multiple of dO'.
 
-    grad [..., n, D], delta [..., n, 1]. `wider`: delta includes the gradient of lse, which no out' can represent where dO
-    is tiny or zero. Then dO' and out' have EXTRA more columns, and the first extra column of dO' holds delta in rows that
-    need it. With v' = [v, 0] the extra columns change no other number. A bad delta gives a bad row of out'.
+    grad [..., n, D], delta [..., n, 1]. `wider`: delta includes the gradient of lse, which no out' can represent where
+    dO is tiny or zero. Then dO' and out' have EXTRA more columns, and the first extra column of dO' holds delta in rows
+    that need it. With v' = [v, 0] the extra columns change no other number. A bad delta gives a bad row of out'.
     """
     dtype = wide(grad.dtype)
     tiny = torch.finfo(dtype).tiny
@@ -91,10 +91,10 @@ def hide_keys(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """(q', k', v', floor), whose attention is that of q, k, v without the keys that `mask` [B, n] flags.
 
-    q' = [q, c, c ...] and k' = [k, -c or 0, the same ...] with EXTRA columns each and scale * EXTRA * c * c = HIDDEN, or as
-    near to HIDDEN as the dtype allows. So the weight of a flagged key is exactly 0, and rows that see flagged keys only
-    have lse < floor. Flagged rows of k and v are zeroed, so that a NaN in padding stays there.
-    Raises Unsupported if no finite c hides a key at this scale and dtype.
+    q' = [q, c, c ...] and k' = [k, -c or 0, the same ...] with EXTRA columns each and scale * EXTRA * c * c = HIDDEN,
+    or as near to HIDDEN as the dtype allows. So the weight of a flagged key is exactly 0, and rows that see flagged
+    keys only have lse < floor. Flagged rows of k and v are zeroed, so that a NaN in padding stays there. Raises
+    Unsupported if no finite c hides a key at this scale and dtype.
     """
     factor = EXTRA * abs(scale)
     column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(q.dtype).max)

@@ -22,8 +22,8 @@ from .core import CoreKeywords, RingAttention
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: Head of the record that a rank sends: tokens of a block, number of blocks, seed, and how many blocks of queries and of
-#: keys the record has sums for.
+#: Head of the record that a rank sends: tokens of a block, number of blocks, seed, and how many blocks of queries and
+#: of keys the record has sums for.
 HEAD = "<5q"
 
 
@@ -50,20 +50,20 @@ class SelectedBlocks(BlockSparse):
 class AdaptiveAttention(RingAttention):
     """Attention in which every query block sees the `k` key blocks (or the fraction `density`) with the best scores.
 
-    Scores are per head: score[i, j] = <A query_i, B key_j> / sqrt(rank), with query_i and key_j the mean query and the mean
-    key of a block, and learned A [H, D, rank] and B [K, D, rank]. The scores of selected blocks are also added to the
-    logits, as `rank` more columns of q and k. Through this soft bias, inside the one softmax, the gradient reaches A and
-    B. The means are detached: q and k learn from attention, and not from pooling. All elements of a batch share one
-    selection, by the mean of their scores.
+    Scores are per head: score[i, j] = <A query_i, B key_j> / sqrt(rank), with query_i and key_j the mean query and the
+    mean key of a block, and learned A [H, D, rank] and B [K, D, rank]. The scores of selected blocks are also added to
+    the logits, as `rank` more columns of q and k. Through this soft bias, inside the one softmax, the gradient reaches
+    A and B. The means are detached: q and k learn from attention, and not from pooling. All elements of a batch share
+    one selection, by the mean of their scores.
 
     num_heads, head_dim, kv_heads: heads and head dim of q, and heads of k and v (default: num_heads).
     block: tokens per block.
     k, density: key blocks per query block, or their fraction of all key blocks; give one of the two.
     rank: columns of A and B per head.
-    noise: in training, Gumbel noise times `noise` is added to the scores, so that other blocks are tried. The seed comes
-        from torch's generator of rank 0.
-    causal: nothing depends on later tokens. A query block is represented by the mean of the `block` queries that end with
-        its first query. Every query block also sees itself, without bias and under a causal mask.
+    noise: in training, Gumbel noise times `noise` is added to the scores, so that other blocks are tried. The seed
+        comes from torch's generator of rank 0.
+    causal: nothing depends on later tokens. A query block is represented by the mean of the `block` queries that end
+        with its first query. Every query block also sees itself, without bias and under a causal mask.
     options: those of `RingAttention`. Real ranks exchange only block sums, and all ranks make the same selection.
 
     After a call, `blocks` is its selection, bool [H, blocks, blocks].
@@ -180,7 +180,7 @@ class AdaptiveAttention(RingAttention):
         key_block: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Mean queries [B, H, blocks, D] and mean keys [B, K, blocks, D] of all blocks, and a seed; equal on all ranks."""
+        """Mean queries [B, H, blocks, D] and mean keys [B, K, blocks, D] of all blocks, and a seed; all ranks agree."""
         if self.sharded:
             with exchange("block sums", **self._place.keywords) as records:
                 sums, total, seed = self._local_sums(q, k, query_block, key_block, mask)
@@ -277,13 +277,13 @@ def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) ->
 
 
 def _read_head(record: bytes, rank: int, block: int, sums: list[torch.Tensor]) -> tuple[int, ...]:
-    """The numbers in the head of a rank's record. Raises Mismatch if the record cannot be the sums of `sums`' shapes."""
+    """The numbers in the head of a rank's record. Raises Mismatch if the record has not the length of block sums."""
     size = struct.calcsize(HEAD)
     head = struct.unpack_from(HEAD, record) if len(record) >= size else (0,) * 5
     if head[0] not in (0, block):
         raise Mismatch(
-            f"rank {rank} has blocks of {head[0]} tokens, the others of {block}; make the modules of all ranks with the "
-            "same block="
+            f"rank {rank} has blocks of {head[0]} tokens, the others of {block}; make the modules of all ranks with "
+            "the same block="
         )
     bytes_per_block = (8 + x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in sums)
     length = size + sum(count * each for count, each in zip(head[3:], bytes_per_block, strict=True))

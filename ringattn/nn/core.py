@@ -75,8 +75,8 @@ class RingAttention(nn.Module):
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype` and `rotate`, see
         `runtime.options.AttentionOptions`.
 
-    Raises InvalidInput for arguments that contradict each other, also for a layout or a schedule on one device, which has
-    nothing to share.
+    Raises InvalidInput for arguments that contradict each other, also for a layout or a schedule on one device, which
+    has nothing to share.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class RingAttention(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """out in the order of the inputs; with `return_lse` (out, lse [B, H, N]).
 
-        `is_causal` attends `pattern & Causal()`. `key_padding_mask` is bool [B, N], True for padding. Shapes, dtypes and
-        errors are those of `ring_attention`.
+        `is_causal` attends `pattern & Causal()`. `key_padding_mask` is bool [B, N], True for padding. Shapes, dtypes
+        and errors are those of `ring_attention`.
         """
         transposed = self.order == "BNHD"
         if transposed:
@@ -193,7 +193,10 @@ class RingAttention(nn.Module):
         return result if isinstance(result, tuple) else (result,)
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Computed (query, key) pairs of a sequence as a fraction of all pairs; counted, a pair as often as computed."""
+        """Computed (query, key) pairs of a sequence as a fraction of all pairs, counted.
+
+        A pair that two branches of the pattern compute counts twice.
+        """
         return make_plan(self.pattern, tokens=tokens, ranks=1, heads=heads).density
 
     @uncompiled
@@ -232,7 +235,7 @@ class RingAttention(nn.Module):
         return torch.arange(q.shape[2], device=q.device)
 
     def telling(self) -> AbstractContextManager[object]:
-        """A context for local work between two collective calls: all ranks hear of an exception that the work raises."""
+        """A context for local work between two collective calls: reports an exception of the work to all ranks."""
         return telling(**self._place.keywords) if self.sharded else nullcontext()
 
     def _pattern(self, is_causal: bool) -> Pattern:

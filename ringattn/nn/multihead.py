@@ -54,9 +54,10 @@ class MultiheadAdaptiveKeywords(ProjectionKeywords, AdaptiveKeywords, total=Fals
 
 
 class MultiheadAttention(nn.Module):
-    """Projections around `core`. By default parameters, their names and initial values are torch.nn.MultiheadAttention's.
+    """Projections around `core`, with the signature of torch.nn.MultiheadAttention.
 
-    State dicts then load in both directions.
+    By default the names, shapes and initial values of the parameters are those of torch.nn.MultiheadAttention, and
+    state dicts load in both directions.
 
     embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in torch.nn.MultiheadAttention.
     dropout, add_bias_kv, add_zero_attn: only for torch's signature; values other than the defaults raise Unsupported.
@@ -65,8 +66,8 @@ class MultiheadAttention(nn.Module):
     rotary: True, or a base: rotary embeddings by the global positions of this rank's rows.
     qk_norm: LayerNorm over the projected queries and over the projected keys (q_norm, k_norm).
     layer_norm: LayerNorm between attention and output projection (norm).
-    gamma_init: initialisation of MAGNETO (Wang et al., 2022): Xavier normal, with this gain for the projections of value and
-        output, and gain 1 for query and key.
+    gamma_init: initialisation of MAGNETO (Wang et al., 2022): Xavier normal, with this gain for the projections of
+        value and output, and gain 1 for query and key.
     recompute: "none"; "projections": the backward computes q, k and v again, keeps the output of attention, and sends
         nothing again; "all": the backward computes projections and attention again, communication included.
 

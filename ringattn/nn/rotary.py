@@ -36,9 +36,10 @@ def rotation_tables(
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = BASE) -> torch.Tensor:
-    """x [..., n, D] rotated by the global `positions` int64 [n] of its rows, in the dtype of x; computed in fp32 (fp64).
+    """x [..., n, D] rotated by the global `positions` int64 [n] of its rows, in the dtype of x.
 
-    Columns i and i + D / 2 are a pair, rotated by the angle position * base ** (-2 i / D). Raises InvalidInput for odd D.
+    Computed in fp32 (fp64 for fp64). Columns i and i + D / 2 are a pair, rotated by the angle
+    position * base ** (-2 i / D). Raises InvalidInput for odd D.
     """
     check_rotary(x.shape[-1], base)
     cos, sin = rotation_tables(positions, x.shape[-1], base, x.dtype)
