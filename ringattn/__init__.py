@@ -1,6 +1,7 @@
 """Exact ring attention for any pattern, layout and number of ranks, real or virtual.
 
-A module is imported when one of its names is used first: plans and simulations need no torch, and attention no simulator.
+Modules are imported at the first use of one of their names: plans and simulations need no torch, and attention needs no
+simulator.
 """
 
 from __future__ import annotations
@@ -62,10 +63,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Public names by the module that defines them.
+#: Public names, separated by spaces, by the module that defines them.
 _NAMES = {
     "errors": "CommFailure InvalidInput LaunchLimit Mismatch OutOfMemory RingAttentionError Unsupported",
-    "pattern": "BlockSparse Causal Dilated Documents Full Pattern Sinks Strided Window dilated_blocks from_block_mask global_local hierarchical local_window mix parse_pattern strided_blocks top_k",
+    "pattern": (
+        "BlockSparse Causal Dilated Documents Full Pattern Sinks Strided Window dilated_blocks from_block_mask"
+        " global_local hierarchical local_window mix parse_pattern strided_blocks top_k"
+    ),
     "layout.regular": "Layout make_layout",
     "machine.machine": "Machine",
     "machine.presets": "MACHINES get_machine",
@@ -79,8 +83,12 @@ _NAMES = {
     "functional": "attention ring_attention virtual_attention",
     "runtime.memory_pool": "auto_batch_size memory_pool",
     "runtime.checkpointing": "keep_attention",
-    "compat": "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse create_multihead_dilated_attention get_block_sparse_preset",
+    "compat": (
+        "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse"
+        " create_multihead_dilated_attention get_block_sparse_preset"
+    ),
 }
+#: The module of each public name.
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 

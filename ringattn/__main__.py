@@ -1,4 +1,4 @@
-"""python -m ringattn: the same as the console script."""
+"""`python -m ringattn`: the same as the command `ringattn`."""
 
 from .cli.main import main
 

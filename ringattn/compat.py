@@ -6,7 +6,6 @@ variant, preset or option, with a hint for a misspelled name.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
@@ -24,6 +23,8 @@ from .nn import (
     MultiheadDilatedAttention,
     RingAttention,
 )
+from .nn.adaptive import AdaptiveKeywords
+from .nn.core import CoreKeywords, DilatedKeywords
 from .pattern import (
     Causal,
     Dilated,
@@ -35,6 +36,7 @@ from .pattern import (
     parse_pattern,
     strided_blocks,
 )
+from .runtime.options import check_option_names
 
 #: Block-sparse patterns by name, each called with block and density.
 FAMILIES: dict[str, Callable[..., Pattern]] = {
@@ -97,7 +99,7 @@ def create_dilated_attention(
             segment_lengths=segment_lengths, dilation_rates=dilation_rates, ring_size=ring_size, **options
         )
     place = _place(name, ring_size)
-    _check_options(options, DilatedAttention)
+    check_option_names(options, DilatedKeywords.__annotations__)
     return DilatedAttention(segment_lengths, dilation_rates, **{"order": "BNHD", "mix": "group", **place, **options})
 
 
@@ -172,12 +174,12 @@ def create_block_sparse_attention(
         raise InvalidInput(f"variant={variant!r}: {did_you_mean(variant, VARIANTS)}expected {', '.join(VARIANTS)}")
     place = _place("auto", ring_size)
     if variant == "adaptive":
+        check_option_names(options, {*AdaptiveKeywords.__annotations__, "num_heads", "head_dim"})
+        _require_options(options, "num_heads", "head_dim")
         if segment_lengths is not None and any(rate != 1 for rate in dilation_rates or ()):
             raise InvalidInput("the adaptive variant chooses its own blocks: leave out dilation_rates above 1")
         if pattern is not None:
             raise InvalidInput(f"the adaptive variant learns its pattern: leave out pattern={pattern!r}")
-        _check_options(options, AdaptiveAttention)
-        _require_options(options, "num_heads", "head_dim")
         arguments = {"causal": causal, "order": "BNHD", **_selection_size(options, density), **place, **options}
         return AdaptiveAttention(block=block or 128, **arguments)
     if variant == "hierarchical":
@@ -191,7 +193,7 @@ def create_block_sparse_attention(
     if variant == "multihead":
         _require_options(options, "embed_dim", "num_heads")
         return MultiheadBlockSparseAttention(pattern=chosen, **{"batch_first": True, **place, **options})
-    _check_options(options, RingAttention)
+    check_option_names(options, CoreKeywords.__annotations__)
     return BlockSparseAttention(chosen, **{"order": "BNHD", **place, **options})
 
 
@@ -286,17 +288,6 @@ def _read_density(options: dict[str, Any], density: float | None) -> float | Non
         stacklevel=3,
     )
     return ratio
-
-
-def _check_options(options: dict[str, Any], module: type[RingAttention]) -> None:
-    """Raise InvalidInput for an option that neither the module nor a base class of it takes."""
-    classes = [base for base in module.__mro__ if issubclass(base, RingAttention)]
-    names = {name for base in classes for name in inspect.signature(base).parameters} - {"options", "pattern"}
-    for name in options:
-        if name not in names:
-            raise InvalidInput(
-                f"unknown option {name!r}; {did_you_mean(name, names)}expected {', '.join(sorted(names))}"
-            )
 
 
 def _require_options(options: dict[str, Any], *names: str) -> None:

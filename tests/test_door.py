@@ -20,6 +20,8 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Window
 from ringattn.functional import positions
 from ringattn.layout.regular import DEFAULT_LAYOUT
+from ringattn.nn import adaptive, core, multihead
+from ringattn.runtime import options
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 TEXT, PATTERN = "Causal() & Window(15)", Causal() & Window(15)
@@ -77,6 +79,71 @@ def _modules(rank: int) -> None:
 @pytest.mark.multi
 def test_modules_on_a_group_ask_for_the_layout(run_ranks: Callable[..., list[None]]) -> None:
     run_ranks(_modules, 2, timeout=60)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords", "others"),
+    [
+        (options.AttentionOptions, options.AttentionKeywords, set()),
+        (ra.ring_attention, options.RingKeywords, {"q", "k", "v", "pattern", "return_lse"}),
+        (ra.virtual_attention, options.VirtualKeywords, {"q", "k", "v", "pattern", "return_lse"}),
+        (ra.attention, options.StreamKeywords, {"q", "k", "v", "pattern", "return_lse"}),
+        (ra.nn.RingAttention, core.CoreKeywords, {"pattern"}),
+        (ra.nn.DilatedAttention, core.DilatedKeywords, {"segment_lengths", "dilation_rates"}),
+        (ra.nn.AdaptiveAttention, adaptive.AdaptiveKeywords, {"num_heads", "head_dim"}),
+        (ra.nn.MultiheadAttention, multihead.ProjectionKeywords, {"embed_dim", "num_heads", "core"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_type_checkers_are_told_is_what_functions_take(function: Any, keywords: Any, others: set[str]) -> None:
+    """A keyword that a TypedDict lists and the function does not take, or the other way round, would be a trap."""
+    parameters = inspect.signature(function).parameters
+    names = {name for name in parameters if name != "options"}
+    if "options" in parameters:
+        shared = core.CoreKeywords if is_derived_core(function) else options.AttentionKeywords
+        names |= set(shared.__annotations__)
+    assert names - others == set(keywords.__annotations__)
+
+
+def is_derived_core(function: Any) -> bool:
+    return (
+        isinstance(function, type) and issubclass(function, ra.nn.RingAttention) and function is not ra.nn.RingAttention
+    )
+
+
+def test_options_that_a_call_cannot_use_are_refused() -> None:
+    q, k, v = tensors()
+    for call in (
+        partial(ra.virtual_attention, q, k, v, Full(), ranks=2),
+        partial(ra.nn.RingAttention, Full(), ranks=2),
+        partial(ra.nn.MultiheadRingAttention, 64, 4, Full()),
+        partial(ra.nn.MultiheadAdaptiveAttention, 64, 4, k=2),
+    ):
+        with pytest.raises(InvalidInput, match="unknown option 'schedul'; did you mean 'schedule'"):
+            call(schedul="ring")
+    for option in ({"schedule": "ring"}, {"comm_dtype": "bfloat16"}, {"rotate": "keys"}, {"machine": "cpu"}):
+        with pytest.raises(InvalidInput, match=f"{next(iter(option))}='.*' says how ranks share the work, but this"):
+            ra.nn.RingAttention(Full(), **option)
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            ra.attention(q, k, v, Full(), **option)  # type: ignore[call-overload]
+
+
+def test_modules_pass_on_all_options() -> None:
+    q, k, v = tensors()
+    given: dict[str, Any] = {
+        "schedule": "direct", "kernel": "reference", "machine": "cuda", "scale": 0.3, "deterministic": True,
+        "comm_dtype": "bfloat16", "rotate": "queries",
+    }  # fmt: skip
+    assert given.keys() == set(options.AttentionKeywords.__annotations__)
+    module = ra.nn.RingAttention(Causal(), ranks=3, layout="zigzag", **given)
+    wanted = ra.virtual_attention(q, k, v, Causal(), ranks=3, layout="zigzag", return_lse=True, **given)
+    assert all(torch.equal(a, b) for a, b in zip(module(q, k, v, return_lse=True), wanted, strict=True))
+    assert not torch.equal(wanted[0], ra.virtual_attention(q, k, v, Causal(), ranks=3))
+    shown = "kernel='reference', machine='cuda', scale=0.3, deterministic=True, comm_dtype='bfloat16', rotate='queries'"
+    assert repr(module) == f"RingAttention(Causal(), ranks=3, layout='zigzag', schedule='direct', {shown})"
 
 
 # Patterns

@@ -1,4 +1,4 @@
-"""Parts that an installed package adds by entry points: a pattern and a schedule in one file, and errors of such packages."""
+"""Parts that an installed package adds by entry points: a pattern, a schedule and a kernel, and errors of such packages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringattn import Unsupported
+from ringattn.kernels.base import Kernel
+from ringattn.kernels.reference import Reference
 from ringattn.pattern import Pattern, make_tile
 from ringattn.plan.schedules.direct import DirectSchedule
 
@@ -33,6 +36,43 @@ class Recent(Pattern):
 
 class Star(DirectSchedule):
     """DirectSchedule under another name."""
+
+
+class Counting(Kernel):
+    """Reference that counts its calls, and computes fp64 only."""
+
+    name, inner, calls = "counting", Reference(), 0
+
+    def check(self, q, k, v):
+        if str(q.dtype) != "torch.float64":
+            raise Unsupported(f"kernel counting computes float64, got {q.dtype}")
+
+    def split(self, work):
+        return self.inner.split(work)
+
+    def forward(self, *call):
+        Counting.calls += 1
+        return self.inner.forward(*call)
+
+    def backward(self, *call):
+        Counting.calls += 1
+        return self.inner.backward(*call)
+
+
+class Chosen(Counting):
+    """Counting with two choices."""
+
+    choices = ("fast", "exact")
+
+    @classmethod
+    def create(cls, choice, dtype, *, deterministic):
+        kernel = cls()
+        kernel.name, kernel.given = "chosen", (choice, str(dtype), deterministic)
+        return kernel
+
+    @classmethod
+    def missing(cls):
+        return "no such device"
 '''
 USE = """
 import torch, ringattn as ra
@@ -46,6 +86,48 @@ try:
     ra.make_plan("Recent()", tokens=40, ranks=4, schedule="stars")
 except ra.InvalidInput as error:
     assert "did you mean 'star'" in str(error), error
+"""
+USE_KERNEL = """
+import sys, torch, ringattn as ra
+from ringattn.kernels import available, get_kernel
+q, k, v = (torch.randn(1, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+def run(**options):
+    out = ra.virtual_attention(q, k, v, ra.Causal(), ranks=4, **options)
+    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+plain, automatic = run(kernel="reference"), run()
+assert "outside" not in sys.modules
+found = run(kernel="counting")
+import outside
+calls = outside.Counting.calls
+assert calls >= 20 and all(torch.equal(a, b) for a, b in zip(found, plain))
+run()
+assert outside.Counting.calls == calls, "auto chooses kernels of ringattn only"
+assert torch.equal(ra.nn.RingAttention(ra.Causal(), kernel="counting")(q, k, v), ra.attention(q, k, v, ra.Causal(), kernel="reference"))
+assert outside.Counting.calls > calls
+for wrong, error, words in (
+    ({"kernel": "countin"}, ra.InvalidInput, "did you mean 'counting'"),
+    ({"kernel": "chosen:fst"}, ra.InvalidInput, "did you mean 'chosen:fast'"),
+    ({"kernel": "counting:fast"}, ra.InvalidInput, "unknown kernel 'counting:fast'"),
+):
+    try:
+        run(**wrong)
+    except error as caught:
+        assert words in str(caught), caught
+    else:
+        raise AssertionError(wrong)
+half = torch.randn(1, 2, 40, 8)
+try:
+    ra.attention(half, half, half, ra.Causal(), kernel="counting")
+except ra.Unsupported as caught:
+    assert "computes float64" in str(caught)
+else:
+    raise AssertionError("fp32")
+chosen = get_kernel("chosen:exact", q, k, v, deterministic=True)
+assert type(chosen) is outside.Chosen and chosen.given == ("exact", "torch.float64", True)
+assert get_kernel("chosen", q, k, v).given == (None, "torch.float64", False)
+states = available()
+assert states["counting"] == "ok" and states["chosen:fast"] == states["chosen"] == "no such device"
+assert "the package outside offers kernels 'broken', which cannot be imported" in states["broken"]
 """
 
 
@@ -65,6 +147,15 @@ def test_an_installed_package_adds_a_pattern_and_a_schedule(tmp_path: Path) -> N
     done = subprocess.run(
         [sys.executable, "-c", USE], env=offered(tmp_path / "site", points), capture_output=True, text=True, timeout=120
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_installed_package_adds_a_kernel(tmp_path: Path) -> None:
+    points = "[ringattn.kernels]\ncounting = outside:Counting\nchosen = outside:Chosen\nbroken = outside:Missing\n"
+    done = subprocess.run(
+        [sys.executable, "-c", USE_KERNEL],
+        env=offered(tmp_path / "site", points), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 

@@ -16,6 +16,7 @@ from ..config.schema import RunConfig
 from ..errors import InvalidInput
 from ..files import check_readable
 from ..layout.regular import Layout
+from ..nn import rotary
 from ..numerics.counter_random import counter_normal
 from .stored import DTYPES, Stored, read_npz, read_safetensors
 
@@ -134,17 +135,10 @@ class _Text:
         return out
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0) -> torch.Tensor:
-    """Rotary position embedding of x [..., n, D] at global `positions` [n]; an odd last column is left as it is.
-
-    Columns i and i + D // 2 turn by position * base^(-2i / D): Su et al., RoFormer (2021), in the half-split order.
-    """
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / max(half, 1))
-    angle = positions.double()[:, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`nn.rotary.rotate` of x [..., n, D] at global `positions` [n]; an odd last column is left as it is."""
+    even = x.shape[-1] // 2 * 2
+    return torch.cat((rotary.rotate(x[..., :even], positions), x[..., even:]), -1)
 
 
 # -- random ---------------------------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class StreamedRun(Run):
             for heads, width in shapes
         )
         call = Call(
-            parse_pattern(c.pattern.spec), "contiguous", "direct", c.kernel.spec,
-            shape.head_dim**-0.5 if c.scale is None else c.scale, c.deterministic, return_lse=True,
+            pattern=parse_pattern(c.pattern.spec), layout="contiguous", schedule="direct", kernel=c.kernel.spec,
+            scale=shape.head_dim**-0.5 if c.scale is None else c.scale, deterministic=c.deterministic, return_lse=True,
         )  # fmt: skip
         self.stream = make_stream(call, q, k, v, chunk=chunk, device=self.device, backward=c.backward)
         self.plan, self.ranks = self.stream.plan, self.stream.plan.ranks

@@ -1,39 +1,55 @@
-"""Kernels: one interface over well-kept libraries. `auto` chooses by device; a name is never replaced silently."""
+"""Attention kernels: one interface over the ops of well-kept libraries. One kernel per file, imported when chosen."""
 
 from __future__ import annotations
 
 import torch
 
 from ..errors import InvalidInput, did_you_mean
-from .aten_cpu import AtenCpu
-from .aten_cuda import CHOICES, AtenCuda, missing
+from ..registry import Registry
 from .base import Kernel
-from .reference import Reference
 
-NAMES = ("reference", "aten_cpu", "aten_cuda", *(f"aten_cuda:{choice}" for choice in CHOICES))
+#: Kernels by name. An installed package adds a subclass of `Kernel` by an entry point of the group "ringattn.kernels".
+KERNELS: Registry[type[Kernel]] = Registry(
+    "kernels",
+    {
+        "reference": "kernels.reference:Reference",
+        "aten_cpu": "kernels.aten_cpu:AtenCpu",
+        "aten_cuda": "kernels.aten_cuda:AtenCuda",
+    },
+)
+#: The kernel that "auto" chooses, by the type of the tensors' device; "reference" for all other devices.
+AUTO = {"cpu": "aten_cpu", "cuda": "aten_cuda"}
 
 
 def get_kernel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, deterministic: bool = False) -> Kernel:
-    """The kernel called `name`, checked against the tensors. Raises InvalidInput or Unsupported.
+    """The kernel called `name`, checked against q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv].
 
-    "auto" is aten_cpu on a CPU, aten_cuda on a CUDA device, else reference.
+    "auto" chooses one of this package's kernels by the device, see `AUTO`. A name is never replaced by another kernel:
+    raises InvalidInput for an unknown name, Unsupported if the kernel cannot compute the tensors.
     """
     if name == "auto":
-        name = {"cpu": "aten_cpu", "cuda": "aten_cuda"}.get(q.device.type, "reference")
-    if name not in NAMES:
-        hint = did_you_mean(name, [*NAMES, "auto"])
-        raise InvalidInput(f"unknown kernel {name!r}; {hint}expected auto, {', '.join(NAMES)}")
-    kernel: Kernel
-    if name == "reference":
-        kernel = Reference()
-    elif name == "aten_cpu":
-        kernel = AtenCpu()
-    else:
-        kernel = AtenCuda(name.partition(":")[2] or None, q.dtype, deterministic=deterministic)
+        name = AUTO.get(q.device.type, "reference")
+    base, colon, choice = name.partition(":")
+    if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
+        names = ["auto", *available()]
+        raise InvalidInput(f"unknown kernel {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
+    kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
     return kernel
 
 
 def available() -> dict[str, str]:
-    """For each kernel "ok", or why it cannot run on this machine."""
-    return {name: "ok" if name in ("reference", "aten_cpu") else missing() or "ok" for name in NAMES}
+    """For each kernel "ok", or why it cannot run on this machine. Imports all kernels.
+
+    Keys are the names that `get_kernel` takes, but for "auto": each kernel and its choices, as "name:choice".
+    """
+    states: dict[str, str] = {}
+    for name in KERNELS:
+        try:
+            kernel = KERNELS[name]
+        except InvalidInput as error:  # an installed package offers a kernel that cannot be imported
+            states[name] = str(error)
+            continue
+        state = kernel.missing() or "ok"
+        states |= {name: state, **{f"{name}:{choice}": state for choice in kernel.choices}}
+    return states

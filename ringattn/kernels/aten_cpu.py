@@ -1,4 +1,4 @@
-"""The flash attention op that PyTorch ships for CPUs, on strided views."""
+"""The flash attention op that PyTorch ships for CPUs, called on strided views."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from ..errors import Unsupported
 from ..plan.work import Work, repeated
 from .base import Kernel, band
-from .pad import pad_to, unpadded
+from .pad import crop_to, pad_to
 
-#: A banded work of at most this many pairs is one masked call: a split would cost more than it saves.
+#: A banded work of at most this many pairs is one masked call: splitting would cost more time than it saves.
 SMALL = 256 * 256
-#: Query rows times heads per call: bounds what a call allocates, and leaves work for many threads. Repetitions are
-#: batched up to as many keys times heads, for the gradients that a backward allocates.
-DENSE_ROWS = 1 << 14
+#: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
+#: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
+CALL_ROWS = 1 << 14
 #: Least and most query rows of a strip of a band that is bounded above. Low strips compute fewer hidden pairs, high
-#: ones make better matrix products; an eighth of the band's width, measured, is near the best of both.
+#: strips make faster matrix products. Measured: an eighth of the width of the band is near the best height.
 STRIP_ROWS = (64, 256)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -28,9 +28,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 class AtenCpu(Kernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu` in fp64 and fp32; 16-bit inputs are computed in fp32.
 
-    Native fp16 matrix products are hundreds of times slower on CPUs, and bf16 is no faster than fp32 where
-    there is no matrix unit for it; and fp32 partials keep the error of many hops at that of one rounding.
-    Grouped-query heads are native; a value head dim other than that of q and k is padded, which changes no number.
+    On CPUs native fp16 matrix products are hundreds of times slower than fp32, and bf16 is no faster than fp32 without
+    a matrix unit. fp32 partials also keep the error of many visits at the error of one rounding. The op shares
+    key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
     name = "aten_cpu"
@@ -41,34 +41,34 @@ class AtenCpu(Kernel):
 
     def split(self, work: Work) -> Iterator[Work]:
         rows, keys = len(work.q), work.keys
-        most = DENSE_ROWS // (max(rows, keys) * len(work.heads))
-        if work.dense and rows * len(work.heads) > DENSE_ROWS:
-            step = max(DENSE_ROWS // len(work.heads), STRIP_ROWS[1])
+        max_repeat = CALL_ROWS // (max(rows, keys) * len(work.heads))
+        if work.dense and rows * len(work.heads) > CALL_ROWS:
+            step = max(CALL_ROWS // len(work.heads), STRIP_ROWS[1])
             for single in work.singles():
                 for first in range(0, rows, step):
                     yield single.narrow((first, min(first + step, rows)), (0, keys))
         elif work.dense or rows * keys <= SMALL:
-            yield from work.batches(most)
+            yield from work.batches(max_repeat)
         elif work.hi is None:
-            # Keys that every row sees, then a triangle whose corner is its first row and key: the op's own causal.
+            # First the keys that every row sees, then the triangle that the op computes as causal.
             assert work.lo is not None and work.lo <= 0, "the first row of a work sees its first key"
-            wide = -work.lo
-            if wide:
-                yield from self.split(work.narrow((0, rows), (0, wide)))
-            yield from work.narrow((0, rows), (wide, keys)).batches(most)
+            shared_keys = -work.lo
+            if shared_keys:
+                yield from self.split(work.narrow((0, rows), (0, shared_keys)))
+            yield from work.narrow((0, rows), (shared_keys, keys)).batches(max_repeat)
         else:
             for single in work.singles():
                 for part in repeated(_strips(single)):
-                    yield from part.batches(DENSE_ROWS // (part.keys * len(part.heads)))
+                    yield from part.batches(CALL_ROWS // (part.keys * len(part.heads)))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(q.shape[-1], v.shape[-1])
-        tensors = [pad_to(_ready(x), width) for x in (q, k, v)]
-        causal, mask = _masking(work, tensors[0].dtype)
-        out, lse = _forward(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
-        return unpadded(out, v.shape[-1]), lse
+        padded = [pad_to(_ready(x), width) for x in (q, k, v)]
+        causal, mask = _mask_of(work, padded[0].dtype)
+        out, lse = _forward(*padded, 0.0, causal, attn_mask=mask, scale=scale)
+        return crop_to(out, v.shape[-1]), lse
 
     def backward(
         self,
@@ -82,19 +82,19 @@ class AtenCpu(Kernel):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         width = max(q.shape[-1], v.shape[-1])
-        tensors = [pad_to(_ready(x), width) for x in (grad, q, k, v, out)]
-        causal, mask = _masking(work, tensors[1].dtype)
-        dq, dk, dv = _backward(*tensors, lse, 0.0, causal, attn_mask=mask, scale=scale)
-        return unpadded(dq, q.shape[-1]), unpadded(dk, q.shape[-1]), unpadded(dv, v.shape[-1])
+        padded = [pad_to(_ready(x), width) for x in (grad, q, k, v, out)]
+        causal, mask = _mask_of(work, padded[1].dtype)
+        dq, dk, dv = _backward(*padded, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        return crop_to(dq, q.shape[-1]), crop_to(dk, q.shape[-1]), crop_to(dv, v.shape[-1])
 
 
 def _strips(work: Work) -> Iterator[Work]:
-    """A band that is bounded above, cut into strips of rows, each with the keys that it sees."""
+    """A band that is bounded above, as strips of rows, each with the keys that its rows see."""
     assert work.hi is not None
     rows, keys = len(work.q), work.keys
-    least, most = STRIP_ROWS
+    lowest, highest = STRIP_ROWS
     width = keys if work.lo is None else work.hi - work.lo + 1
-    height = min(max(-(-width // (8 * least)) * least, least), most)
+    height = min(max(-(-width // (8 * lowest)) * lowest, lowest), highest)
     for first in range(0, rows, height):
         last = min(first + height, rows)
         stop = keys if work.lo is None else min(keys, last - work.lo)
@@ -102,14 +102,14 @@ def _strips(work: Work) -> Iterator[Work]:
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:
-    """The op reads garbage, silently, where the last stride is not 1."""
+    """x in a dtype that the op computes, with last stride 1: for other strides the op silently reads wrong numbers."""
     if x.dtype in (torch.float16, torch.bfloat16):
         return x.to(torch.float32, memory_format=torch.contiguous_format)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _masking(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
-    """(is_causal, additive mask) of a call. The op's causal is anchored at the first row and the first key."""
+def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
+    """(is_causal, additive mask) of a call. The op's causal mask starts at the first row and the first key."""
     if work.dense:
         return False, None
     if work.hi is None and work.lo == 0:
@@ -119,6 +119,7 @@ def _masking(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]
 
 @lru_cache(maxsize=32)
 def _mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> torch.Tensor:
-    with torch.inference_mode(False):  # it outlives the caller's inference mode
+    """The band as an additive mask [rows, keys], 0 or -inf."""
+    with torch.inference_mode(False):  # the cached mask outlives the inference mode of the caller
         hidden = ~band(rows, keys, lo, hi, torch.device("cpu"))
         return torch.zeros(rows, keys, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf)

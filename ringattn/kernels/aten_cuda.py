@@ -1,6 +1,7 @@
-"""The attention ops that PyTorch ships for CUDA: flash, cuDNN and memory-efficient, behind one choice.
+"""The three attention ops that PyTorch ships for CUDA: flash, cuDNN and memory-efficient.
 
-Written from the ops' sources; not yet run on a GPU. tests/kernels/test_kernels.py checks every choice where there is one.
+Written from the sources of the ops, and not yet run on a GPU. On a machine with a GPU tests/kernels/test_kernels.py checks
+every choice.
 """
 
 from __future__ import annotations
@@ -13,91 +14,105 @@ import torch
 from ..errors import LaunchLimit, Unsupported
 from ..plan.work import Work
 from .base import Kernel, band
-from .pad import pad_to, unpadded
+from .pad import crop_to, pad_to
 
-CHOICES = ("flash", "cudnn", "efficient")
 #: Query rows per masked call of the memory-efficient op.
 BAND_ROWS = 128
-#: Largest second or third dimension of a CUDA grid; the ops put heads, or batch times heads, there.
+#: Largest second or third dimension of a CUDA grid, where the ops put heads, or batch times heads.
 GRID = 65_535
 
 _aten = torch.ops.aten
-_SIXTEEN = (torch.float16, torch.bfloat16)
-
-
-def missing() -> str | None:
-    """Why no CUDA kernel can run here, or None."""
-    return None if torch.cuda.is_available() else "torch.cuda.is_available() is False: no CUDA device or a CPU build"
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class AtenCuda(Kernel):
-    """One of the three ops, or for each call the fastest that computes it.
+    """One of the three ops, or, without a choice, for each call the fastest op that computes the call.
 
-    Left to choose: fp32 is memory-efficient; 16-bit dense and square causal calls are cuDNN from compute
-    capability 9.0 on (unless deterministic), all else is flash, whose window is any band.
+    Without a choice fp32 goes to the memory-efficient op. A 16-bit call goes to cuDNN if the device has compute
+    capability 9.0 or above, the call is dense, or causal with as many rows as keys, q and k have equally many heads,
+    the head dim is at most 128, there are two keys or more, and `deterministic` is off. All other 16-bit calls go to
+    flash, whose window can be any band. Head dims up to 256.
     """
+
+    choices = ("flash", "cudnn", "efficient")
 
     def __init__(self, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> None:
         self.name = f"aten_cuda:{choice}" if choice else "aten_cuda"
-        if choice is None and dtype not in _SIXTEEN:
+        if choice is None and dtype not in _HALF_DTYPES:
             choice = "efficient"
         self.choice, self.deterministic = choice, deterministic
+
+    @classmethod
+    def create(cls, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> AtenCuda:
+        return cls(choice, dtype, deterministic=deterministic)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return (
+            None if torch.cuda.is_available() else "torch.cuda.is_available() is False: no CUDA device or a CPU build"
+        )
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if q.device.type != "cuda":
             raise Unsupported(f"kernel {self.name} needs tensors on a cuda device, got {q.device}; try kernel=auto")
         if q.dtype == torch.float64:
             raise Unsupported(f"kernel {self.name} does not compute float64 on CUDA; try kernel=reference")
-        if self.choice in ("flash", "cudnn") and q.dtype not in _SIXTEEN:
+        if self.choice in ("flash", "cudnn") and q.dtype not in _HALF_DTYPES:
             raise Unsupported(f"kernel {self.name} computes float16 and bfloat16, got {q.dtype}; try kernel=aten_cuda")
         if self.choice == "cudnn" and self.deterministic:
             raise Unsupported("cuDNN's backward is not deterministic; try kernel=aten_cuda:flash")
         if max(q.shape[:2]) > GRID:
             raise LaunchLimit(
-                f"a batch of {q.shape[0]:,} with {q.shape[1]:,} heads: CUDA grids have at most {GRID:,} of either; "
-                "split the tensors"
+                f"a batch of {q.shape[0]:,} with {q.shape[1]:,} heads: CUDA grids have at most {GRID:,} of each; split "
+                "the tensors"
             )
         if max(q.shape[-1], v.shape[-1]) > 256:
             raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {q.shape[-1]}; try kernel=reference")
 
     def split(self, work: Work) -> Iterator[Work]:
-        for few in work.batches(GRID // len(work.heads)):
-            if self.choice in (None, "flash") or few.dense or _corner(few):
-                yield few
+        for batch in work.batches(GRID // len(work.heads)):
+            if self.choice in (None, "flash") or batch.dense or _is_causal(batch):
+                yield batch
                 continue
-            rows, keys = len(few.q), few.keys
+            rows, keys = len(batch.q), batch.keys
             for first in range(0, rows, BAND_ROWS):
                 last = min(first + BAND_ROWS, rows)
-                start = 0 if few.hi is None else max(0, first - few.hi)
-                stop = keys if few.lo is None else min(keys, last - few.lo)
-                yield few.narrow((first, last), (start, stop))
+                start = 0 if batch.hi is None else max(0, first - batch.hi)
+                stop = keys if batch.lo is None else min(keys, last - batch.lo)
+                yield batch.narrow((first, last), (start, stop))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-        x, y, z = (pad_to(t, width) for t in (q, k, v))
-        op = self._op(x, y, work)
+        value_dim = v.shape[-1]
+        width = -(-max(q.shape[-1], value_dim) // 8) * 8
+        q, k, v = (pad_to(x, width) for x in (q, k, v))
+        op = self._choose_op(q, k, work)
         if op == "flash":
             left, right = _window(work)
             out, lse, *_ = _aten._flash_attention_forward(
-                *(t.transpose(1, 2) for t in (x, y, z)), None, None, len(work.q), work.keys, 0.0, False, False,
-                scale=scale, window_size_left=left, window_size_right=right,
-            )  # fmt: skip
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                *(None, None, len(work.q), work.keys, 0.0, False, False),
+                scale=scale,
+                window_size_left=left,
+                window_size_right=right,
+            )
             out = out.transpose(1, 2)
         elif op == "cudnn":
             out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-                x, y, z, None, True, 0.0, not work.dense, False, scale=scale
+                q, k, v, None, True, 0.0, not work.dense, False, scale=scale
             )
             lse = lse.reshape(lse.shape[:3])
         else:
-            y, z = _expand(y, x.shape[1]), _expand(z, x.shape[1])
-            kind, bias = _masking(work, x)
+            k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+            mask_type, bias = _mask_of(work, q)
             out, lse, *_ = _aten._efficient_attention_forward(
-                *(t.transpose(1, 2) for t in (x, y, z)), bias, None, None, None, None, 0.0, kind, True, scale=scale
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                *(bias, None, None, None, None, 0.0, mask_type, True),
+                scale=scale,
             )
             out, lse = out.transpose(1, 2), lse[..., : len(work.q)]
-        return unpadded(out, v.shape[-1]), lse.float()
+        return crop_to(out, value_dim), lse.float()
 
     def backward(
         self,
@@ -110,77 +125,91 @@ class AtenCuda(Kernel):
         work: Work,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-        g, x, y, z, o = (pad_to(t, width) for t in (grad, q, k, v, out))
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
+        width = -(-max(head_dim, value_dim) // 8) * 8
+        grad, q, k, v, out = (pad_to(x, width) for x in (grad, q, k, v, out))
         rows, keys, lse = len(work.q), work.keys, lse.contiguous()
-        op = self._op(x, y, work)
-        zero = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of no dropout
+        op = self._choose_op(q, k, work)
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
         with _deterministic(self.deterministic):
             if op == "flash":
                 left, right = _window(work)
                 grads = _aten._flash_attention_backward(
-                    *(t.transpose(1, 2) for t in (g, x, y, z, o)), lse, None, None, rows, keys, 0.0, False, zero, zero,
-                    scale=scale, window_size_left=left, window_size_right=right,
-                )  # fmt: skip
-                dq, dk, dv = (t.transpose(1, 2) for t in grads[:3])
+                    *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
+                    *(lse, None, None, rows, keys, 0.0, False, seed, seed),
+                    scale=scale,
+                    window_size_left=left,
+                    window_size_right=right,
+                )
+                dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
             elif op == "cudnn":
                 dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-                    g, x, y, z, o, lse.unsqueeze(-1), zero, zero, None, None, None, rows, keys, 0.0, not work.dense,
+                    *(grad, q, k, v, out, lse.unsqueeze(-1), seed, seed),
+                    *(None, None, None, rows, keys, 0.0, not work.dense),
                     scale=scale,
-                )  # fmt: skip
+                )
             else:
-                group = x.shape[1] // y.shape[1]
-                y, z = _expand(y, x.shape[1]), _expand(z, x.shape[1])
-                kind, bias = _masking(work, x)
+                group = q.shape[1] // k.shape[1]
+                k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+                mask_type, bias = _mask_of(work, q)
                 lse = torch.nn.functional.pad(lse, (0, -rows % 32), value=torch.inf)
                 grads = _aten._efficient_attention_backward(
-                    *(t.transpose(1, 2) for t in (g, x, y, z)), bias, o.transpose(1, 2), None, None, rows, keys, lse,
-                    0.0, zero, zero, kind, False, scale=scale, num_splits_key=1 if self.deterministic else None,
-                )  # fmt: skip
-                dq, dk, dv = (t.transpose(1, 2) for t in grads[:3])
-                dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
-        return unpadded(dq, q.shape[-1]), unpadded(dk, q.shape[-1]), unpadded(dv, v.shape[-1])
+                    *(x.transpose(1, 2) for x in (grad, q, k, v)),
+                    *(bias, out.transpose(1, 2), None, None, rows, keys, lse),
+                    *(0.0, seed, seed, mask_type, False),
+                    scale=scale,
+                    num_splits_key=1 if self.deterministic else None,
+                )
+                dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
+                dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+        return crop_to(dq, head_dim), crop_to(dk, head_dim), crop_to(dv, value_dim)
 
-    def _op(self, q: torch.Tensor, k: torch.Tensor, work: Work) -> str:
+    def _choose_op(self, q: torch.Tensor, k: torch.Tensor, work: Work) -> str:
+        """The op that computes a call: "flash", "cudnn" or "efficient"."""
         if self.choice is not None:
             return self.choice
-        square = work.dense or (_corner(work) and len(work.q) == work.keys)
-        plain = square and q.shape[1] == k.shape[1] and q.shape[-1] <= 128 and work.keys > 1
+        needs_no_window = work.dense or (_is_causal(work) and len(work.q) == work.keys)
+        fits = needs_no_window and q.shape[1] == k.shape[1] and q.shape[-1] <= 128 and work.keys > 1
         fast = torch.cuda.get_device_capability(q.device) >= (9, 0) and not self.deterministic
-        return "cudnn" if plain and fast else "flash"
+        return "cudnn" if fits and fast else "flash"
 
 
-def _corner(work: Work) -> bool:
-    """A triangle whose corner is the first row and the first key."""
+def _is_causal(work: Work) -> bool:
+    """Whether row i sees key j iff j <= i, counted from the first row and the first key."""
     return work.lo == 0 and work.hi is None
 
 
 def _window(work: Work) -> tuple[int, int]:
-    """The flash op's window, anchored at the last row and key, -1 is unbounded: i + Lk - Lq - left <= j."""
+    """(left, right) of the flash op, which is anchored at the last row and the last key; -1 is unbounded.
+
+    Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
+    """
     shift = work.keys - len(work.q)
     left = -1 if work.hi is None else work.hi + shift
     right = -1 if work.lo is None else -work.lo - shift
     return left, right
 
 
-def _masking(work: Work, q: torch.Tensor) -> tuple[int, torch.Tensor | None]:
-    """(custom_mask_type, bias) of the memory-efficient op; its type 1 is causal from the first row and key."""
+def _mask_of(work: Work, q: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+    """(custom_mask_type, bias) of the memory-efficient op; type 1 is causal from the first row and the first key."""
     if work.dense:
         return 0, None
-    if _corner(work):
+    if _is_causal(work):
         return 1, None
     rows, keys = len(work.q), work.keys
-    bias = torch.zeros(rows, -(-keys // 8) * 8, dtype=q.dtype, device=q.device)[:, :keys]  # rows aligned for the op
+    bias = torch.zeros(rows, -(-keys // 8) * 8, dtype=q.dtype, device=q.device)[:, :keys]  # the op needs aligned rows
     bias.masked_fill_(~band(rows, keys, work.lo, work.hi, q.device), -torch.inf)
     return 0, bias.expand(q.shape[0], q.shape[1], rows, keys)
 
 
-def _expand(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """x [B, K, n, D] with each key/value head repeated for its query heads: [B, H, n, D]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
+    """torch's deterministic mode, for the ops that read it: on if wanted, else as before."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(wanted or before)
     try:

@@ -1,4 +1,4 @@
-"""Plain matrix products in fp32 (fp64 for fp64 inputs): runs everywhere, and says what is right."""
+"""Attention by plain matrix products in fp32 (fp64 for fp64 inputs): the oracle for all other kernels."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from ..plan.work import Work
-from .base import Kernel, band
+from .base import Kernel, band, wide
 
-#: Query rows per call, so that the scores of a long block do not have to exist at once.
+#: Query rows per call, which bounds the memory of the scores of a long block.
 ROWS = 1024
 
 
@@ -22,17 +22,17 @@ class Reference(Kernel):
         pass
 
     def split(self, work: Work) -> Iterator[Work]:
-        for few in work.batches(ROWS // len(work.q)):
-            for first in range(0, len(few.q), ROWS):
-                yield few.narrow((first, min(first + ROWS, len(few.q))), (0, few.keys))
+        for batch in work.batches(ROWS // len(work.q)):
+            for first in range(0, len(batch.q), ROWS):
+                yield batch.narrow((first, min(first + ROWS, len(batch.q))), (0, batch.keys))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = _scores(q, k, work, scale)
+        scores = _masked_scores(q, k, work, scale)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
-        return weights @ _expand(v, q.shape[1]), lse
+        return weights @ _expand_heads(v, q.shape[1]), lse
 
     def backward(
         self,
@@ -45,26 +45,24 @@ class Reference(Kernel):
         work: Work,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grad, out = _wide(grad), _wide(out)
-        weights = (_scores(q, k, work, scale) - lse.unsqueeze(-1)).exp()
+        grad, out = grad.to(wide(grad.dtype)), out.to(wide(out.dtype))
+        weights = (_masked_scores(q, k, work, scale) - lse.unsqueeze(-1)).exp()
         delta = (grad * out).sum(-1, keepdim=True)
-        scores = weights * (grad @ _expand(v, q.shape[1]).mT - delta) * scale
-        dq = scores @ _expand(k, q.shape[1])
-        dk, dv = scores.mT @ _wide(q), weights.mT @ grad
+        score_grad = weights * (grad @ _expand_heads(v, q.shape[1]).mT - delta) * scale
+        dq = score_grad @ _expand_heads(k, q.shape[1])
+        dk, dv = score_grad.mT @ q.to(wide(q.dtype)), weights.mT @ grad
         kv_heads = k.shape[1]
         return dq, dk.unflatten(1, (kv_heads, -1)).sum(2), dv.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """x [B, K, n, D] with each key/value head repeated for its query heads, [B, H, n, D], in fp32 or fp64."""
+    return x.to(wide(x.dtype)).repeat_interleave(heads // x.shape[1], 1)
 
 
-def _expand(x: torch.Tensor, heads: int) -> torch.Tensor:
-    return _wide(x).repeat_interleave(heads // x.shape[1], 1)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, work: Work, scale: float) -> torch.Tensor:
-    scores = _wide(q) @ _expand(k, q.shape[1]).mT * scale
+def _masked_scores(q: torch.Tensor, k: torch.Tensor, work: Work, scale: float) -> torch.Tensor:
+    """scale * q k^T [B, H, rows, keys], -inf where the band of the work hides a key from a row."""
+    scores = q.to(wide(q.dtype)) @ _expand_heads(k, q.shape[1]).mT * scale
     if work.dense:
         return scores
     return scores.masked_fill(~band(len(work.q), work.keys, work.lo, work.hi, q.device), -torch.inf)

@@ -1,4 +1,4 @@
-"""Attention as modules: the cores without parameters, and their multihead forms with torch's names."""
+"""Attention as modules: cores without parameters, and multihead forms with the parameter names of torch."""
 
 from .adaptive import AdaptiveAttention
 from .core import BlockSparseAttention, DilatedAttention, RingAttention

@@ -1,10 +1,11 @@
-"""Block-sparse attention whose blocks are chosen by a small learned scorer, from pooled queries and keys."""
+"""Block-sparse attention whose blocks a small learned scorer selects, from pooled queries and keys."""
 
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,26 +16,57 @@ from ..functional import exchange, uncompiled
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from ..runtime.autocast import cast_inputs
-from .core import RingAttention
+from ..runtime.softmax import merge
+from .core import CoreKeywords, RingAttention
 
-#: Layout of the record that a rank sends: tokens of a block, blocks, seed, and the touched blocks of queries and of keys.
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+#: Head of the record that a rank sends: tokens of a block, number of blocks, seed, and how many blocks of queries and
+#: of keys the record has sums for.
 HEAD = "<5q"
 
 
+class AdaptiveKeywords(CoreKeywords, total=False):
+    """Keyword arguments of `AdaptiveAttention` but for num_heads and head_dim."""
+
+    block: int
+    k: int | None
+    density: float | None
+    kv_heads: int | None
+    rank: int
+    noise: float
+    causal: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class SelectedBlocks(BlockSparse):
+    """Blocks selected for one call. No cache keeps what is planned for them: no later call has the same pattern."""
+
+    transient = True
+
+
 class AdaptiveAttention(RingAttention):
-    """Every query block attends the `k` key blocks (or the fraction `density`) that score best, per head.
+    """Attention in which every query block sees the `k` key blocks (or the fraction `density`) with the best scores.
 
-    A block is summarised by the mean of its keys and of its queries; score[i, j] = <A query_i, B key_j> / sqrt(rank)
-    with learned A [H, D, rank] and B [K, D, rank], all blocks in one matrix product. The score is also added to the
-    logits of the selected blocks, as `rank` more columns of q and k: through that soft bias, inside the one softmax,
-    the gradient reaches A and B. Summaries are detached: q and k learn from attention, not from their pooling.
-    In training, Gumbel noise times `noise` on the scores lets other blocks be tried; rank 0 draws its seed.
+    Scores are per head: score[i, j] = <A query_i, B key_j> / sqrt(rank), with query_i and key_j the mean query and the
+    mean key of a block, and learned A [H, D, rank] and B [K, D, rank]. The scores of selected blocks are also added to
+    the logits, as `rank` more columns of q and k. Through this soft bias, inside the one softmax, the gradient reaches
+    A and B. The means are detached: q and k learn from attention, and not from pooling. All elements of a batch share
+    one selection, by the mean of their scores.
 
-    causal=True is causal-safe: a query block is summarised by the queries up to its first position, its own block is
-    always attended, without bias and masked inside; so nothing depends on a later token. A selection is one for the
-    batch (scores are averaged over it). On real ranks only block sums are gathered, and all ranks select alike.
+    num_heads, head_dim, kv_heads: heads and head dim of q, and heads of k and v (default: num_heads).
+    block: tokens per block.
+    k, density: key blocks per query block, or their fraction of all key blocks; give one of the two.
+    rank: columns of A and B per head.
+    noise: in training, Gumbel noise times `noise` is added to the scores, so that other blocks are tried. The seed
+        comes from torch's generator of rank 0.
+    causal: nothing depends on later tokens. A query block is represented by the mean of the `block` queries that end
+        with its first query. Every query block also sees itself, without bias and under a causal mask.
+    options: those of `RingAttention`. Real ranks exchange only block sums, and all ranks make the same selection.
 
-    `blocks` of the last call is the table selected, bool [H, blocks, blocks]. The rest is as in `RingAttention`.
+    After a call, `blocks` is its selection, bool [H, blocks, blocks].
     """
 
     def __init__(
@@ -49,9 +81,9 @@ class AdaptiveAttention(RingAttention):
         rank: int = 8,
         noise: float = 1.0,
         causal: bool = False,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[CoreKeywords],
     ) -> None:
         super().__init__(Full(), **options)
         kv_heads = num_heads if kv_heads is None else kv_heads
@@ -59,10 +91,10 @@ class AdaptiveAttention(RingAttention):
             if not isinstance(value, int) or value < 1:
                 raise InvalidInput(f"{name}={value!r} must be an integer >= 1")
         if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < float("inf"):
-            raise InvalidInput(f"noise={noise!r} must be a number >= 0; 0 turns it off")
+            raise InvalidInput(f"noise={noise!r} must be a number >= 0; try noise=0 for no noise")
         if kv_heads < 1 or num_heads % kv_heads:
             raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
-        top_k(block, k, np.zeros((1, 1)), density=density)  # one of them, and in its range
+        top_k(block, k, np.zeros((1, 1)), density=density)  # checks k and density
         self.block, self.k, self.density, self.causal = block, k, density, causal
         self.rank, self.noise = rank, noise
         self.query = nn.Parameter(torch.empty(num_heads, head_dim, rank, device=device, dtype=dtype))
@@ -71,176 +103,193 @@ class AdaptiveAttention(RingAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with the deviation 1 / sqrt(head_dim), so that scores are of the size of attention's logits."""
+        """Normal with standard deviation 1 / sqrt(head_dim), which gives scores the size of attention's logits."""
         for weight in (self.query, self.key):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     @uncompiled
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None, return_lse: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """(out, lse) of tensors [B, H, N, D], whatever `order` is. The parts are merged by lse: it is there anyway."""
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: torch.Tensor | None = None,
+        return_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], for either `order`; lse also if not asked for."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
-        place = self._places(q, k, v, key_padding_mask)  # on real ranks also the handshake
-        # Mean query of a block; causally, of the `block` positions that end with its first.
-        own, ahead = place // self.block, -(-place // self.block)
-        queries, keys, seed = self._summaries(q, k, ahead if causal else own, own, key_padding_mask)
+        positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks also the handshake
+        key_block = positions // self.block
+        # Causally, the `block` positions that end with the first position of a block represent the block.
+        query_block = -(-positions // self.block) if causal else key_block
+        queries, keys, seed = self._block_means(q, k, query_block, key_block, key_padding_mask)
         with self.telling():
             a = torch.einsum("bhnd,hdr->bhnr", queries.to(self.query.dtype), self.query)
             b = torch.einsum("bhnd,hdr->bhnr", keys.to(self.key.dtype), self.key)
-            wider = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
-            scores = torch.einsum("bhir,bhjr->hij", a, wider).detach() / max(len(q), 1) / self.rank**0.5
+            b_of_query_heads = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            scores = torch.einsum("bhir,bhjr->hij", a, b_of_query_heads).detach() / max(len(q), 1) / self.rank**0.5
             table = self._select(scores, causal, seed)
-            scale = self.options["scale"]
+            scale = self.options.scale
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            # scale * <column of q, column of k> = score
+            # scale * <extra columns of q, extra columns of k> = score
             factor = (self.rank**0.5 * abs(scale)) ** -0.5 if scale else 0.0
-            wide_q = torch.cat((q, (a[:, :, own] * factor * (1 if scale >= 0 else -1)).to(q.dtype)), -1)
-            wide_k = torch.cat((k, (b[:, :, own] * factor).to(k.dtype)), -1)
-            run: dict[str, Any] = {"key_padding_mask": key_padding_mask, "scale": scale}
-            own_blocks = local_window(self.block, blocks=0) & Causal()
-            others = table & ~np.eye(table.shape[1], dtype=bool) if causal else table
-            selected = _passing(self.block, others)
+            wide_q = torch.cat((q, (a[:, :, key_block] * factor * (1 if scale >= 0 else -1)).to(q.dtype)), -1)
+            wide_k = torch.cat((k, (b[:, :, key_block] * factor).to(k.dtype)), -1)
+            options = replace(self.options, scale=scale)
+            biased_table = table & ~np.eye(table.shape[1], dtype=bool) if causal else table
+            biased = SelectedBlocks(self.block, biased_table)
+            own_block = local_window(self.block, blocks=0) & Causal()
         if not causal:
-            return self._run(wide_q, wide_k, v, selected, **run)
-        own_block = self._run(q, k, v, own_blocks, **run)
-        if not others.any():
-            return own_block
-        return _merged(*own_block, *self._run(wide_q, wide_k, v, selected, **run))
+            out, lse = self._run(wide_q, wide_k, v, biased, options, key_padding_mask)
+            return out, lse
+        out, lse = self._run(q, k, v, own_block, options, key_padding_mask)
+        if not biased_table.any():
+            return out, lse
+        return merge(out, lse, *self._run(wide_q, wide_k, v, biased, options, key_padding_mask))
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
-        """Counted: the fraction of key blocks that the last call selected, of any sequence; 0 before the first call."""
+        """Selected key blocks of the last call as a fraction of all, counted; 0 before the first call.
+
+        `tokens` and `heads` are not used.
+        """
         return 0.0 if self.blocks is None else float(self.blocks.mean())
 
-    def _places(self, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-        """Global positions of the rows; raises on all ranks alike where the arguments of one are wrong."""
-        wrong = None
+    def _check_and_place(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Global positions int64 [N] of the rows. If the arguments of one rank are wrong, all ranks raise."""
+        error = None
         if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == k.ndim == 4:
-            wanted, found = (*self.query.shape[:2], len(self.key)), (q.shape[1], q.shape[3], k.shape[1])
-            if found != wanted:
-                wrong = InvalidInput(
-                    f"q has {found[0]} heads of dim {found[1]} and k {found[2]} heads, but the scorer was made for "
-                    f"num_heads={wanted[0]}, head_dim={wanted[1]}, kv_heads={wanted[2]}"
+            expected, actual = (*self.query.shape[:2], len(self.key)), (q.shape[1], q.shape[3], k.shape[1])
+            if actual != expected:
+                error = InvalidInput(
+                    f"q has {actual[0]} heads of dim {actual[1]} and k {actual[2]} heads, but the scorer was made for "
+                    f"num_heads={expected[0]}, head_dim={expected[1]}, kv_heads={expected[2]}; make the module for the "
+                    "shapes of q and k"
                 )
-        return self.positions(q, k, v, key_padding_mask=mask, wrong=wrong)
+        return self.positions(q, k, v, key_padding_mask=mask, error=error)
 
-    def _summaries(
-        self, q: torch.Tensor, k: torch.Tensor, q_block: torch.Tensor, k_block: torch.Tensor, mask: Any
+    def _block_means(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        query_block: torch.Tensor,
+        key_block: torch.Tensor,
+        mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Means of the queries [B, H, blocks, D] and keys [B, K, blocks, D] of all blocks, and a seed: on all ranks
-        alike. The seed comes from torch's own generator, which checkpoints restore for a recomputation."""
-        if not self.sharded:
-            sums, total, seed = self._own_sums(q, k, q_block, k_block, mask)
+        """Mean queries [B, H, blocks, D] and mean keys [B, K, blocks, D] of all blocks, and a seed; all ranks agree."""
+        if self.sharded:
+            with exchange("block sums", **self._place.keywords) as records:
+                sums, total, seed = self._local_sums(q, k, query_block, key_block, mask)
+                records.mine = _pack_sums(sums, self.block, total, seed)
         else:
-            with exchange("block sums", **self._where.options) as told:
-                sums, total, seed = self._own_sums(q, k, q_block, k_block, mask)
-                told.mine = _packed(sums, self.block, total, seed)
+            sums, total, seed = self._local_sums(q, k, query_block, key_block, mask)
         with self.telling():
             if self.sharded:
-                sums, seed = _all_sums(sums, self.block, told.records)
+                sums, seed = _add_all_sums(sums, self.block, records.records)
                 total = sums[1].shape[2] - 1
             queries, keys = (x[:, :, :total, :-1] / x[:, :, :total, -1:].clamp(min=1) for x in sums)
             return queries, keys, seed
 
-    def _own_sums(
-        self, q: torch.Tensor, k: torch.Tensor, q_block: torch.Tensor, k_block: torch.Tensor, mask: Any
+    def _local_sums(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        query_block: torch.Tensor,
+        key_block: torch.Tensor,
+        mask: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], int, int]:
-        """The sums of this rank's queries and keys by blocks, the number of blocks that it has rows up to, a seed."""
+        """Block sums of this rank's queries and keys, the number of blocks up to its last row, and a seed.
+
+        The seed comes from torch's default generator, which checkpoints restore for a recomputation.
+        """
         dtype = wide(q.dtype)
-        shown = torch.ones(len(q), q.shape[2], device=q.device, dtype=dtype) if mask is None else (~mask).to(dtype)
-        total = int(k_block.max()) + 1 if len(k_block) else 0
-        # Padding may hold anything: it is taken out before it is multiplied.
-        known = (x.detach() if mask is None else x.detach().masked_fill(mask[:, None, :, None], 0) for x in (q, k))
-        blocks = ((q_block, total + 1), (k_block, total + 1))
-        sums = [_sums(x.to(dtype), shown, *where) for x, where in zip(known, blocks, strict=True)]
+        weight = torch.ones(len(q), q.shape[2], device=q.device, dtype=dtype)
+        q, k = q.detach(), k.detach()
+        if mask is not None:
+            weight = (~mask).to(dtype)
+            # 0 * NaN is NaN: padding is overwritten before it is weighted.
+            q, k = (x.masked_fill(mask[:, None, :, None], 0) for x in (q, k))
+        total = int(key_block.max()) + 1 if len(key_block) else 0
+        sums = [_block_sums(x.to(dtype), weight, block, total + 1) for x, block in ((q, query_block), (k, key_block))]
         seed = int(torch.randint(1 << 62, (), device="cpu")) if self.training and self.noise else 0
         return sums, total, seed
 
     def _select(self, scores: torch.Tensor, causal: bool, seed: int) -> np.ndarray:
+        """The selection, bool [H, blocks, blocks], of scores [H, blocks, blocks]; `blocks` remembers it."""
         scores = scores.float().cpu()
         if self.training and self.noise:
-            source = torch.Generator().manual_seed(seed)
-            uniform = torch.rand(scores.shape, generator=source, device="cpu").clamp(1e-20, 1 - 1e-7)
+            generator = torch.Generator().manual_seed(seed)
+            uniform = torch.rand(scores.shape, generator=generator, device="cpu").clamp(1e-20, 1 - 1e-7)
             scores = scores - self.noise * torch.log(-torch.log(uniform))
         if not scores.shape[-1]:
             return np.zeros((1, 0, 0), dtype=bool)
-        kept = top_k(self.block, self.k, scores.numpy(), causal=causal, density=self.density)
-        self.blocks = kept.table
-        return kept.table
+        table: np.ndarray = top_k(self.block, self.k, scores.numpy(), causal=causal, density=self.density).table
+        self.blocks = table
+        return table
 
     def extra_repr(self) -> str:
         size = f"k={self.k}" if self.density is None else f"density={self.density}"
         return f"block={self.block}, {size}, rank={self.rank}, causal={self.causal}"
 
 
-def _packed(sums: list[torch.Tensor], block: int, total: int, seed: int) -> bytes:
-    """This rank's record of block sums: those of blocks that it has rows of."""
+def _block_sums(x: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, total: int) -> torch.Tensor:
+    """Weighted sums of the rows of each block, and the sum of their weights as one more column: [B, H, total, D + 1].
+
+    x [B, H, n, D], weight [B, n], block [n]: the block of each row.
+    """
+    column = weight[:, None, :, None].expand(*x.shape[:3], 1)
+    sums = x.new_zeros((*x.shape[:2], total, x.shape[3] + 1))
+    return sums.index_add_(2, block, torch.cat((x * column, column), -1))
+
+
+def _pack_sums(sums: list[torch.Tensor], block: int, total: int, seed: int) -> bytes:
+    """This rank's record: the sums of the blocks in which this rank has rows, after a head by HEAD."""
     touched = [x[..., -1].any(0).any(0).nonzero().flatten().cpu() for x in sums]
     record = struct.pack(HEAD, block, total, seed, *map(len, touched))
-    for rows, x in zip(touched, sums, strict=True):
-        record += rows.numpy().tobytes() + x[:, :, rows.to(x.device)].cpu().contiguous().numpy().tobytes()
+    for blocks, x in zip(touched, sums, strict=True):
+        record += blocks.numpy().tobytes() + x[:, :, blocks.to(x.device)].cpu().contiguous().numpy().tobytes()
     return record
 
 
-def _all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) -> tuple[list[torch.Tensor], int]:
-    """The sums of all ranks, added in rank order so that all ranks get the same bits, and the seed of the first.
+def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) -> tuple[list[torch.Tensor], int]:
+    """(sums over all ranks, seed of rank 0). Added in rank order, so that all ranks get the same bits.
 
-    `sums` are this rank's, of the same heads and dims as all. Raises a Mismatch that names the rank whose record is of
-    another block size, or is none.
+    `sums` are this rank's own; all ranks have the same heads and dims. Raises Mismatch with the rank whose record has
+    another block size or another length.
     """
-    heads = [_head(raw, rank, block, sums) for rank, raw in enumerate(records)]
-    most = max(head[1] for head in heads)
-    whole = [x.new_zeros((*x.shape[:2], most + 1, x.shape[3]), device="cpu") for x in sums]
-    for raw, head in zip(records, heads, strict=True):
-        at = struct.calcsize(HEAD)
-        for x, count in zip(whole, head[3:], strict=True):
-            rows = torch.from_numpy(np.frombuffer(raw, np.int64, count, at).copy())
-            at += rows.nbytes
+    heads = [_read_head(record, rank, block, sums) for rank, record in enumerate(records)]
+    total = max(head[1] for head in heads)
+    all_sums = [x.new_zeros((*x.shape[:2], total + 1, x.shape[3]), device="cpu") for x in sums]
+    for record, head in zip(records, heads, strict=True):
+        offset = struct.calcsize(HEAD)
+        for x, count in zip(all_sums, head[3:], strict=True):
+            blocks = torch.from_numpy(np.frombuffer(record, np.int64, count, offset).copy())
+            offset += blocks.nbytes
             shape = (*x.shape[:2], count, x.shape[3])
-            part = np.frombuffer(raw, x.numpy().dtype, prod(shape), at).copy()
-            at += part.nbytes
-            x.index_add_(2, rows, torch.from_numpy(part).view(shape))
-    return [x.to(sums[0].device) for x in whole], heads[0][2]
+            values = np.frombuffer(record, x.numpy().dtype, prod(shape), offset).copy()
+            offset += values.nbytes
+            x.index_add_(2, blocks, torch.from_numpy(values).view(shape))
+    return [x.to(sums[0].device) for x in all_sums], heads[0][2]
 
 
-def _head(raw: bytes, rank: int, block: int, sums: list[torch.Tensor]) -> tuple[int, ...]:
-    """The numbers at the start of a rank's record of block sums, whose length is as they say."""
+def _read_head(record: bytes, rank: int, block: int, sums: list[torch.Tensor]) -> tuple[int, ...]:
+    """The numbers in the head of a rank's record. Raises Mismatch if the record has not the length of block sums."""
     size = struct.calcsize(HEAD)
-    head = struct.unpack_from(HEAD, raw) if len(raw) >= size else (0,) * 5
+    head = struct.unpack_from(HEAD, record) if len(record) >= size else (0,) * 5
     if head[0] not in (0, block):
         raise Mismatch(
-            f"rank {rank} has blocks of {head[0]} tokens, the others of {block}; all ranks must pass the same"
+            f"rank {rank} has blocks of {head[0]} tokens, the others of {block}; make the modules of all ranks with "
+            "the same block="
         )
-    rows = (8 + x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in sums)
-    if head[0] != block or len(raw) != size + sum(n * each for n, each in zip(head[3:], rows, strict=True)):
+    bytes_per_block = (8 + x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in sums)
+    length = size + sum(count * each for count, each in zip(head[3:], bytes_per_block, strict=True))
+    if head[0] != block or len(record) != length:
         raise Mismatch(
-            f"rank {rank} sent {len(raw):,} bytes that are no block sums of its shard; make the modules of all ranks with "
-            "the same arguments"
+            f"rank {rank} sent {len(record):,} bytes that are not the block sums of its shard; make the modules of all "
+            "ranks with the same arguments"
         )
     return head
-
-
-def _passing(block: int, table: np.ndarray) -> BlockSparse:
-    """A pattern that the next call will not see again: no cache shall keep what is planned for it."""
-    pattern = BlockSparse(block, table)
-    object.__setattr__(pattern, "transient", True)
-    return pattern
-
-
-def _sums(x: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, total: int) -> torch.Tensor:
-    """Sums of x [B, H, n, D] over the rows of each block, and their number as one more column: [B, H, total, D + 1]."""
-    column = weight[:, None, :, None].expand(*x.shape[:3], 1)
-    found = x.new_zeros((*x.shape[:2], total, x.shape[3] + 1))
-    return found.index_add_(2, block, torch.cat((x * column, column), -1))
-
-
-def _merged(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of two partials as one softmax, differentiable; rows that neither saw stay 0 and -inf."""
-    dead = (lse == -torch.inf) & (other_lse == -torch.inf)
-    a, b = lse.masked_fill(dead, 0.0), other_lse.masked_fill(dead, 0.0)  # -inf minus -inf is NaN, forward and backward
-    gate = torch.sigmoid(b - a).unsqueeze(-1).to(out.dtype)
-    return torch.lerp(out, other, gate), torch.logaddexp(a, b).masked_fill(dead, -torch.inf)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import nn
@@ -12,28 +11,67 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import InvalidInput, Unsupported, did_you_mean
-from ..pattern import Pattern
+from ..pattern import Dilated, Pattern
 from ..runtime.checkpointing import keep_attention
-from . import rotary as rope
-from .adaptive import AdaptiveAttention
-from .core import RingAttention, dilated
+from ..runtime.options import check_option_names
+from .adaptive import AdaptiveAttention, AdaptiveKeywords
+from .core import CoreKeywords, RingAttention
+from .rotary import BASE, check_rotary, rotate_by, rotation_tables
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+#: What the backward computes again, see `MultiheadAttention`.
 RECOMPUTE = ("none", "projections", "all")
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class ProjectionKeywords(TypedDict, total=False):
+    """Keyword arguments of `MultiheadAttention` but for embed_dim, num_heads and core."""
+
+    dropout: float
+    bias: bool
+    add_bias_kv: bool
+    add_zero_attn: bool
+    kdim: int | None
+    vdim: int | None
+    batch_first: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    kv_heads: int | None
+    rotary: bool | float
+    layer_norm: bool
+    qk_norm: bool
+    gamma_init: float | None
+    recompute: str
+
+
+class MultiheadKeywords(ProjectionKeywords, CoreKeywords, total=False):
+    """Keyword arguments of a multihead module around a core with a given pattern."""
+
+
+class MultiheadAdaptiveKeywords(ProjectionKeywords, AdaptiveKeywords, total=False):
+    """Keyword arguments of `MultiheadAdaptiveAttention` but for embed_dim and num_heads."""
 
 
 class MultiheadAttention(nn.Module):
-    """Projections around `core`. Without options the parameters, their names and their initial values are those of
-    torch.nn.MultiheadAttention, and state dicts load both ways.
+    """Projections around `core`, with the signature of torch.nn.MultiheadAttention.
 
-    kv_heads: key and value heads, which groups of query heads share; the default is num_heads.
+    By default the names, shapes and initial values of the parameters are those of torch.nn.MultiheadAttention, and
+    state dicts load in both directions.
+
+    embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in torch.nn.MultiheadAttention.
+    dropout, add_bias_kv, add_zero_attn: only for torch's signature; values other than the defaults raise Unsupported.
+    core: a `RingAttention`, which attends the projected heads.
+    kv_heads: heads of keys and values, each shared by num_heads / kv_heads query heads; default num_heads.
     rotary: True, or a base: rotary embeddings by the global positions of this rank's rows.
-    qk_norm: LayerNorm over the projected queries and keys (q_norm, k_norm). layer_norm: LayerNorm between attention
-    and the output projection (norm). gamma_init: the initialisation of MAGNETO (Wang et al. 2022), Xavier normal with
-    this gain for value and output projection, and gain 1 for query and key.
-    recompute: "none"; "projections": the backward computes q, k and v anew, the output of attention is kept and
-    nothing is sent again; or "all": projections and attention, communication included.
-    Raises InvalidInput for arguments that do not fit, Unsupported for those of torch's that this one cannot honour.
+    qk_norm: LayerNorm over the projected queries and over the projected keys (q_norm, k_norm).
+    layer_norm: LayerNorm between attention and output projection (norm).
+    gamma_init: initialisation of MAGNETO (Wang et al., 2022): Xavier normal, with this gain for the projections of
+        value and output, and gain 1 for query and key.
+    recompute: "none"; "projections": the backward computes q, k and v again, keeps the output of attention, and sends
+        nothing again; "all": the backward computes projections and attention again, communication included.
+
+    Raises InvalidInput for arguments that contradict each other.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -53,7 +91,7 @@ class MultiheadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
         core: RingAttention,
@@ -66,31 +104,42 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        _check(embed_dim, num_heads, kv_heads, dropout, add_bias_kv, add_zero_attn, core, recompute)
+        _check_unsupported(dropout, add_bias_kv, add_zero_attn)
+        _check_heads(embed_dim, num_heads, kv_heads)
+        if not isinstance(core, RingAttention):
+            raise InvalidInput(f"core must be a ringattn.nn.RingAttention, got {type(core).__name__}")
+        if recompute not in RECOMPUTE:
+            names = " or ".join(map(repr, RECOMPUTE))
+            raise InvalidInput(f"unknown recompute {recompute!r}; {did_you_mean(recompute, RECOMPUTE)}expected {names}")
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
         self.kdim, self.vdim = (embed_dim if dim is None else dim for dim in (kdim, vdim))
         self.batch_first, self.gamma_init, self.recompute = batch_first, gamma_init, recompute
-        self.base = rope.BASE if rotary is True else float(rotary) if rotary is not False else None
+        #: Base of the rotary embeddings; None without rotary embeddings.
+        self.base = BASE if rotary is True else float(rotary) if rotary is not False else None
         if self.base is not None:
-            rope.check(self.head_dim, self.base)
-        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+            check_rotary(self.head_dim, self.base)
         self.core = core
-        self._widths = (embed_dim, kv_heads * self.head_dim, kv_heads * self.head_dim)
-        dims = (embed_dim, self.kdim, self.vdim)
-        packed = set(dims) == set(self._widths) == {embed_dim}
-        self.register_parameter("in_proj_weight", _empty(3 * embed_dim, embed_dim, **kind) if packed else None)
-        for name, width, dim in zip("qkv", self._widths, dims, strict=True):
-            self.register_parameter(f"{name}_proj_weight", None if packed else _empty(width, dim, **kind))
-        self.register_parameter("in_proj_bias", _empty(sum(self._widths), **kind) if bias else None)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **kind)
-        self.q_norm = nn.LayerNorm(self._widths[0], **kind) if qk_norm else None
-        self.k_norm = nn.LayerNorm(self._widths[1], **kind) if qk_norm else None
-        self.norm = nn.LayerNorm(embed_dim, **kind) if layer_norm else None
+        self._make_parameters(bias, qk_norm, layer_norm, {"device": device, "dtype": dtype})
         self.reset_parameters()
 
+    def _make_parameters(self, bias: bool, qk_norm: bool, layer_norm: bool, factory: dict[str, Any]) -> None:
+        """Register all parameters, with values that `reset_parameters` sets."""
+        embed_dim, kv_width = self.embed_dim, self.kv_heads * self.head_dim
+        self._widths = widths = (embed_dim, kv_width, kv_width)
+        dims = (embed_dim, self.kdim, self.vdim)
+        packed = set(dims) == set(widths) == {embed_dim}
+        self.register_parameter("in_proj_weight", _empty(3 * embed_dim, embed_dim, **factory) if packed else None)
+        for name, width, dim in zip("qkv", widths, dims, strict=True):
+            self.register_parameter(f"{name}_proj_weight", None if packed else _empty(width, dim, **factory))
+        self.register_parameter("in_proj_bias", _empty(sum(widths), **factory) if bias else None)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.q_norm = nn.LayerNorm(embed_dim, **factory) if qk_norm else None
+        self.k_norm = nn.LayerNorm(kv_width, **factory) if qk_norm else None
+        self.norm = nn.LayerNorm(embed_dim, **factory) if layer_norm else None
+
     def reset_parameters(self) -> None:
-        """Initial values of the projections: torch's (after those of a fresh out_proj), or MAGNETO's."""
+        """Set torch's initial values, which leave out_proj.weight as nn.Linear made it; with `gamma_init` MAGNETO's."""
         if self.gamma_init is not None:
             gains = (1.0, 1.0, self.gamma_init, self.gamma_init)
             with torch.no_grad():  # the weights are views of in_proj_weight
@@ -117,17 +166,20 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, None]:
-        """(out, None). query [N, B, E], or [B, N, E] with batch_first, or [N, E]; key and value likewise, of the same
-        length, with kdim and vdim columns; they default to query and key. On real ranks these are the local shards.
+        """(out, None), out in the shape and dtype of query. On real ranks all tensors are the local shards.
 
-        `key_padding_mask` is bool [B, N] ([N] unbatched), True is padding. `is_causal` adds `& Causal()` to the
-        pattern. `need_weights=True` and `attn_mask` raise Unsupported; `average_attn_weights` is only about weights.
+        query: [N, B, E], [B, N, E] with batch_first, or [N, E] without a batch.
+        key, value: of the same batch and length, with kdim and vdim columns; default: query, and key.
+        key_padding_mask: bool [B, N], or [N] without a batch; True is padding.
+        is_causal: attend `pattern & Causal()`.
+        need_weights, attn_mask: values other than the defaults raise Unsupported. average_attn_weights has no effect.
         """
         if need_weights:
             raise Unsupported("need_weights=True: the weights are never whole in memory; try need_weights=False")
         if attn_mask is not None:
             raise Unsupported(
-                "attn_mask: give a pattern to the constructor, such as Causal() & Window(4096), or is_causal"
+                "attn_mask: an N x N mask never exists here; give a pattern to the constructor, such as Causal() & "
+                "Window(4096), or pass is_causal=True"
             )
         key = query if key is None else key
         value = key if value is None else value
@@ -135,21 +187,22 @@ class MultiheadAttention(nn.Module):
         unbatched = query.ndim == 2
         if unbatched and isinstance(key_padding_mask, torch.Tensor):
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        # One tensor stays one tensor: it is projected by one product.
-        q = self._batch_first(query)
-        k = q if key is query else self._batch_first(key)
-        v = k if value is key else self._batch_first(value)
-        out = self._attend(q, k, v, key_padding_mask, is_causal)
+        # Equal inputs stay one tensor, which one matrix product projects.
+        q = self._to_batch_first(query)
+        k = q if key is query else self._to_batch_first(key)
+        v = k if value is key else self._to_batch_first(value)
+        out = self._forward(q, k, v, key_padding_mask, is_causal)
         if unbatched:
             return out.squeeze(0), None
         return out if self.batch_first else out.transpose(0, 1), None
 
-    def _batch_first(self, x: torch.Tensor) -> torch.Tensor:
+    def _to_batch_first(self, x: torch.Tensor) -> torch.Tensor:
+        """An input as [B, N, dim]."""
         if x.ndim == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
-    def _attend(
+    def _forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -161,12 +214,12 @@ class MultiheadAttention(nn.Module):
         inputs = (query, key, value, mask, is_causal)
         if self.recompute != "none" and torch.is_grad_enabled():
             keep: dict[str, Any] = {"context_fn": keep_attention} if self.recompute == "projections" else {}
-            mixed = checkpoint(self._mixed, *inputs, use_reentrant=False, **keep)
+            heads = checkpoint(self._attend, *inputs, use_reentrant=False, **keep)
         else:
-            mixed = self._mixed(*inputs)
-        return self.out_proj(mixed if self.norm is None else self.norm(mixed))
+            heads = self._attend(*inputs)
+        return self.out_proj(heads if self.norm is None else self.norm(heads))
 
-    def _mixed(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -174,41 +227,46 @@ class MultiheadAttention(nn.Module):
         mask: torch.Tensor | None,
         is_causal: bool,
     ) -> torch.Tensor:
-        """Projections and attention: the heads' outputs side by side, [B, N, E]."""
+        """The outputs of all heads side by side, [B, N, E], before the output projection."""
         q, k, v = self._project(query, key, value)
         if self.base is not None:
-            places = self.core.positions(q, k, v, is_causal=is_causal)
-            cos, sin = rope.tables(places, self.head_dim, self.base, q.dtype)
-            q, k = rope.apply(q, cos, sin), rope.apply(k, cos, sin)
+            positions = self.core.positions(q, k, v, is_causal=is_causal)
+            cos, sin = rotation_tables(positions, self.head_dim, self.base, q.dtype)
+            q, k = rotate_by(q, cos, sin), rotate_by(k, cos, sin)
         out, _ = self.core.attend(q, k, v, is_causal=is_causal, key_padding_mask=mask, return_lse=False)
         return out.transpose(1, 2).flatten(2)
 
-    def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:
+    def _project(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [B, H, N, D], k and v [B, K, N, D] of inputs [B, N, dim]."""
         if query is key and key is value and self.in_proj_weight is not None:
-            parts = linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, -1)
+            q, k, v = linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, -1)
         else:
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(self._widths)
-            zipped = zip((query, key, value), self._weights(), biases, strict=True)
-            parts = tuple(linear(x, weight, bias) for x, weight, bias in zipped)
-        q, k, v = parts
-        # Under autocast a LayerNorm answers in fp32.
+            projections = zip((query, key, value), self._weights(), biases, strict=True)
+            q, k, v = (linear(x, weight, bias) for x, weight, bias in projections)
+        # Under autocast a LayerNorm returns fp32.
         q = q if self.q_norm is None else self.q_norm(q).to(v.dtype)
         k = k if self.k_norm is None else self.k_norm(k).to(v.dtype)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         return q, k, v
 
     def _weights(self) -> tuple[torch.Tensor, ...]:
+        """The weights that project query, key and value."""
         if self.in_proj_weight is not None:
             return self.in_proj_weight.split(self._widths)
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
-    def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        wanted = "[N, E] or " + ("[B, N, E]" if self.batch_first else "[N, B, E]")
+    def _check_inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise InvalidInput for inputs of wrong shapes."""
+        shapes = "[N, E] or " + ("[B, N, E]" if self.batch_first else "[N, B, E]")
         for name, x, dim in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             if not isinstance(x, torch.Tensor) or x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
-                found = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-                raise InvalidInput(f"{name} must be a tensor {wanted} with {dim} columns, as the query is, got {found}")
+                actual = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+                raise InvalidInput(
+                    f"{name} must be a tensor {shapes} with {dim} columns and as many dims as the query, got {actual}"
+                )
         if not query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:
             raise InvalidInput(
                 f"query, key and value must have one batch and one length, got {tuple(query.shape)}, "
@@ -226,85 +284,85 @@ class MultiheadAttention(nn.Module):
 
 
 class MultiheadRingAttention(MultiheadAttention):
-    """`MultiheadAttention` around `RingAttention(pattern)`; `options` are those of either."""
+    """`MultiheadAttention` around `RingAttention(pattern)`; `options` are those of both."""
 
-    def __init__(self, embed_dim: int, num_heads: int, pattern: Pattern | str, **options: Any) -> None:
-        core, rest = split(options, RingAttention)
-        super().__init__(embed_dim, num_heads, core=RingAttention(pattern, **core), **rest)
+    def __init__(
+        self, embed_dim: int, num_heads: int, pattern: Pattern | str, **options: Unpack[MultiheadKeywords]
+    ) -> None:
+        projection, core = _split_options(options, CoreKeywords)
+        super().__init__(embed_dim, num_heads, core=RingAttention(pattern, **core), **projection)
 
 
 class MultiheadBlockSparseAttention(MultiheadRingAttention):
-    """`MultiheadRingAttention` under a block-sparse pattern; any pattern will do."""
+    """`MultiheadRingAttention` under the name that the block-sparse factories use; takes any pattern."""
 
 
 class MultiheadDilatedAttention(MultiheadRingAttention):
-    """`MultiheadRingAttention` under `Dilated`; `options` are those of `DilatedAttention` or `MultiheadAttention`."""
+    """`MultiheadRingAttention` under `Dilated(segment_lengths, dilation_rates, ...)`."""
 
     def __init__(
-        self, embed_dim: int, num_heads: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int],
-        **options: Any,
-    ) -> None:  # fmt: skip
-        shape = {name: options.pop(name) for name in ("mix", "offsets", "causal") if name in options}
-        super().__init__(embed_dim, num_heads, dilated(segment_lengths, dilation_rates, **shape), **options)
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        mix: str = "lse",
+        offsets: str | None = None,
+        causal: bool = False,
+        **options: Unpack[MultiheadKeywords],
+    ) -> None:
+        pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), causal=causal, mix=mix, offsets=offsets)
+        super().__init__(embed_dim, num_heads, pattern, **options)
 
 
 class MultiheadAdaptiveAttention(MultiheadAttention):
-    """`MultiheadAttention` around `AdaptiveAttention`; `options` are those of either."""
+    """`MultiheadAttention` around `AdaptiveAttention`; `options` are those of both."""
 
-    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
-        core, rest = split(options, AdaptiveAttention)
-        core.update((name, rest[name]) for name in ("kv_heads", "device", "dtype") if name in rest)
+    def __init__(self, embed_dim: int, num_heads: int, **options: Unpack[MultiheadAdaptiveKeywords]) -> None:
+        projection, core = _split_options(options, AdaptiveKeywords)
         scorer = AdaptiveAttention(num_heads, embed_dim // max(num_heads, 1), **core)
-        super().__init__(embed_dim, num_heads, core=scorer, **rest)
+        super().__init__(embed_dim, num_heads, core=scorer, **projection)
 
 
-def split(options: dict[str, Any], core: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(options of `core`, options of MultiheadAttention). Raises InvalidInput for an option of neither."""
-    own_names = _options(MultiheadAttention) - {"core", "embed_dim", "num_heads"}
-    core_names = _options(core) - own_names - {"pattern", "options", "num_heads", "head_dim"}
-    for name in options:
-        if name not in core_names | own_names:
-            names = sorted(core_names | own_names)
-            raise InvalidInput(f"unknown option {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
-    parts = ({n: x for n, x in options.items() if n in names} for names in (core_names, own_names))
-    return next(parts), next(parts)
+def _split_options(options: Mapping[str, Any], core: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that are keys of `ProjectionKeywords`, and those of `core`; an option of both goes to both.
+
+    Raises InvalidInput for an option of neither.
+    """
+    projection_names, core_names = ProjectionKeywords.__annotations__.keys(), core.__annotations__.keys()
+    check_option_names(options, projection_names | core_names)
+    return (
+        {name: value for name, value in options.items() if name in projection_names},
+        {name: value for name, value in options.items() if name in core_names},
+    )
 
 
-def _options(module: type) -> set[str]:
-    """Names that the constructor of `module` and of its base take."""
-    bases = [base for base in module.__mro__[:2] if base is not nn.Module]
-    return {name for base in bases for name in inspect.signature(base).parameters}
+def _empty(*shape: int, **factory: Any) -> nn.Parameter:
+    """A parameter without values."""
+    return nn.Parameter(torch.empty(shape, **factory))
 
 
-def _empty(*shape: int, **kind: Any) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, **kind))
-
-
-def _check(
-    embed_dim: int, heads: int, kv_heads: int, dropout: float, bias_kv: bool, zero_attn: bool, core: Any, recompute: str
-) -> None:
-    for name, value in (("embed_dim", embed_dim), ("num_heads", heads), ("kv_heads", kv_heads)):
+def _check_heads(embed_dim: int, num_heads: int, kv_heads: int) -> None:
+    """Raise InvalidInput unless num_heads divides embed_dim and kv_heads divides num_heads."""
+    for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kv_heads", kv_heads)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidInput(f"{name} must be an integer, got {value!r}")
-    if embed_dim < 1 or heads < 1 or embed_dim % heads:
-        raise InvalidInput(f"embed_dim must be a multiple of num_heads, both >= 1, got {embed_dim} and {heads}")
-    if kv_heads < 1 or heads % kv_heads:
-        raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {heads} and {kv_heads}")
+    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        raise InvalidInput(f"embed_dim must be a multiple of num_heads, both >= 1, got {embed_dim} and {num_heads}")
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
+
+
+def _check_unsupported(dropout: float, add_bias_kv: bool, add_zero_attn: bool) -> None:
+    """Raise Unsupported for an option of torch.nn.MultiheadAttention that is not offered here."""
     if dropout:
         raise Unsupported(
             f"dropout={dropout}: dropping weights would need the same random numbers on every rank and in every "
             "recomputation; try torch.nn.Dropout on the output"
         )
-    if bias_kv:
-        raise Unsupported(
-            "add_bias_kv: a learned key at no position has no place in a pattern or a layout; leave it out"
-        )
-    if zero_attn:
-        raise Unsupported(
-            "add_zero_attn: a zero key at no position has no place in a pattern or a layout; leave it out"
-        )
-    if not isinstance(core, RingAttention):
-        raise InvalidInput(f"core must be a ringattn.nn.RingAttention, got {type(core).__name__}")
-    if recompute not in RECOMPUTE:
-        hint = did_you_mean(recompute, RECOMPUTE)
-        raise InvalidInput(f"unknown recompute {recompute!r}; {hint}expected {' or '.join(map(repr, RECOMPUTE))}")
+    for name, value, key in (("add_bias_kv", add_bias_kv, "learned"), ("add_zero_attn", add_zero_attn, "zero")):
+        if value:
+            raise Unsupported(
+                f"{name}: a {key} key has no position, and so no place in a pattern or a layout; leave out {name}"
+            )

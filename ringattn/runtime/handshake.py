@@ -42,6 +42,7 @@ from ..plan.schedules import resolve
 from ..planner import make_plan
 from ..transport.base import Transport
 from ..transport.records import MARK, Exchange, digest
+from .options import AttentionOptions
 
 #: The most bytes of a record of arguments, whose long fields are shortened to digests.
 LIMIT = 1 << 14
@@ -57,19 +58,13 @@ SWAPPED = (
 )
 
 
-@dataclass(frozen=True)
-class Call:
+@dataclass(frozen=True, kw_only=True)
+class Call(AttentionOptions):
     """The arguments of a call beside its tensors."""
 
     pattern: Pattern
     layout: str | Layout
-    schedule: str
-    kernel: str
-    scale: Any
-    deterministic: bool
-    comm_dtype: Any = None
-    machine: Machine | str | None = None
-    rotate: Any = "auto"
+    scale: float
     return_lse: bool = False
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:

@@ -17,3 +17,16 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
     gate.masked_fill_(part_lse == -torch.inf, 0.0)  # where both are empty, sigmoid(-inf + inf) is NaN
     out.lerp_(part.to(out.dtype), gate.to(out.dtype).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of two partials, as new tensors that are differentiable in all four; shapes as in `merge_`.
+
+    Rows that are empty in both partials stay 0 and -inf, and their gradients are finite.
+    """
+    empty = (lse == -torch.inf) & (part_lse == -torch.inf)
+    lse, part_lse = lse.masked_fill(empty, 0.0), part_lse.masked_fill(empty, 0.0)  # -inf minus -inf is NaN
+    gate = torch.sigmoid(part_lse - lse).unsqueeze(-1).to(out.dtype)
+    return torch.lerp(out, part, gate), torch.logaddexp(lse, part_lse).masked_fill(empty, -torch.inf)

@@ -113,7 +113,7 @@ def memories(rank: int) -> list[int]:
 #: Where an exception is put: a name of a module that a handshake looks up, and whether ranks then hear it in this call.
 STAGES = {
     "arguments": (agreement, "describe"),
-    "padding": (functional, "_hidden"),
+    "padding": (functional, "_hide_padding"),
     "kernel": (agreement, "get_kernel"),
     "comparison": (agreement, "_compare"),
     "plan": (agreement, "make_plan"),
@@ -154,7 +154,7 @@ def adaptive(rank: int) -> list[tuple[str, str]]:
     def broken(*arguments: Any, **more: Any) -> Any:
         raise MemoryError("no room")
 
-    for name in ("_sums", "_packed", "_all_sums", "top_k", "_passing"):
+    for name in ("_block_sums", "_pack_sums", "_add_all_sums", "top_k", "SelectedBlocks"):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(module, name, broken)

@@ -17,7 +17,7 @@ from oracle import Case, make_case
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
-from ringattn.functional import _transport
+from ringattn.functional import _get_transport
 from ringattn.transport.base import Transport
 from ringattn.transport.torchdist import TorchDist
 
@@ -134,7 +134,7 @@ def balanced_shards(rank: int) -> float:
         wanted = ra.attention(*whole, pattern)
         grads = torch.autograd.grad(wanted, whole, case.grad)
         mine = [layout.shard_tensor(x.detach(), rank).clone().requires_grad_() for x in whole]
-        transport = _transport(None, None)
+        transport = _get_transport(None, None)
         transport.counters.reset()
         found = ra.ring_attention(*mine, pattern, layout=name)
         plan = ra.make_plan(
@@ -155,7 +155,7 @@ def balanced_shards(rank: int) -> float:
 
 def errors_on_every_rank(rank: int, transport: Transport | None = None) -> list[str]:
     """One wrong call after another; what this rank was told each time."""
-    used = _transport(None, None, transport)
+    used = _get_transport(None, None, transport)
     size, attend = used.size, partial(ra.ring_attention, transport=transport, layout="contiguous")
     x = torch.zeros(1, 2, 4, 8)
     odd = rank == size - 1

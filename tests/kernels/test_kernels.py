@@ -7,12 +7,12 @@ import torch
 from oracle import error
 
 from ringattn import InvalidInput, Unsupported
-from ringattn.kernels import NAMES, available, get_kernel
+from ringattn.kernels import available, get_kernel
 from ringattn.kernels.base import Kernel, band
 from ringattn.kernels.base import forward as guarded
 from ringattn.kernels.pad import EXTRA, with_column
 from ringattn.plan.work import Work
-from ringattn.runtime.softmax import merge_
+from ringattn.runtime.softmax import merge, merge_
 
 CUDA = torch.cuda.is_available()
 BACKENDS = [name for name, state in available().items() if state == "ok"]
@@ -160,6 +160,24 @@ def test_merging_empty_partials() -> None:
     assert out.tolist() == [[[[1, 1], [0, 0], [1, 1]]]] and lse.tolist() == [[[0.0, -torch.inf, 2.0]]]
 
 
+def test_merging_into_new_tensors_is_differentiable() -> None:
+    """`merge` gives what `merge_` gives, and finite gradients where neither, one or both partials are empty."""
+    source = torch.Generator().manual_seed(4)
+    out, part = (torch.randn(1, 1, 4, 3, generator=source, dtype=torch.float64) for _ in range(2))
+    lse, part_lse = (torch.randn(1, 1, 4, generator=source, dtype=torch.float64) for _ in range(2))
+    for x, total, rows in ((out, lse, [1, 3]), (part, part_lse, [2, 3])):
+        x[:, :, rows], total[:, :, rows] = 0.0, -torch.inf
+    leaves = [x.clone().requires_grad_() for x in (out, lse, part, part_lse)]
+    found, found_lse = merge(*leaves)
+    merge_(out, lse, part, part_lse)
+    assert error(found, out) <= 1e-15 and error(found_lse[..., :3], lse[..., :3]) <= 1e-15
+    assert (found_lse[..., 3] == -torch.inf).all()
+    seen = found_lse.masked_fill(found_lse == -torch.inf, 0.0)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(found.sum() + seen.sum(), leaves))
+    finite = [x[:, :, :1].detach().requires_grad_() for x in leaves]
+    assert torch.autograd.gradcheck(merge, finite)
+
+
 def test_merging_many_partials_loses_nothing() -> None:
     scores, values = torch.randn(1, 1, 5, 4096, dtype=torch.float64) * 30, torch.randn(4096, 8, dtype=torch.float64)
     out, lse = torch.zeros(1, 1, 5, 8, dtype=torch.float64), torch.full((1, 1, 5), -torch.inf, dtype=torch.float64)
@@ -184,8 +202,12 @@ def test_a_name_is_never_replaced() -> None:
         get_kernel("flash", x, x, x)
     with pytest.raises(InvalidInput, match="did you mean 'aten_cpu'"):
         get_kernel("aten_cpus", x, x, x)
-    for name in NAMES:
+    for name in available():
         if name.startswith("aten_cuda"):
             with pytest.raises(Unsupported, match=f"kernel {name} needs tensors on a cuda device"):
                 get_kernel(name, x, x, x)
-    assert set(available()) == set(NAMES)
+    choices = ("flash", "cudnn", "efficient")
+    assert set(available()) == {"reference", "aten_cpu", "aten_cuda", *(f"aten_cuda:{choice}" for choice in choices)}
+    for wrong in ("aten_cuda:", "aten_cuda:flsh", "aten_cpu:flash", ":flash"):
+        with pytest.raises(InvalidInput, match=f"unknown kernel '{wrong}'"):
+            get_kernel(wrong, x, x, x)

@@ -13,8 +13,9 @@ from oracle import error
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import BlockSparse, InvalidInput
+from ringattn import InvalidInput
 from ringattn.nn import AdaptiveAttention, MultiheadAdaptiveAttention
+from ringattn.nn.adaptive import SelectedBlocks
 
 
 def tensors(
@@ -132,7 +133,7 @@ def test_selections_are_forgotten() -> None:
 
     def held() -> int:
         gc.collect()
-        return sum(type(x) is BlockSparse and x.transient for x in gc.get_objects())
+        return sum(type(x) is SelectedBlocks for x in gc.get_objects())
 
     for _ in range(5):
         attention(q, k, v).sum().backward()

@@ -174,7 +174,8 @@ def test_no_tokens_and_no_batch() -> None:
 
 
 def stream_of(pattern: Pattern, *tensors: torch.Tensor, chunk: int, backward: bool = False) -> HostStream:
-    call = Call(pattern, "contiguous", "direct", "auto", tensors[0].shape[-1] ** -0.5, False)
+    scale = tensors[0].shape[-1] ** -0.5
+    call = Call(pattern=pattern, layout="contiguous", schedule="direct", scale=scale)
     return make_stream(call, *tensors, chunk=chunk, device=CPU, backward=backward)
 
 
@@ -333,15 +334,15 @@ def test_rows_that_are_written_are_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"stream": "disk"}, InvalidInput, "stream='disk': expected 'host'; tensors mapped from a file are host tensors"),
+        ({"stream": "disk"}, InvalidInput, "stream='disk': expected 'host'. Tensors that are mapped from a file are host tensors"),
         ({"stream": "host", "chunk": 0}, InvalidInput, "chunk=0 must be an integer >= 1"),
         ({"stream": "host", "chunk": 2.0}, InvalidInput, "chunk=2.0 must be an integer >= 1"),
         ({"stream": "host", "device": "meta"}, InvalidInput, "device=meta: attention is streamed to cpu or cuda"),
         ({"stream": "host", "device": "gpu"}, InvalidInput, "device='gpu' is no device"),
         ({"stream": "host", "device": "cuda:99"}, InvalidInput, "there is no such CUDA device"),
         ({"stream": "host", "device": "cpu", "kernel": "aten_cuda"}, Unsupported, "needs tensors on a cuda device"),
-        ({"chunk": 4}, InvalidInput, "chunk=4 belongs to stream='host'"),
-        ({"device": "cpu"}, InvalidInput, "device=cpu belongs to stream='host'"),
+        ({"chunk": 4}, InvalidInput, "chunk=4 has a meaning only with stream='host'"),
+        ({"device": "cpu"}, InvalidInput, "device=cpu has a meaning only with stream='host'"),
         ({"stream": "host", "device": "cpu", "key_padding_mask": torch.zeros(1, 9)}, InvalidInput, "must be a bool tensor"),
     ],
 )  # fmt: skip
@@ -355,7 +356,7 @@ def test_errors(options: dict[str, object], kind: type[Exception], words: str) -
 def test_wrong_tensors() -> None:
     x = torch.zeros(1, 1, 9, 8)
     options = {"stream": "host", "chunk": 4, "device": "cpu"}
-    with pytest.raises(InvalidInput, match="k is on meta; pass CPU tensors"):
+    with pytest.raises(InvalidInput, match=r"k is on meta; pass k\.cpu\(\)"):
         ra.attention(x, x.to("meta"), x, Full(), **options)
     with pytest.raises(InvalidInput, match="the same batch and the same tokens"):
         ra.attention(x, x, x[:, :, :8], Full(), **options)

@@ -1,0 +1,107 @@
+"""The options that all forms of attention share: functions, modules, and what the ranks compare in their handshake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict, cast
+
+from ..errors import InvalidInput, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Required
+
+    from ..layout.regular import Layout
+    from ..machine.machine import Machine
+    from ..transport.base import Transport
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """The fields of `AttentionOptions` as keyword arguments, for type checkers and editors."""
+
+    schedule: str
+    kernel: str
+    machine: Machine | str | None
+    scale: float | None
+    deterministic: bool
+    comm_dtype: torch.dtype | str | None
+    rotate: str
+
+
+class RankKeywords(TypedDict, total=False):
+    """Who the ranks of a call are: at most one of the three. None of the three means the default process group."""
+
+    group: ProcessGroup | None
+    mesh: DeviceMesh | None
+    transport: Transport | None
+
+
+class RingKeywords(AttentionKeywords, RankKeywords, total=False):
+    """Keyword arguments of `ring_attention` but for `return_lse`."""
+
+    layout: Required[str | Layout]
+    key_padding_mask: torch.Tensor | None
+
+
+class VirtualKeywords(AttentionKeywords, total=False):
+    """Keyword arguments of `virtual_attention` but for `return_lse`."""
+
+    ranks: Required[int]
+    layout: str | Layout
+    key_padding_mask: torch.Tensor | None
+
+
+class StreamKeywords(TypedDict, total=False):
+    """Keyword arguments of `attention` but for `return_lse`."""
+
+    kernel: str
+    scale: float | None
+    deterministic: bool
+    key_padding_mask: torch.Tensor | None
+    stream: str | None
+    chunk: int | None
+    device: torch.device | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """How attention is computed. No option changes the result by more than rounding, except `scale`.
+
+    schedule: what travels between ranks and when: "ring", "direct", "allgather", "double_ring(n)", "ulysses(n)",
+        "ulysses(n, schedule)", or "auto", the schedule with the shortest time by the timing model on `machine`.
+    kernel: "reference", "aten_cpu", "aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient", the
+    kernel
+        of an installed package, or "auto" by the device of the tensors. A named kernel is used or refused.
+    machine: a Machine or its name, read by schedule="auto"; None: "cpu" or "cuda" by the device of the tensors.
+    scale: factor of the logits; None: 1 / sqrt(head_dim).
+    deterministic: repeated runs give equal bits.
+    comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.
+    rotate: what travels in the backward: "keys", "queries", or "auto" by bytes, see `make_plan`.
+    """
+
+    schedule: str = "auto"
+    kernel: str = "auto"
+    machine: Machine | str | None = None
+    scale: float | None = None
+    deterministic: bool = False
+    comm_dtype: torch.dtype | str | None = None
+    rotate: str = "auto"
+
+    def keywords(self) -> AttentionKeywords:
+        """All options as keyword arguments."""
+        return cast(AttentionKeywords, dict(vars(self)))
+
+
+#: Names of the options, in the order of the fields.
+OPTION_NAMES = tuple(AttentionKeywords.__annotations__)
+
+
+def check_option_names(given: Iterable[str], names: Iterable[str]) -> None:
+    """Raise InvalidInput for the first given option that is not among `names`."""
+    names = sorted(names)
+    for name in given:
+        if name not in names:
+            raise InvalidInput(f"unknown option {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
