@@ -1,7 +1,10 @@
-"""Parts that an installed package adds by entry points: a pattern and a schedule in one file, and errors of such packages."""
+"""Parts that an installed package adds by entry points: a pattern, a schedule and a bench suite in one file, and errors of
+such packages.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +19,7 @@ import numpy as np
 
 from ringattn.pattern import Pattern
 from ringattn.pattern.tile import make
+from ringattn.experiments.bench.case import BenchCase, BenchColumn, BenchSuite, Ratio
 from ringattn.plan.schedules.direct import DirectSchedule
 
 
@@ -34,6 +38,15 @@ class Recent(Pattern):
 
 class Star(DirectSchedule):
     """DirectSchedule under another name."""
+
+
+def cases():
+    """Two columns that do nothing, on one rank."""
+    columns = tuple(BenchColumn(name, 1, lambda context: lambda: context.rank) for name in ("idle", "again"))
+    return [BenchCase("nothing", 1, {}, columns, (Ratio("idle", "again"),))]
+
+
+SUITE = BenchSuite(cases, lambda records: {"summary": "all is idle", "value": 1.0, "target": 1.0, "met": True})
 '''
 USE = """
 import torch, ringattn as ra
@@ -67,6 +80,25 @@ def test_an_installed_package_adds_a_pattern_and_a_schedule(tmp_path: Path) -> N
         [sys.executable, "-c", USE], env=offered(tmp_path / "site", points), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.multi
+def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
+    """On the command line, where each rank finds the suite in a process of its own."""
+    env = offered(tmp_path / "site", "[ringattn.bench_suites]\nidle = outside:SUITE\n")
+    root = Path(__file__).resolve().parents[1]
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(root)])
+    bench = [sys.executable, "-m", "ringattn", "bench"]
+    done = subprocess.run(
+        [*bench, "suite=idle", "repeat=2", "output.path=out"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("idle_*.json"))
+    assert [len(column["seconds"]) for column in record["cases"][0]["columns"].values()] == [2, 2]
+    assert record["summary"]["summary"] == "all is idle"
+    told = subprocess.run([*bench, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert "suites: auto, patterns, ring, schedules, simulate, idle" in told.stdout, told.stderr
 
 
 @pytest.mark.parametrize(

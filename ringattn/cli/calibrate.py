@@ -13,7 +13,7 @@ from ..config.checks import check_needs
 from ..config.schema import CalibrateConfig, parse_size
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, did_you_mean, plural
-from ..experiments.bench.runner import machine as hardware
+from ..experiments.bench.runner import describe_host
 from ..experiments.calibrate.measure import Calibration, CalibrationSizes, calibrate
 from ..experiments.calibrate.passes import Settings
 from ..experiments.calibrate.team import Team
@@ -100,7 +100,7 @@ def _measure(config: CalibrateConfig, transport: Transport | None, where: torch.
 def _made(config: CalibrateConfig, team: Team) -> dict[str, Any]:
     """Where, when and with what."""
     return {
-        **hardware(), "transport": config.transport.spec, "device": team.device.type, "ranks": team.size,
+        **describe_host(), "transport": config.transport.spec, "device": team.device.type, "ranks": team.size,
         "ranks_per_node": team.inner, "threads": torch.get_num_threads(), "kernel": config.kernel.spec,
         "heads": config.heads, "head_dim": config.head_dim, "dtype": config.dtype, "repeat": config.repeat,
     }  # fmt: skip

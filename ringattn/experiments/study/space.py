@@ -227,7 +227,8 @@ class _PointMaker:
         for key, value in part.items():
             name = key.partition(".")[2]
             if name not in allowed:
-                raise InvalidInput(f"study: {key}={value} has no meaning with {group}={option}")
+                chosen = self.choices.get(group) if option is None else option
+                raise InvalidInput(f"study: {key}={value} has no meaning with {group}={chosen}")
             values[name] = _read_group_value(types[name], value, key)
         try:
             merged = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.structured(schema), values)
