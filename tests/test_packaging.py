@@ -32,6 +32,8 @@ def test_the_wheel_holds_code_types_and_configs(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"ringattn/py.typed", "ringattn/conf/run.yaml", "ringattn/conf/pattern/causal.yaml"} <= names
     assert {f"ringattn/{p.relative_to(ROOT / 'ringattn')}" for p in (ROOT / "ringattn").rglob("*.py")} <= names
+    templates = [p.relative_to(ROOT) for p in (ROOT / "ringattn").rglob("*.j2")]
+    assert templates and {str(path) for path in templates} <= names
     assert {f"ringattn/conf/{p.relative_to(ROOT / 'conf')}" for p in (ROOT / "conf").rglob("*.yaml")} <= names
     assert not [name for name in names if name.startswith(("tests", "conf/"))]
     assert ringattn.__version__ in wheel.name

@@ -1,7 +1,8 @@
-"""Parts that an installed package adds by entry points: a pattern, a schedule and a kernel, and errors of such packages."""
+"""Parts that an installed package adds by entry points, each in one file: patterns, schedules, kernels, bench suites."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringattn import Unsupported
+from ringattn.experiments.bench.case import BenchCase, BenchColumn, BenchSuite, Ratio
 from ringattn.kernels.base import Kernel
 from ringattn.kernels.reference import Reference
 from ringattn.pattern import Pattern, make_tile
@@ -73,6 +75,13 @@ class Chosen(Counting):
     @classmethod
     def missing(cls):
         return "no such device"
+def cases():
+    """Two columns that do nothing, on one rank."""
+    columns = tuple(BenchColumn(name, 1, lambda context: lambda: context.rank) for name in ("idle", "again"))
+    return [BenchCase("nothing", 1, {}, columns, (Ratio("idle", "again"),))]
+
+
+SUITE = BenchSuite(cases, lambda records: {"summary": "all is idle", "value": 1.0, "target": 1.0, "met": True})
 '''
 USE = """
 import torch, ringattn as ra
@@ -157,6 +166,25 @@ def test_an_installed_package_adds_a_kernel(tmp_path: Path) -> None:
         env=offered(tmp_path / "site", points), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.multi
+def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
+    """On the command line, where each rank finds the suite in a process of its own."""
+    env = offered(tmp_path / "site", "[ringattn.bench_suites]\nidle = outside:SUITE\n")
+    root = Path(__file__).resolve().parents[1]
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(root)])
+    bench = [sys.executable, "-m", "ringattn", "bench"]
+    done = subprocess.run(
+        [*bench, "suite=idle", "repeat=2", "output.path=out"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("idle_*.json"))
+    assert [len(column["seconds"]) for column in record["cases"][0]["columns"].values()] == [2, 2]
+    assert record["summary"]["summary"] == "all is idle"
+    told = subprocess.run([*bench, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert "suites: auto, patterns, ring, schedules, simulate, idle" in told.stdout, told.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 from ..config.schema import BenchConfig
 from ..errors import InvalidInput
 from ..experiments.bench import get_cases
-from ..experiments.bench.runner import MIXED, judged, run_suite, write
+from ..experiments.bench.records import MIXED, conclusion_lines, write_record
+from ..experiments.bench.runner import run_suite
 from ..files import OUTPUTS, make_folder
 from ..reporting.console import console, grid
 from ..text import size
@@ -25,10 +26,10 @@ def main(config: BenchConfig) -> None:
     record = run_suite(config.suite, config.cases, config.repeat, lambda text: lines.print(f"measuring {text}"))
     show(record)
     if "summary" in record:
-        lines.print("\n" + "\n".join(judged(record)), highlight=False, markup=False, soft_wrap=True)
+        lines.print("\n" + "\n".join(conclusion_lines(record)), highlight=False, markup=False, soft_wrap=True)
     if record["mixed"]:
         lines.print(f"\n{MIXED.strip('*')}", style="bold red", soft_wrap=True)
-    data, text = write(record, folder)
+    data, text = write_record(record, folder)
     lines.print(f"\nwritten {data} and {text}", soft_wrap=True)
 
 

@@ -13,10 +13,10 @@ from ..config.checks import check_needs
 from ..config.schema import CalibrateConfig, parse_size
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, did_you_mean, plural
-from ..experiments.bench.runner import machine as hardware
+from ..experiments.bench.runner import describe_host
 from ..experiments.calibrate.measure import Calibration, CalibrationSizes, calibrate
+from ..experiments.calibrate.measuring_ranks import MeasuringRanks
 from ..experiments.calibrate.passes import Settings
-from ..experiments.calibrate.team import Team
 from ..files import check_writable
 from ..machine.file import write_machine
 from ..machine.machine import MACHINE_NUMBERS, Machine
@@ -82,10 +82,10 @@ def _measure(config: CalibrateConfig, transport: Transport | None, where: torch.
     sizes, settings = _before(config)
     launch = detect()
     nodes = None if launch.kind == "none" else launch.local_world
-    team = Team(transport, where, nodes)
-    if team.size % team.inner:
+    team = MeasuringRanks(transport, where, nodes)
+    if team.size % team.ranks_per_node:
         raise InvalidInput(
-            f"{team.size} ranks on nodes of {team.inner}: links are measured between nodes with equally many ranks; start as "
+            f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally many ranks; start as "
             "many on each"
         )
     tell = (lambda text: console().print(f"measuring {text}")) if team.rank == 0 else (lambda text: None)
@@ -97,11 +97,11 @@ def _measure(config: CalibrateConfig, transport: Transport | None, where: torch.
         _show(found, settings.repeat)
 
 
-def _made(config: CalibrateConfig, team: Team) -> dict[str, Any]:
+def _made(config: CalibrateConfig, team: MeasuringRanks) -> dict[str, Any]:
     """Where, when and with what."""
     return {
-        **hardware(), "transport": config.transport.spec, "device": team.device.type, "ranks": team.size,
-        "ranks_per_node": team.inner, "threads": torch.get_num_threads(), "kernel": config.kernel.spec,
+        **describe_host(), "transport": config.transport.spec, "device": team.device.type, "ranks": team.size,
+        "ranks_per_node": team.ranks_per_node, "threads": torch.get_num_threads(), "kernel": config.kernel.spec,
         "heads": config.heads, "head_dim": config.head_dim, "dtype": config.dtype, "repeat": config.repeat,
     }  # fmt: skip
 

@@ -12,8 +12,8 @@ from ..config.build import asked_machine, asked_plan
 from ..config.checks import MODES, check_needs
 from ..config.schema import SimulateConfig
 from ..errors import InvalidInput, did_you_mean, plural
-from ..experiments.study.checks import check_unasked
-from ..experiments.study.point import asked_options, passes
+from ..experiments.study.checks import refuse_settings_without_study
+from ..experiments.study.point import simulate_options, simulate_passes
 from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.plan import Plan
@@ -38,13 +38,13 @@ def main(config: SimulateConfig) -> None:
     if config.study.axes or config.study.together:
         import_module(".study", __package__).main(config)
         return
-    check_unasked(config.study)
+    refuse_settings_without_study(config.study)
     check_json(config.output.path)
     check_needs("timing", config)
     machine = asked_machine(config)
-    plan, options = asked_plan(config, machine), asked_options(config)
+    plan, options = asked_plan(config, machine), simulate_options(config)
     with progress(Console(stderr=True)) as tell, listening(tell):
-        found = passes(plan, machine, config.backward, options)
+        found = simulate_passes(plan, machine, config.backward, options)
     tables = {one.direction: _numbers(one) for one in found}
     if config.output.path:
         write_json(config.output.path, _written(plan, machine, found, tables))

@@ -17,9 +17,9 @@ from ..config.checks import check_needs
 from ..config.folders import ConfigFolders, config_folders, read_from
 from ..config.schema import SimulateConfig
 from ..errors import InvalidInput, plural
-from ..experiments.study.point import PASSES
+from ..experiments.study.point import DIRECTIONS
 from ..experiments.study.runner import STUDIES, Study, run
-from ..experiments.study.space import points
+from ..experiments.study.space import list_points
 from ..experiments.study.tables import Row
 from ..files import STDOUT
 from ..reporting.console import console
@@ -33,7 +33,7 @@ def main(config: SimulateConfig) -> None:
     if config.output.path == STDOUT:
         raise InvalidInput("output.path=-: a study is a folder of files; give one, such as output.path=scaling")
     overrides, choices, text, folders = _hydra(config)
-    found = points(config, overrides, choices, folders)
+    found = list_points(config, overrides, choices, folders)
     check_needs("timing", *(point.config for point in found))
     study = Study(config.study.name, config, found, Path("."), text, overrides)
     folder = Path(config.output.path) if config.output.path else _folder(study)
@@ -53,7 +53,7 @@ def main(config: SimulateConfig) -> None:
 def _told(rows: Sequence[Row]) -> str:
     """How many points have numbers, and by how many plans something was executed."""
     refused = sum(row["status"] == "refused" for row in rows)
-    words = sorted({row[f"{one} kind"] for row in rows for one in PASSES if f"{one} kind" in row}, reverse=True)
+    words = sorted({row[f"{one} kind"] for row in rows for one in DIRECTIONS if f"{one} kind" in row}, reverse=True)
     text = f"{plural(len(rows) - refused, 'point')} [{', '.join(words)}], {refused:,} refused"
     turns = {row["executed turn"]: "executed how" in row for row in rows if "executed turn" in row}
     return f"{text}; {sum(turns.values()):,} of {plural(len(turns), 'plan')} executed [counted]" if turns else text

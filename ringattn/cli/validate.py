@@ -16,11 +16,18 @@ from ..config.checks import check_needs
 from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
 from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
-from ..experiments.calibrate.noise import between
-from ..experiments.calibrate.passes import Pass, Settings, measured
-from ..experiments.calibrate.published import published
-from ..experiments.calibrate.team import Team
-from ..experiments.calibrate.validate import LEVEL, Errors, chosen, errors, held_out, oversubscribed
+from ..experiments.calibrate.measuring_ranks import MeasuringRanks
+from ..experiments.calibrate.noise import sizes_between
+from ..experiments.calibrate.passes import Pass, Settings, measure_passes
+from ..experiments.calibrate.published import predict_published
+from ..experiments.calibrate.validate import (
+    LEVEL,
+    Errors,
+    held_out,
+    oversubscription,
+    summarise_errors,
+    validation_cases,
+)
 from ..files import STDOUT, check_json, write_json
 from ..machine.file import read_machine, read_record
 from ..machine.kernel_times import BEYOND
@@ -56,7 +63,7 @@ def main(config: SimulateConfig) -> None:
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
     for ranks in config.validate.ranks:
         passes = _on(ranks, rows, machine, made, config)
-        found = errors(passes, machine)
+        found = summarise_errors(passes, machine)
         _show(ranks, passes, machine, found)
         record["ranks"].append({"ranks": ranks, **asdict(found), "passes": [_plain(one) for one in passes]})
     _show_published()
@@ -83,11 +90,11 @@ def _rows(config: SimulateConfig, calibrated: Sequence[int]) -> list[int]:
     """Rows per rank of the compared passes."""
     given = config.validate.held_out
     rows = held_out(calibrated) if given is None else [parse_size(n, "validate.held_out") for n in given]
-    seen = sorted({*rows} & {*calibrated, *between(calibrated)})
+    seen = sorted({*rows} & {*calibrated, *sizes_between(calibrated)})
     if seen or not rows:
         raise InvalidInput(
             f"validate.held_out={rows}: {seen or 'nothing'} "
-            f"{'were calibrated' if seen else 'to compare'}; give sizes other than {sorted({*calibrated, *between(calibrated)})}"
+            f"{'were calibrated' if seen else 'to compare'}; give sizes other than {sorted({*calibrated, *sizes_between(calibrated)})}"
         )
     most = int(BEYOND * max(calibrated))
     for n in rows:
@@ -115,8 +122,10 @@ def _on(ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any],
     options, cores = config.validate, os.cpu_count() or 1
     threads = options.threads or made["threads"]
     settings = Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat)
-    slow = oversubscribed(ranks, threads, cores, (made["ranks"], made["threads"]))
-    console().print(f"measuring {plural(len(chosen(rows, ranks)), 'kind')} of passes on {plural(ranks, 'rank')}")
+    slow = oversubscription(ranks, threads, cores, (made["ranks"], made["threads"]))
+    console().print(
+        f"measuring {plural(len(validation_cases(rows, ranks)), 'kind')} of passes on {plural(ranks, 'rank')}"
+    )
     try:
         found: list[list[Pass]] = run_local(
             _rank, ranks, rows, machine, settings, slow, options.timeout, timeout=math.inf,
@@ -130,8 +139,8 @@ def _on(ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any],
 def _rank(
     rank: int, rows: Sequence[int], machine: Machine, settings: Settings, slow: float, timeout: float
 ) -> list[Pass]:
-    team = Team(TorchDist(timeout=timeout), torch.device("cpu"))
-    return measured(team, chosen(rows, team.size), machine, settings, slow)
+    team = MeasuringRanks(TorchDist(timeout=timeout), torch.device("cpu"))
+    return measure_passes(team, validation_cases(rows, team.size), machine, settings, slow)
 
 
 def _plain(one: Pass) -> dict[str, Any]:
@@ -164,7 +173,9 @@ def _show(ranks: int, passes: list[Pass], machine: Machine, found: Errors) -> No
 
 
 def _show_published() -> None:
-    lines = [(one.name, f"{one.measured:.1f}", f"{one.modelled:.1f}", f"{one.error:+.1%}") for one in published()]
+    lines = [
+        (one.name, f"{one.measured:.1f}", f"{one.modelled:.1f}", f"{one.error:+.1%}") for one in predict_published()
+    ]
     console().print()
     title = "published rings of zhuzilin/ring-flash-attention, iterations/s, without a fit; zigzag is an upper bound"
     grid(title, ("8 GPUs, 64k tokens, causal", "measured there", "modelled", "error"), lines)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 
 def source() -> str:
-    """A hash of this package's code as it is on the disk now."""
+    """A hash of this package's code, and of its templates, as they are on the disk now."""
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
+    root = Path(__file__).resolve().parents[1]
+    for path in sorted((*root.rglob("*.py"), *root.rglob("*.j2"))):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
 

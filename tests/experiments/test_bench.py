@@ -1,4 +1,4 @@
-"""The benchmark runner, with a false step and with two real ranks; no time is asserted."""
+"""The benchmark runner, with a fake clock and with two real ranks; no time is asserted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ringattn.cli import bench as bench_command
 from ringattn.config.groups import OutputGroup
 from ringattn.config.schema import BenchConfig
 from ringattn.errors import InvalidInput
-from ringattn.experiments.bench import SUITES, get_cases, ring
+from ringattn.experiments.bench import SUITES, get_cases, records
 from ringattn.experiments.bench import runner as bench_runner
 from ringattn.experiments.bench.case import BenchCase, BenchColumn, Ratio
+from ringattn.experiments.bench.suites import ring
 from ringattn.transport.launcher import run_local
 
 
@@ -25,7 +26,7 @@ def test_columns_take_turns_and_every_raw_number_is_kept() -> None:
     def column(name: str):  # type: ignore[no-untyped-def]
         return lambda: order.append(name)
 
-    times = bench_runner.rounds({n: (1, column(n)) for n in "abc"}, 3, step=lambda: next(ticks))
+    times = bench_runner.time_rounds({n: (1, column(n)) for n in "abc"}, 3, clock=lambda: next(ticks))
     assert order == list("abc" * 3)
     assert times == {n: [1, 1, 1] for n in "abc"}
 
@@ -38,22 +39,22 @@ def case(target: float) -> BenchCase:
 @pytest.mark.parametrize(("target", "met"), [(1.9, True), (2.1, False)])
 def test_ratios_are_medians_of_the_rounds(target: float, met: bool) -> None:
     raw = [{"times": {"single": [4.0, 6.0, 1.0], "ring": [2.0, 2.0, 1.0]}, "errors": {"ring": 1e-7}}]
-    (ratio,) = bench_runner.summarise(case(target), raw)["ratios"]
+    (ratio,) = bench_runner.summarise_case(case(target), raw)["ratios"]
     assert ratio["rounds"] == [2.0, 3.0, 1.0] and ratio["median"] == 2.0 and ratio["met"] is met
 
 
 def test_files_are_dated_numbered_and_complete(tmp_path: Path) -> None:
     raw = [{"times": {"single": [4.0], "ring": [2.0]}, "errors": {"ring": 1e-7}}]
     record = {
-        "suite": "ring", "repeat": 1, "machine": bench_runner.machine(), "mixed": True, "kind": "measured",
-        "cases": [bench_runner.summarise(case(1.5), raw)],
+        "suite": "ring", "repeat": 1, "machine": bench_runner.describe_host(), "mixed": True, "kind": "measured",
+        "cases": [bench_runner.summarise_case(case(1.5), raw)],
     }  # fmt: skip
-    first, text = bench_runner.write(record, tmp_path)
-    second, _ = bench_runner.write(record, tmp_path)
+    first, text = records.write_record(record, tmp_path)
+    second, _ = records.write_record(record, tmp_path)
     assert first.stem.endswith("_1") and second.stem.endswith("_2")
     assert json.loads(first.read_text()) == record
     assert "single / ring = 2.000" in text.read_text() and "| yes |" in text.read_text()
-    assert bench_runner.MIXED in text.read_text()
+    assert records.MIXED in text.read_text()
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -79,15 +80,14 @@ def test_a_bad_output_is_refused_before_anything_is_measured(tmp_path: Path) -> 
 def small() -> list[BenchCase]:
     """The kinds of cases of suite "ring", at sizes for tests. The memory case needs a process with a fresh heap."""
     return [
-        ring._memory(2, rows=1024),
-        ring._against_single("dense", 256, False, False, None),
-        ring._against_single("causal_backward", 256, True, True, 0.5),
+        ring._memory_case(2, rows=1024),
+        ring._ring_case("dense", 256, False, False, None),
+        ring._ring_case("causal_backward", 256, True, True, 0.5),
     ]
 
 
 def measure_small(rank: int) -> dict[str, dict[str, Any]]:
-    SUITES["small"] = small
-    return {case.name: bench_runner.measure(rank, None, "small", case.name, 2) for case in small()}
+    return {case.name: bench_runner.measure_case(case, rank, None, 2) for case in small()}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_every_round_sees_the_whole_peak(measured: list[dict[str, dict[str, Any]
 @pytest.mark.multi
 def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
     bench_command.show(
-        {"cases": [bench_runner.summarise(case, [rank[case.name] for rank in measured]) for case in small()]}
+        {"cases": [bench_runner.summarise_case(case, [rank[case.name] for rank in measured]) for case in small()]}
     )
     shown = capsys.readouterr().out
     for text in ("template_a2a / ring", "causal_backward", ">= 0.5", "<= 1.1", "seconds [measured]", "[counted]"):

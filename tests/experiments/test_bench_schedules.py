@@ -10,10 +10,11 @@ import torch
 
 from ringattn.cli.run_job import Run
 from ringattn.config.schema import RunConfig
-from ringattn.experiments.bench import SUITES, get_cases, runner, schedules
+from ringattn.experiments.bench import get_cases, runner
 from ringattn.experiments.bench.case import BenchCase
 from ringattn.experiments.bench.links import Links
 from ringattn.experiments.bench.network import run_nodes
+from ringattn.experiments.bench.suites import schedules
 from ringattn.transport.base import Post, Transport
 from ringattn.transport.records import PREFIX
 
@@ -23,15 +24,14 @@ LINKS = Links(2, 2, 1e9, 1e10)
 def small() -> list[BenchCase]:
     """The kinds of cases of the suite, at sizes for tests."""
     return [
-        schedules._moving("moving", LINKS, "Causal() & Window(9)", tokens=130, layout="zigzag", backward=True),
-        schedules._double("double", LINKS, 128, 1.5, backward=True),
-        schedules._overlap("overlap", LINKS, 128),
+        schedules._local_case("moving", LINKS, "Causal() & Window(9)", tokens=130, layout="zigzag", backward=True),
+        schedules._double_ring_case("double", LINKS, 128, 1.5, backward=True),
+        schedules._overlap_case("overlap", LINKS, 128),
     ]
 
 
 def measure_small(rank: int, transport: Transport) -> dict[str, dict[str, Any]]:
-    SUITES["small"] = small
-    return {case.name: runner.measure(rank, transport, "small", case.name, 2) for case in small()}
+    return {case.name: runner.measure_case(case, rank, transport, 2) for case in small()}
 
 
 class Heard:
@@ -56,9 +56,8 @@ def warm_start(rank: int, transport: Transport) -> list[str]:
     """What the ranks say to each other in a case of two rounds; its check stands between the warm-up and the timing."""
     heard = Heard(transport)
     check = lambda context, results: heard.events.append("timing") or {}  # noqa: E731
-    case = replace(schedules._double("warm", LINKS, 128, None), check=check)
-    SUITES["warm"] = lambda: [case]
-    runner.measure(rank, heard, "warm", "warm", 2)
+    case = replace(schedules._double_ring_case("warm", LINKS, 128, None), check=check)
+    runner.measure_case(case, rank, heard, 2)
     return heard.events
 
 
@@ -117,19 +116,19 @@ def test_what_is_timed_is_right(name: str, columns: list[str], measured: list[di
         found = rank[name]
         assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
         whole = [column for column in columns if column != "compute" and not column.endswith("_messages")]
-        assert list(found["errors"]) == whole and max(found["errors"].values()) < schedules.WRONG
+        assert list(found["errors"]) == whole and max(found["errors"].values()) < schedules.TOLERANCE
     (case,) = [case for case in small() if case.name == name]
-    record = runner.summarise(case, [rank[name] for rank in measured])
+    record = runner.summarise_case(case, [rank[name] for rank in measured])
     assert len(record["ratios"]) == len(case.ratios)
-    assert record["links"]["outer"] == 1e9 and any(note.startswith("network: ") for note in record["notes"])
+    assert record["links"]["bandwidth"] == 1e9 and any(note.startswith("network: ") for note in record["notes"])
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 4), (3, 2), (4, 4)])
 def test_outer_bytes_are_those_of_the_formula(nodes: int, ranks_per_node: int) -> None:
     links = Links(nodes, ranks_per_node, 1e9, 1e10)
     tokens = 16 * links.ranks
-    found = schedules._double("x", links, tokens, None).settings["outer_bytes"]
-    block = 16 * 2 * schedules.HEADS * schedules.DIM * 4
+    found = schedules._double_ring_case("x", links, tokens, None).settings["outer_bytes"]
+    block = 16 * 2 * schedules.HEADS * schedules.HEAD_DIM * 4
     assert found["ring"]["forward"] == (links.ranks - 1) * block
     assert found[f"double_ring({ranks_per_node})"]["forward"] == (nodes - 1) * ranks_per_node * block
     if nodes == ranks_per_node == 2:

@@ -12,16 +12,16 @@ from measured import ROWS, machine, times
 from ringattn.cli.calibrate import _show as show_calibration
 from ringattn.errors import InvalidInput
 from ringattn.experiments.calibrate import fits, noise, validate
-from ringattn.experiments.calibrate.measure import Calibration, measured
+from ringattn.experiments.calibrate.measure import Calibration, list_measured
 from ringattn.experiments.calibrate.passes import Pass, PassCase
-from ringattn.experiments.calibrate.published import published
+from ringattn.experiments.calibrate.published import predict_published
 from ringattn.machine.kernel_times import SHAPES
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e8, 1e11))
-def test_a_line_recovers_alpha_and_beta(latency: float, bandwidth: float) -> None:
+def test_a_line_recovers_latency_and_bandwidth(latency: float, bandwidth: float) -> None:
     sizes = [256, 4096, 1 << 20, 1 << 24, 1 << 28]
-    found = fits.line(sizes, [latency + m / bandwidth for m in sizes])
+    found = fits.fit_link(sizes, [latency + m / bandwidth for m in sizes])
     assert found.latency == pytest.approx(latency, rel=1e-3, abs=1e-9)
     assert found.bandwidth == pytest.approx(bandwidth, rel=1e-3)
     assert found.worst_error < 1e-3
@@ -30,7 +30,7 @@ def test_a_line_recovers_alpha_and_beta(latency: float, bandwidth: float) -> Non
 def test_a_line_is_the_best_in_relative_squares() -> None:
     """No neighbour of the fit is better, by brute force."""
     sizes, seconds = [1e3, 1e5, 1e6, 1e7], [1.1e-4, 1.6e-4, 1.3e-3, 0.9e-2]
-    found = fits.line(sizes, seconds)
+    found = fits.fit_link(sizes, seconds)
 
     def loss(latency: float, bandwidth: float) -> float:
         return sum(((latency + m / bandwidth) / t - 1) ** 2 for m, t in zip(sizes, seconds, strict=True))
@@ -44,12 +44,12 @@ def test_a_line_is_the_best_in_relative_squares() -> None:
 
 
 def test_a_line_has_no_negative_start_and_needs_growing_times() -> None:
-    found = fits.line([1e6, 2e6, 4e6], [0.8e-3, 2e-3, 4.4e-3])
+    found = fits.fit_link([1e6, 2e6, 4e6], [0.8e-3, 2e-3, 4.4e-3])
     assert found.latency == 0.0 and found.bandwidth > 0
     with pytest.raises(InvalidInput, match="do not grow"):
-        fits.line([1e3, 1e6], [2.0, 1.0])
+        fits.fit_link([1e3, 1e6], [2.0, 1.0])
     with pytest.raises(InvalidInput, match="at least two sizes"):
-        fits.line([1e3, 1e3], [1.0, 1.0])
+        fits.fit_link([1e3, 1e3], [1.0, 1.0])
 
 
 def test_kernel_times_recover_overhead_and_rates() -> None:
@@ -65,7 +65,7 @@ def test_kernel_times_recover_overhead_and_rates() -> None:
                 exact = t0[back] + flops / (peak * rows / (rows + 50))
                 seconds = [exact * (1 + source.uniform(-1e-3, 1e-3)) for _ in range(9)] + [exact * 30]
                 samples.append(fits.Sample(shape, bool(back), rows, keys, flops, tuple(seconds)))
-    found = fits.kernel_times(samples, t0, 64, "float32")
+    found = fits.fit_kernel_times(samples, t0, 64, "float32")
     for (shape, back), peak in truth.items():
         grid = found.grid(shape, bool(back))
         for rows in ROWS:
@@ -73,33 +73,33 @@ def test_kernel_times_recover_overhead_and_rates() -> None:
                 if 256.0 * rows * keys * 8 / peak > 5 * t0[back]:  # where the call is not all overhead
                     assert grid.rate(rows, keys) == pytest.approx(peak * rows / (rows + 50), rel=1e-2)
     with pytest.raises(InvalidInput, match="missing"):
-        fits.kernel_times([s for s in samples if (s.rows, s.keys) != (256, 64)], t0, 64, "float32")
+        fits.fit_kernel_times([s for s in samples if (s.rows, s.keys) != (256, 64)], t0, 64, "float32")
 
 
 def test_jitter_is_recovered_and_its_scale_does_not_matter() -> None:
     source = random.Random(3)
     shape = 1 / 0.1**2
     samples = [[scale * source.gammavariate(shape, 1 / shape) for _ in range(400)] for scale in (1e-3, 1.0, 2.0, 50.0)]
-    assert fits.jitter(samples) == pytest.approx(0.1, rel=0.1)
-    assert fits.jitter([[t * 7 for t in one] for one in samples]) == pytest.approx(fits.jitter(samples))
-    assert fits.jitter([[1.0, 1.0], [2.0, 2.0]]) == 0.0
+    assert fits.fit_jitter(samples) == pytest.approx(0.1, rel=0.1)
+    assert fits.fit_jitter([[t * 7 for t in one] for one in samples]) == pytest.approx(fits.fit_jitter(samples))
+    assert fits.fit_jitter([[1.0, 1.0], [2.0, 2.0]]) == 0.0
 
 
 def test_interference_is_the_middle_of_the_slowdowns() -> None:
     one = ([1.0, 1.1, 9.0], [0.5, 0.5, 0.5], [1.2, 1.3, 9.2])  # 0.2 more under a message of 0.5
-    assert fits.interference([one]) == pytest.approx(0.4)
+    assert fits.fit_interference([one]) == pytest.approx(0.4)
     short = ([0.1], [0.4], [0.16])  # the visit ends first
-    assert fits.interference([one, short, ([1.0], [1.0], [1.0])]) == pytest.approx(0.4)
-    assert fits.interference([([1.0], [0.5], [0.9])]) == 0.0
+    assert fits.fit_interference([one, short, ([1.0], [1.0], [1.0])]) == pytest.approx(0.4)
+    assert fits.fit_interference([([1.0], [0.5], [0.9])]) == 0.0
 
 
 def test_held_out_sizes_are_held_out() -> None:
     rows = (64, 256, 1024, 4096)
-    inside = {*rows, *noise.between(rows)}
+    inside = {*rows, *noise.sizes_between(rows)}
     found = validate.held_out(rows)
     assert len(found) == 4 and not inside & set(found)
     assert all(rows[1] < n < rows[-1] for n in found)
-    assert {c.tokens for c in validate.chosen(found, 4)} == {4 * n for n in found}
+    assert {c.tokens for c in validate.validation_cases(found, 4)} == {4 * n for n in found}
 
 
 def test_errors_are_those_of_a_plain_count() -> None:
@@ -108,7 +108,7 @@ def test_errors_are_those_of_a_plain_count() -> None:
     passes = [
         Pass(case, tuple(source.uniform(0.5, 2.0) for _ in range(5)), source.uniform(0.8, 1.2)) for _ in range(11)
     ]
-    found = validate.errors(passes, machine(residuals=tuple(0.5 + i / 20 for i in range(19))))
+    found = validate.summarise_errors(passes, machine(residuals=tuple(0.5 + i / 20 for i in range(19))))
     signed = [p.modelled / sorted(p.seconds)[2] - 1 for p in passes]
     absolute = sorted(map(abs, signed))
     # 19 ratios: the 90 % interval is from the least to the largest.
@@ -118,27 +118,27 @@ def test_errors_are_those_of_a_plain_count() -> None:
     assert (found.median, found.worst) == (absolute[5], absolute[10])
     assert found.p90 == pytest.approx(absolute[9])  # of 11 numbers, 0.9 of the way is the tenth
     assert found.coverage == pytest.approx(hits / 55)
-    assert validate.errors(passes, machine()).coverage is None
+    assert validate.summarise_errors(passes, machine()).coverage is None
 
 
 def test_what_nothing_measures_is_not_said_to_be_measured() -> None:
     """On one node every link is within it; how many ranks a node has, and what they share, shows between nodes alone."""
     values = {"flops": 1e9, "bandwidth": 1e9, "ranks_per_node": 1, "shared_nic": False, "node_bandwidth": None}
-    assert measured(values, 1) == ["flops", "bandwidth"]
-    assert measured(values, 2) == ["flops", "bandwidth", "ranks_per_node", "shared_nic"]
+    assert list_measured(values, 1) == ["flops", "bandwidth"]
+    assert list_measured(values, 2) == ["flops", "bandwidth", "ranks_per_node", "shared_nic"]
 
 
 def test_oversubscribed_cores_are_shared() -> None:
-    assert validate.oversubscribed(4, 1, 2, (2, 1)) == 2.0
-    assert validate.oversubscribed(2, 1, 2, (2, 1)) == 1.0
-    assert validate.oversubscribed(8, 1, 2, (4, 1)) == 2.0
-    assert validate.oversubscribed(2, 1, 16, (2, 1)) == 1.0
+    assert validate.oversubscription(4, 1, 2, (2, 1)) == 2.0
+    assert validate.oversubscription(2, 1, 2, (2, 1)) == 1.0
+    assert validate.oversubscription(8, 1, 2, (4, 1)) == 2.0
+    assert validate.oversubscription(2, 1, 16, (2, 1)) == 1.0
 
 
 def test_published_rings_are_predicted_without_a_fit() -> None:
     """Contiguous causal rings wait for the busiest rank, within 5 %; balanced ones are bounded from above: merging,
     interference and smaller kernels are not in the table."""
-    found = list(published())
+    found = list(predict_published())
     assert len(found) == 8
     for one in found:
         if "contiguous" in one.name:

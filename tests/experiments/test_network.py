@@ -19,12 +19,12 @@ import torch
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.experiments.bench import links as bench_links
 from ringattn.experiments.bench import network
-from ringattn.experiments.bench.links import SLOTS, Board, Delayed, Free, Links
-from ringattn.experiments.bench.network import obstacle, run_nodes
+from ringattn.experiments.bench.links import SLOTS, DelayedTransport, InstantTransport, Links, MessageBoard
+from ringattn.experiments.bench.network import find_obstacle, run_nodes
 from ringattn.transport.base import Counters, Message, Post
 
 LINKS = Links(2, 2, 1e9, 1e10)
-OBSTACLE = obstacle()
+OBSTACLE = find_obstacle()
 namespaces = pytest.mark.skipif(OBSTACLE is not None, reason=f"no shaped network namespaces here: {OBSTACLE}")
 multi = pytest.mark.multi
 
@@ -121,8 +121,8 @@ def test_nodes_die_with_their_parent(tmp_path: Path) -> None:
 @namespaces
 def test_an_interrupt_removes_the_namespaces(started: list[subprocess.Popen[bytes]]) -> None:
     before = os.listdir("/sys/class/net")
-    with pytest.raises(KeyboardInterrupt), network.namespaces(LINKS) as inside:  # noqa: PT012
-        shown = network._do([*inside[0], "tc", "qdisc", "show"])
+    with pytest.raises(KeyboardInterrupt), network.make_namespaces(LINKS) as inside:  # noqa: PT012
+        shown = network._run([*inside[0], "tc", "qdisc", "show"])
         assert "dev link0" in shown and "dev lo" in shown and shown.count("tbf") == 2
         raise KeyboardInterrupt
     assert len(started) == 2 and all(process.poll() is not None for process in started)
@@ -130,48 +130,48 @@ def test_an_interrupt_removes_the_namespaces(started: list[subprocess.Popen[byte
 
 
 def test_what_is_impossible_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    obstacle.cache_clear()
+    find_obstacle.cache_clear()
     monkeypatch.setattr(network.shutil, "which", lambda tool: None if tool == "tc" else f"/bin/{tool}")
-    assert obstacle() == "tc missing"
-    assert "MODELLED" in network.fabric() and "(tc missing)" in network.fabric()
-    obstacle.cache_clear()
+    assert find_obstacle() == "tc missing"
+    assert "MODELLED" in network.describe_network() and "(tc missing)" in network.describe_network()
+    find_obstacle.cache_clear()
     monkeypatch.undo()
     monkeypatch.setattr(network, "MORTAL", ("sh", "-c", "echo not permitted; exit 1"))
-    assert "not permitted" in str(obstacle())
-    obstacle.cache_clear()
-    with pytest.raises(InvalidInput, match="nodes=3"), network.namespaces(Links(3, 1, 1e9, 1e9)):
+    assert "not permitted" in str(find_obstacle())
+    find_obstacle.cache_clear()
+    with pytest.raises(InvalidInput, match="nodes=3"), network.make_namespaces(Links(3, 1, 1e9, 1e9)):
         pass
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A step that stands still but for sleeping; its one entry is the time."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that only sleeping moves; its one entry is the time."""
     now = [100.0]
     monkeypatch.setattr(bench_links.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(bench_links.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     return now
 
 
-def test_links_are_queues(step: list[float], tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", Links(2, 2, 10.0, 100.0, latency=0.5))
-    other = Board(tmp_path / "board", board.links)  # of another process
+def test_links_are_queues(clock: list[float], tmp_path: Path) -> None:
+    board = MessageBoard(tmp_path / "board", Links(2, 2, 10.0, 100.0))
+    other = MessageBoard(tmp_path / "board", board.links)  # of another process
     for source, target, tag in ((0, 2, 0), (1, 3, 0), (0, 1, 0), (2, 0, 0), (0, 2, 7)):
         board.post(source, target, tag, 1, 20)
-    step[0] = 103.0
+    clock[0] = 103.0
     for source, target, tag in ((1, 3, 0), (0, 2, 0), (0, 1, 0), (2, 0, 0)):
         other.post(source, target, tag, 1, 20)
-    # The step starts when the second side posts; both ranks of node 0 share its outer link, in that order.
-    assert board.due(1, 3, 0, 1) == other.due(1, 3, 0, 1) == 105.5
-    assert other.due(0, 2, 0, 1) == 107.5
-    assert other.due(2, 0, 0, 1) == 105.5  # the way back is another link
-    assert other.due(0, 1, 0, 1) == pytest.approx(103.7)
+    # A message starts when the second side posts; both ranks of node 0 share its outer link, in that order.
+    assert board.arrival(1, 3, 0, 1) == other.arrival(1, 3, 0, 1) == 105.0
+    assert other.arrival(0, 2, 0, 1) == 107.0
+    assert other.arrival(2, 0, 0, 1) == 105.0  # the way back is another link
+    assert other.arrival(0, 1, 0, 1) == pytest.approx(103.2)
     with pytest.raises(AssertionError, match="before both sides"):
-        board.due(0, 2, 7, 1)
+        board.arrival(0, 2, 7, 1)
     # A place is free again when both sides have asked.
     for turn in range(2 * SLOTS):
         for side in (board, other):
             side.post(3, 2, 0, turn, 1)
-        assert board.due(3, 2, 0, turn) == other.due(3, 2, 0, turn)
+        assert board.arrival(3, 2, 0, turn) == other.arrival(3, 2, 0, turn)
 
 
 class Silent:
@@ -195,28 +195,31 @@ class Silent:
         return [record] * 4
 
 
-def test_only_what_is_left_of_a_delay_is_slept(step: list[float], tmp_path: Path) -> None:
+def test_only_what_is_left_of_a_delay_is_slept(clock: list[float], tmp_path: Path) -> None:
     links = Links(2, 2, 10.0, 100.0)
-    peer, transport = Board(tmp_path / "board", links), Delayed(Silent(), Board(tmp_path / "board", links))
+    peer, transport = (
+        MessageBoard(tmp_path / "board", links),
+        DelayedTransport(Silent(), MessageBoard(tmp_path / "board", links)),
+    )
     data = torch.zeros(30, dtype=torch.uint8)
     for wanted in (103.0, 106.0):  # equal tags, one after the other
         ticket = transport.post(Post((Message(2, 0, data),), (Message(1, 0, data),), "step"))
         turn = 1 if wanted == 103.0 else 2
         peer.post(0, 2, 0, turn, 30)
         peer.post(1, 0, 0, turn, 30)
-        step[0] += 2.0  # computing
+        clock[0] += 2.0  # computing
         transport.wait(ticket)
-        assert step[0] == wanted
+        assert clock[0] == wanted
     ticket = transport.post(Post((), (Message(1, 5, data),), "step"))
     peer.post(1, 0, 5, 1, 30)
-    step[0] += 7.0
+    clock[0] += 7.0
     transport.wait(ticket)
-    assert step[0] == 113.0  # nothing was left
+    assert clock[0] == 113.0  # nothing was left
     assert transport.inner.waited == ["step"] * 3
 
 
 def test_free_messages_bring_zeros() -> None:
     data = torch.from_numpy(np.full(8, 255, dtype=np.uint8))
-    transport = Free(Silent())
+    transport = InstantTransport(Silent())
     transport.wait(transport.post(Post((), (Message(1, 0, data),), "step")))
     assert not data.any() and transport.inner.waited == []

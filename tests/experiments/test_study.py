@@ -16,8 +16,8 @@ from ringattn.config.groups import ExecuteGroup, StudyGroup, WindowGroup
 from ringattn.config.schema import MachineGroup, SimulateConfig, conf_dir
 from ringattn.experiments.study import plots, point, runner
 from ringattn.experiments.study.runner import run
-from ringattn.experiments.study.space import in_order, points
-from ringattn.experiments.study.sweep import as_study, split
+from ringattn.experiments.study.space import group_by_plan, list_points
+from ringattn.experiments.study.sweep import as_study, split_commas
 
 
 def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
@@ -93,21 +93,21 @@ def test_tokens_that_shards_would_set_are_refused() -> None:
         ({"study": StudyGroup(axes={"tokens": [512, "1k"]}), "shard": "8k"}, [], "leave tokens out, or add shard=null"),
     ):
         with pytest.raises(InvalidInput, match=words):
-            points(config(**options), overrides)
-    found = points(config(study=StudyGroup(axes=axes)), ["shard=null", "tokens=4096"])
+            list_points(config(**options), overrides)
+    found = list_points(config(study=StudyGroup(axes=axes)), ["shard=null", "tokens=4096"])
     assert [one.config.size() for one in found] == [4096, 4096]
 
 
 def test_axes_are_checked() -> None:
     def made(axes: dict[str, Any], overrides: tuple[str, ...] = (), **options: Any) -> Any:
-        return points(
+        return list_points(
             config(study=StudyGroup(axes=axes, **options)), overrides, {"pattern": "window", "layout": "zigzag"}
         )
 
     for axes, words in (
         ({"rank": [1]}, "did you mean 'ranks'"),
         ({"pattern": ["windo"]}, "did you mean 'window'"),
-        ({"machine.bta": [1]}, "did you mean 'bandwidth'"),
+        ({"machine.bandwith": [1]}, "did you mean 'bandwidth'"),
         ({"ranks": 4}, "expected a list"),
         ({"ranks": [1.5]}, "not a whole number"),
         ({"backward": ["maybe"]}, "expected true or false"),
@@ -150,14 +150,14 @@ def test_axes_are_checked() -> None:
 
 
 def test_points_of_one_plan_follow_each_other() -> None:
-    made = points(config(study=StudyGroup(axes={"machine.bandwidth": [1e9, 2e9], "ranks": [2, 4]})))
+    made = list_points(config(study=StudyGroup(axes={"machine.bandwidth": [1e9, 2e9], "ranks": [2, 4]})))
     assert [point.config.ranks for point in made] == [2, 4, 2, 4]
-    assert [point.config.ranks for point in in_order(made)] == [2, 2, 4, 4]
-    assert sorted(point.number for point in in_order(made)) == [0, 1, 2, 3]
+    assert [point.config.ranks for point in group_by_plan(made)] == [2, 2, 4, 4]
+    assert sorted(point.number for point in group_by_plan(made)) == [0, 1, 2, 3]
 
 
 def test_comma_lists_become_axes() -> None:
-    assert split("a,(b,c),'d,e',{f: 1, g: 2}") == ["a", "(b,c)", "'d,e'", "{f: 1, g: 2}"]
+    assert split_commas("a,(b,c),'d,e',{f: 1, g: 2}") == ["a", "(b,c)", "'d,e'", "{f: 1, g: 2}"]
     assert as_study(["-m", "ranks=1,2", "heads=4", "pattern=Window(1, 2),Full()"]) == [
         "heads=4", "+study.axes={ranks: ['1', '2'], pattern: ['Window(1, 2)', 'Full()']}"
     ]  # fmt: skip
@@ -186,7 +186,7 @@ def test_presets_have_points_and_plots(name: str) -> None:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         found = OmegaConf.to_object(compose("simulate", [f"study={name}"]))
     assert isinstance(found, SimulateConfig)
-    assert len(points(found)) > 5 and found.study.name == name
+    assert len(list_points(found)) > 5 and found.study.name == name
     plots.check_names(found.study.plots)
 
 

@@ -20,7 +20,7 @@ from ringattn import InvalidInput
 from ringattn.config.schema import SimulateConfig
 from ringattn.experiments.study import runner
 from ringattn.experiments.study.journal import Journal
-from ringattn.experiments.study.point import Timed
+from ringattn.experiments.study.point import SimulationCache
 from ringattn.experiments.study.runner import run
 
 SWEEP = [
@@ -44,9 +44,9 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
     for cut in range(len(whole) - 1, len(b'{"study": "a"}\n'), -7):
         path.write_bytes(whole[:cut])
         with Journal(path, {"study": "a"}) as journal:
-            assert list(journal.known) == ["1", "2"][: whole[:cut].count(b"\n") - 1]
+            assert list(journal.records) == ["1", "2"][: whole[:cut].count(b"\n") - 1]
             for key, value in (("1", 0.1), ("2", None)):
-                if key not in journal.known:
+                if key not in journal.records:
                     journal.add(key, {"x": value})
         assert path.read_bytes() == whole
     with pytest.raises(InvalidInput, match="this one differs in its name; give"), Journal(path, {"study": "b"}):
@@ -114,11 +114,11 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
     arguments = ("simulate", "-m", "ranks=2,4,8", "tokens=4k", "study.plots=[]", "output.path=out")
     real, done = runner.evaluate, []
 
-    def interrupted(config: SimulateConfig, timed: Timed) -> dict[str, Any]:
+    def interrupted(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
         done.append(config.ranks)
         if len(done) == 3:
             raise KeyboardInterrupt
-        return real(config, timed)
+        return real(config, cache)
 
     monkeypatch.setattr(runner, "evaluate", interrupted)
     first = inside(*arguments, cwd=tmp_path)

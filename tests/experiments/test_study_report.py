@@ -16,7 +16,7 @@ from ringattn import Unsupported
 from ringattn.config.groups import ExecuteGroup, WindowGroup
 from ringattn.errors import NumericsFailure
 from ringattn.experiments.study import plots, runner
-from ringattn.experiments.study.executed import wanted
+from ringattn.experiments.study.execution import plan_execution
 from ringattn.experiments.study.runner import run
 
 
@@ -28,7 +28,7 @@ def test_budgets_decide_by_assumed_rates_alone(tmp_path: Path) -> None:
         (ra.Causal() & ra.Window(100), 1 << 18, "some"),
     ):
         plan = ra.make_plan(pattern, tokens=4096 * ranks, ranks=ranks, schedule="ring")
-        order = wanted(plan, options)
+        order = plan_execution(plan, options)
         assert (order.how, order.seconds <= 100.0) == (how, True)
         assert order.first >= 0 and order.first + order.count <= max(ranks, order.count)
     # The longest first; what does not fit is said not to be executed, and what fits after it is.
@@ -76,7 +76,7 @@ def test_the_billion_tokens_quickly(tmp_path: Path) -> None:
     assert "[extrapolated]" in report and "Nothing of this size was executed" in report and "not executed" in report
     assert "executed in fp64 with 1 head of 16 elements and a batch of 1" in report
     assert (
-        "The same of all points: layout=contiguous, schedule=ring, heads=8, kv_heads=8, head_dim=64, dtype=bf" in report
+        "Equal for all points: layout=contiguous, schedule=ring, heads=8, kv_heads=8, head_dim=64, dtype=bf" in report
     )
     assert "of 12 points have numbers, 0 were refused" in report and "of 6 plans executed [counted]" in done.stdout
 
@@ -98,7 +98,7 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
     assert "[modelled]" in page and "forward bytes, counted" in page
     assert {one.unit for one in table.columns if one.name.endswith(" cost")} == {"currency of machine.price"}
     assert "price=2.5 USD / h [assumed]" in page
-    best = plots.winners(table, "ranks", "tokens")
+    best = plots.find_fastest(table, "ranks", "tokens")
     for (ranks, tokens), (name, seconds) in best.items():
         both = {
             layout: ra.simulate(
@@ -112,6 +112,16 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
     assert files(tmp_path / "a") == files(tmp_path / "b")
     record = json.loads((tmp_path / "a" / "trace.json").read_text())
     assert record["traceEvents"] and record["otherData"] == {"kind": "modelled"}
+
+
+def test_reports_escape_labels_and_end_long_tables(tmp_path: Path) -> None:
+    """201 points, of which a report shows 200; what a label holds is text, in HTML as in Markdown."""
+    together = [{"machine.bandwidth": 1e9 + i, "label.name": "<b> & |"} for i in range(201)]
+    run(study(tmp_path / "s", {}, study={"together": together}))
+    page, text = ((tmp_path / "s" / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert page.count("<td>&lt;b&gt; &amp; |</td>") == 200 == text.count("| <b> & \\| |")
+    assert all("The first 200 of 201 points; sweep.csv holds all points." in report for report in (page, text))
+    assert "\n\n\n" not in text and "# Study test\n\n201 of 201 points have numbers, 0 were refused." in text
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

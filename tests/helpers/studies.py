@@ -9,7 +9,7 @@ from typing import Any
 from ringattn.config.groups import LayoutGroup, PatternGroup, ScheduleGroup, StudyGroup
 from ringattn.config.schema import MachineGroup, SimulateConfig
 from ringattn.experiments.study.runner import Study
-from ringattn.experiments.study.space import points
+from ringattn.experiments.study.space import list_points
 
 
 def config(**more: Any) -> SimulateConfig:
@@ -23,7 +23,7 @@ def config(**more: Any) -> SimulateConfig:
 def study(folder: Path, axes: dict[str, Any], **more: Any) -> Study:
     options = {"plots": [], **more.pop("study", {})}
     made = config(study=StudyGroup(axes=axes, **options), **more)
-    return Study("test", made, points(made), folder)
+    return Study("test", made, list_points(made), folder)
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -57,7 +57,7 @@ def test_lowered_works_hold_their_pairs(data: st.DataObject) -> None:
 
 def test_tiles_are_one_shape_each_with_every_size_once() -> None:
     found = []
-    for work in kernels.tiles(ROWS, (16, 64), heads=2):
+    for work in kernels.list_works(ROWS, (16, 64), heads=2):
         (tile,) = lower_to_tiles(work)
         found.append(tile[:3])
         seen = sum(

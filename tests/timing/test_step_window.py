@@ -42,7 +42,7 @@ def test_windows_and_traces_are_the_plain_recurrence(slow: dict[int, float], sol
     assert found.late == pytest.approx(
         np.array([row[1:] for row in expected[1:5]]) - [r[1:] for r in plain[1:5]], abs=1e-12
     )
-    made = trace.events(found, "forward")
+    made = trace.make_events(found, "forward")
     done = [event for event in made if event["ph"] == "X"]
     assert all(event.keys() >= {"ph", "ts", "dur", "pid", "tid", "name"} for event in made)
     for k in range(1, 4):

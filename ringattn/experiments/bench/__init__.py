@@ -1,27 +1,36 @@
-"""Benchmarks: one runner, and one small file per suite."""
+"""Benchmarks: a runner of alternating measurements, and suites that say what is measured.
+
+A new suite is one file: a module in `suites`, or an entry point of the group "ringattn.bench_suites" in any installed
+package. Either names a BenchSuite.
+"""
 
 from __future__ import annotations
 
-from ...errors import InvalidInput, did_you_mean
-from . import auto, patterns, ring, schedules, simulate
-from .case import BenchCase
+from pkgutil import iter_modules
 
-SUITES = {"ring": ring.cases, "patterns": patterns.cases, "schedules": schedules.cases, "auto": auto.cases,
-          "simulate": simulate.cases}  # fmt: skip
-#: What a suite concludes from all of its cases that were measured: "summary" in words, "value", "target", "met".
-SUMMARIES = {"auto": auto.share}
+from ...errors import InvalidInput, did_you_mean
+from ...registry import Registry
+from . import suites
+from .case import BenchCase, BenchSuite
+
+#: The suites by name. A suite is imported when it is looked up.
+SUITES: Registry[BenchSuite] = Registry(
+    "bench_suites",
+    {module.name: f"experiments.bench.suites.{module.name}:SUITE" for module in iter_modules(suites.__path__)},
+)
+
+
+def get_suite(name: str) -> BenchSuite:
+    """The suite of this name. Raises InvalidInput."""
+    if name not in SUITES:
+        raise InvalidInput(f"suite={name}: unknown; {did_you_mean(name, SUITES)}expected one of {', '.join(SUITES)}")
+    return SUITES[name]
 
 
 def get_cases(suite: str, names: list[str] | None = None) -> list[BenchCase]:
-    """The cases of a suite, all or those named."""
-    if suite not in SUITES:
-        raise InvalidInput(
-            f"suite={suite}: unknown; {did_you_mean(suite, list(SUITES))}expected one of {', '.join(SUITES)}"
-        )
-    cases = {case.name: case for case in SUITES[suite]()}
+    """All cases of a suite, or the cases of these names. Raises InvalidInput."""
+    cases = {case.name: case for case in get_suite(suite).cases()}
     for name in names or ():
         if name not in cases:
-            raise InvalidInput(
-                f"cases={name}: unknown; {did_you_mean(name, list(cases))}expected some of {', '.join(cases)}"
-            )
+            raise InvalidInput(f"cases={name}: unknown; {did_you_mean(name, cases)}expected some of {', '.join(cases)}")
     return [cases[name] for name in names] if names else list(cases.values())

@@ -1,4 +1,4 @@
-"""What a suite says about one measurement."""
+"""What a suite declares: cases, the columns that a case compares, and ratios of their times."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import torch
 from ...transport.base import Transport
 from .links import Links
 
-#: One run of a column on this rank; returns its local result.
+#: One run of a column on this rank; returns the rank's result.
 Run = Callable[[], Any]
+#: The record of a case, as the JSON file of a suite holds it.
+CaseRecord = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where a column is built: one rank of the processes that a case asked for."""
+    """The process that builds a column: one rank of the case's ranks. `transport` is set in cases with links."""
 
     rank: int
     ranks: int
     settings: dict[str, Any]
-    #: Of a case with links: the way through them.
     transport: Transport | None = None
 
 
@@ -30,8 +31,8 @@ class Context:
 class BenchColumn:
     """One of the things that a case compares.
 
-    `make(context)` is called once per process and returns the function that is timed, or None where this rank
-    has no part in it and waits, blocked, for the others. `threads` is torch's thread count meanwhile.
+    `make(context)` is called once per process and returns the function that is timed, or None on a rank that only waits
+    for the others. `threads` is torch's thread count during the run.
     """
 
     name: str
@@ -41,9 +42,10 @@ class BenchColumn:
 
 @dataclass(frozen=True)
 class Ratio:
-    """`over` / `under` of two columns' times, larger is better for `under`; `target` is what we promise, or None.
+    """Time of column `over` divided by time of column `under`: above 1, `under` is faster.
 
-    `work` is the work of `under` in units of that of `over`, counted: with it the ratio is one of rates.
+    `target` is the promised least ratio, if any. `work` is the work of `under` in units of the work of `over`, counted;
+    the ratio is multiplied by it, and becomes a ratio of rates.
     """
 
     over: str
@@ -53,17 +55,17 @@ class Ratio:
 
     @property
     def label(self) -> str:
-        """How the ratio is printed."""
+        """The ratio in words."""
         return f"{self.over} / {self.under}" + ("" if self.work == 1.0 else f" x {self.work:.4g}")
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """Columns that run alternately on the same `ranks` processes, and the ratios of interest.
+    """Columns that run alternately on the same `ranks` processes, and the ratios of their times.
 
-    `check(context, results)` compares the columns' results once, before the timing, and returns errors by name;
-    it raises where one is wrong. `memory(context)` is the number of bytes that the peak of the one column of a
-    memory case may rise by: such a case is measured in bytes instead of seconds, and its ratio is peak / bytes.
+    `check(context, results)` compares the columns' results once, before the timing; it returns errors by name, and
+    raises where a result is wrong. A case with `formula_bytes` measures the peak memory of its one column instead of its
+    time: the function returns the predicted rise in bytes, and peak / prediction may reach `limit`.
     """
 
     name: str
@@ -72,18 +74,29 @@ class BenchCase:
     columns: tuple[BenchColumn, ...]
     ratios: tuple[Ratio, ...] = ()
     check: Callable[[Context, dict[str, Any]], dict[str, float]] | None = None
-    memory: Callable[[Context], int] | None = None
+    formula_bytes: Callable[[Context], int] | None = None
     limit: float | None = None
-    #: At most this many rounds, for cases of minutes.
+    #: Most rounds, for cases that take minutes.
     rounds: int | None = None
-    #: The network between the ranks, where they are not simply processes of one machine.
+    #: The network between the ranks; None: they are processes of one machine.
     links: Links | None = None
-    #: What a reader of the numbers must know about how they were found.
+    #: How the numbers were obtained, for readers of the record.
     notes: tuple[str, ...] = ()
-    #: What a suite concludes from the case as it is stored, kept beside it under "summary".
-    summary: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    #: Concludes from the record of the case; the conclusions are stored in the record under "summary".
+    summarise: Callable[[CaseRecord], dict[str, Any]] | None = None
 
 
-def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest absolute difference over the largest entry of the truth."""
-    return float((found.double() - truth.double()).abs().max() / truth.double().abs().max())
+@dataclass(frozen=True)
+class BenchSuite:
+    """A suite: a function that lists its cases, and what it concludes from the records of all measured cases.
+
+    The conclusion has the keys "summary" (a sentence), "value", "target" and "met".
+    """
+
+    cases: Callable[[], list[BenchCase]]
+    conclude: Callable[[list[CaseRecord]], dict[str, Any]] | None = None
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest absolute difference, divided by the largest absolute entry of the exact tensor."""
+    return float((result.double() - exact.double()).abs().max() / exact.double().abs().max())

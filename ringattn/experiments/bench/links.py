@@ -1,5 +1,6 @@
-"""Modelled links, for tests and benchmarks: a transport whose messages take as long as a slow network would need, and
-one whose messages take no time at all.
+"""Links between ranks, and two transports that replace their time: by the time of modelled links, and by none.
+
+`network` runs ranks behind real, shaped links where the system permits it, and behind `DelayedTransport` elsewhere.
 """
 
 from __future__ import annotations
@@ -20,83 +21,85 @@ import torch
 
 from ...transport.base import Message, Post, Transport
 
-#: Messages between one rank and one other that may be under way at a time.
+#: Most messages in flight from one rank to one other rank.
 SLOTS = 64
-#: Fields of a message: its tag, how often this tag was used before, when it is through, and how often it was looked up.
-TAG, TURN, DUE, LEFT = range(4)
+#: Fields of a slot of the board: the message's tag; how often the tag was used before; the time (time.monotonic) when
+#: the message has arrived, inf until both sides have posted it; how many sides have still to ask for that time.
+TAG, TURN, ARRIVAL, ASKS_LEFT = range(4)
 
 
 @dataclass(frozen=True)
 class Links:
-    """`nodes` of `inner` ranks each, bytes per second of their links, and seconds until a byte is through.
+    """`nodes` nodes of `ranks_per_node` ranks, with rates in bytes per second.
 
-    A node has one outer link for all that its ranks send to other nodes (`outer`), and every rank one link of its own
-    to its neighbours in the node (`fast`).
+    All ranks of a node share one link for what they send to other nodes (`bandwidth`); every rank has a link of its own
+    to each neighbour in its node (`node_bandwidth`).
     """
 
     nodes: int
-    inner: int
-    outer: float
-    fast: float
-    latency: float = 0.0
+    ranks_per_node: int
+    bandwidth: float
+    node_bandwidth: float
 
     @property
     def ranks(self) -> int:
-        return self.nodes * self.inner
+        """The ranks of all nodes."""
+        return self.nodes * self.ranks_per_node
 
     def node(self, rank: int) -> int:
         """The node of a rank."""
-        return rank // self.inner
+        return rank // self.ranks_per_node
 
 
-class Board:
-    """What the processes of one machine know of each other's messages: a file in memory, under a lock.
+class MessageBoard:
+    """When the messages between the processes of one machine have arrived: a file in memory that all of them map.
 
-    The model: a message starts when both sides have posted it, and when the messages before it on its link are through.
-    It occupies its link for bytes / rate, and is through `latency` later. Links are queues: one per node for all that
-    leaves it, shared by its ranks, and one per pair of ranks of a node and direction.
+    The model: a message starts when both sides have posted it, and when its link has finished the messages before it. It
+    occupies its link for bytes / rate. Links are queues: one for all messages that leave a node, and one for each ordered
+    pair of ranks in a node.
     """
 
     def __init__(self, path: Path, links: Links) -> None:
         self.links = links
-        cells = links.ranks * links.ranks
-        size = cells * (1 + SLOTS * 4) * 8
+        pairs = links.ranks * links.ranks
+        size = pairs * (1 + SLOTS * 4) * 8
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self._file, size)  # zeros, or what another process has written already
-        whole = np.frombuffer(mmap.mmap(self._file, size), dtype=np.float64)
-        self._free = whole[:cells].reshape(links.ranks, links.ranks)
-        self._slots = whole[cells:].reshape(links.ranks, links.ranks, SLOTS, 4)
+        os.ftruncate(self._file, size)  # a new file reads as zeros; the contents of an existing file stay
+        numbers = np.frombuffer(mmap.mmap(self._file, size), dtype=np.float64)
+        self._link_free = numbers[:pairs].reshape(links.ranks, links.ranks)
+        self._slots = numbers[pairs:].reshape(links.ranks, links.ranks, SLOTS, 4)
 
     def post(self, source: int, target: int, tag: int, turn: int, size: int) -> None:
-        """One side has posted the message; the second one to do so puts it on its link."""
-        with self._lock():
-            slot = self._find(source, target, tag, turn)
+        """Record that one side has posted a message of `size` bytes; the second side to post puts it on its link."""
+        with self._locked():
+            slot = self._find_slot(source, target, tag, turn)
             if slot is None:
-                empty = np.flatnonzero(self._slots[source, target, :, LEFT] == 0)
+                empty = np.flatnonzero(self._slots[source, target, :, ASKS_LEFT] == 0)
                 assert len(empty), f"more than {SLOTS} messages from rank {source} to rank {target} at a time"
                 self._slots[source, target, empty[0]] = tag, turn, np.inf, 2
                 return
-            here, there = self.links.node(source), self.links.node(target)
-            queue = (source, target) if here == there else (here * self.links.inner,) * 2
-            start = max(time.monotonic(), self._free[queue])
-            self._free[queue] = start + size / (self.links.fast if here == there else self.links.outer)
-            slot[DUE] = self._free[queue] + self.links.latency
+            node, target_node = self.links.node(source), self.links.node(target)
+            inside = node == target_node
+            queue = (source, target) if inside else (node * self.links.ranks_per_node,) * 2
+            rate = self.links.node_bandwidth if inside else self.links.bandwidth
+            start = max(time.monotonic(), self._link_free[queue])
+            self._link_free[queue] = slot[ARRIVAL] = start + size / rate
 
-    def due(self, source: int, target: int, tag: int, turn: int) -> float:
-        """When (time.monotonic) the message is through; each side asks once, after both have posted."""
-        with self._lock():
-            slot = self._find(source, target, tag, turn)
-            assert slot is not None and np.isfinite(slot[DUE]), "asked before both sides had posted"
-            slot[LEFT] -= 1
-            return float(slot[DUE])
+    def arrival(self, source: int, target: int, tag: int, turn: int) -> float:
+        """When (time.monotonic) the message has arrived. Each side asks once, after both sides have posted."""
+        with self._locked():
+            slot = self._find_slot(source, target, tag, turn)
+            assert slot is not None and np.isfinite(slot[ARRIVAL]), "asked before both sides had posted"
+            slot[ASKS_LEFT] -= 1
+            return float(slot[ARRIVAL])
 
-    def _find(self, source: int, target: int, tag: int, turn: int) -> np.ndarray | None:
+    def _find_slot(self, source: int, target: int, tag: int, turn: int) -> np.ndarray | None:
         slots = self._slots[source, target]
-        found = np.flatnonzero((slots[:, LEFT] > 0) & (slots[:, TAG] == tag) & (slots[:, TURN] == turn))
-        return slots[found[0]] if len(found) else None
+        matches = np.flatnonzero((slots[:, ASKS_LEFT] > 0) & (slots[:, TAG] == tag) & (slots[:, TURN] == turn))
+        return slots[matches[0]] if len(matches) else None
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield
@@ -104,48 +107,8 @@ class Board:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-class Delayed:
-    """A transport between ranks of one machine whose messages are done no sooner than the model of `Board` says.
-
-    The messages are really sent, too. The modelled time runs while the rank computes; what is left of it at the wait
-    is slept, so that no core is taken from those who compute. Handshakes are not delayed.
-    """
-
-    def __init__(self, inner: Transport, board: Board) -> None:
-        assert inner.size == board.links.ranks
-        self.inner, self.board = inner, board
-        self.rank, self.size = inner.rank, inner.size
-        self.counters, self.calls, self.agreed = inner.counters, inner.calls, inner.agreed
-        self._turns: Counter[tuple[int, int, int]] = Counter()
-
-    def check(self, device: torch.device) -> None:
-        self.inner.check(device)
-
-    def post(self, post: Post) -> Any:
-        names = [self._name(m, self.rank, m.peer) for m in post.sends]
-        names += [self._name(m, m.peer, self.rank) for m in post.recvs]
-        for name, message in zip(names, (*post.sends, *post.recvs), strict=True):
-            self.board.post(*name, message.data.numel())  # first: a message that has arrived was posted by both
-        return self.inner.post(post), names
-
-    def wait(self, ticket: Any) -> None:
-        sent, names = ticket
-        self.inner.wait(sent)
-        left = max((self.board.due(*name) for name in names), default=0.0) - time.monotonic()
-        if left > 0:
-            time.sleep(left)
-
-    def gather(self, record: bytes) -> list[bytes]:
-        return self.inner.gather(record)
-
-    def _name(self, message: Message, source: int, target: int) -> tuple[int, int, int, int]:
-        key = source, target, message.tag
-        self._turns[key] += 1
-        return *key, self._turns[key]
-
-
-class Free:
-    """A transport whose messages take no time, and bring zeros: what is left of a program is its computing."""
+class _Wrapper:
+    """A transport that passes everything but messages on to `inner`."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -155,12 +118,53 @@ class Free:
     def check(self, device: torch.device) -> None:
         self.inner.check(device)
 
+    def gather(self, record: bytes) -> list[bytes]:
+        return self.inner.gather(record)
+
+
+class DelayedTransport(_Wrapper):
+    """A transport between ranks of one machine whose messages arrive no sooner than on the links of a MessageBoard.
+
+    The messages are really sent, too. Their modelled time passes while the rank computes; a wait sleeps for what is left
+    of it, which takes no core from ranks that compute. Handshakes are not delayed.
+    """
+
+    def __init__(self, inner: Transport, board: MessageBoard) -> None:
+        assert inner.size == board.links.ranks
+        super().__init__(inner)
+        self.board = board
+        self._turns: Counter[tuple[int, int, int]] = Counter()
+
+    def post(self, post: Post) -> Any:
+        """Start the messages of a step and return a ticket."""
+        keys = [self._next_key(message, self.rank, message.peer) for message in post.sends]
+        keys += [self._next_key(message, message.peer, self.rank) for message in post.recvs]
+        for key, message in zip(keys, (*post.sends, *post.recvs), strict=True):
+            # On the board before it is sent: once a message has arrived, the board has the posts of both sides.
+            self.board.post(*key, message.data.numel())
+        return self.inner.post(post), keys
+
+    def wait(self, ticket: Any) -> None:
+        """Block until the messages of a ticket have arrived, really and by the model."""
+        inner_ticket, keys = ticket
+        self.inner.wait(inner_ticket)
+        left = max((self.board.arrival(*key) for key in keys), default=0.0) - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+
+    def _next_key(self, message: Message, source: int, target: int) -> tuple[int, int, int, int]:
+        key = source, target, message.tag
+        self._turns[key] += 1
+        return *key, self._turns[key]
+
+
+class InstantTransport(_Wrapper):
+    """A transport whose messages take no time and bring zeros: a program on it takes the time of its computing."""
+
     def post(self, post: Post) -> None:
-        for message in post.recvs:  # what a reused buffer holds may be NaN, of which kernels make exceptions
+        """Fill the receive buffers with zeros."""
+        for message in post.recvs:  # NaNs of a reused buffer would take kernels through their slow path
             message.data.zero_()
 
     def wait(self, ticket: None) -> None:
-        """Nothing is under way."""
-
-    def gather(self, record: bytes) -> list[bytes]:
-        return self.inner.gather(record)
+        """Return at once: no message is in flight."""

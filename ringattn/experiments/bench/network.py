@@ -1,8 +1,13 @@
-"""Two nodes on one machine, for tests and benchmarks: network namespaces joined by a link of a given rate.
+"""Ranks on two nodes of one machine, for tests and benchmarks: real shaped links where possible, modelled links elsewhere.
 
-Where the system does not let us make them, the links are modelled instead (`links.Delayed`), and `fabric` says so.
-The namespaces have no names: each lives as long as a process in it, all of which die with the process that started
-them, and takes its devices with it. So nothing is left behind, however that process ends.
+Both kinds of links stay, as each is needed. The measurements of suites "schedules" and "auto" rest on the real links,
+network namespaces joined by a device that `tc` slows down: TCP, Gloo's own messages and the processor time of the
+network code are in their times, and no model of ours. Making namespaces takes root and Linux tools, which a container or
+a laptop often lacks; there `links.DelayedTransport` keeps the suites and their tests running, and `describe_network`
+says so in the record.
+
+A namespace has no name: it lives as long as a process in it. All of these processes die with the process that started
+them, so nothing is left behind, however that process ends.
 """
 
 from __future__ import annotations
@@ -23,46 +28,48 @@ from typing import Any
 from ...errors import InvalidInput, LaunchFailure
 from ...transport.launcher import run_local, tail, terminable
 from ...transport.torchdist import TorchDist
-from .links import Board, Delayed, Links
+from .links import DelayedTransport, Links, MessageBoard
 
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc")
-#: Run a command that dies with this process, whatever kills it.
+#: Runs a command that dies with this process, whatever kills this process.
 MORTAL = ("setpriv", "--pdeathsig", "KILL")
 DEVICE = "link0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
-#: Bytes that may pass a shaped link at once, and that may queue for it; the latter so many that nothing is dropped.
+#: Bytes that may pass a shaped link at once, and bytes that may queue for it: enough that nothing is dropped.
 BURST, QUEUE = 72 << 10, 256 << 20
-#: net.ipv4.tcp_rmem: little is under way per connection, so that the few bytes by which Gloo asks for a message do not
-#: wait behind those of others in our queue, which real switches do not have.
-RECEIVE = "4096 65536 131072"
-#: Seconds that a command which sets up a namespace may take, and others get to end after one node has failed.
-PATIENCE, GRACE = 20.0, 3.0
+#: net.ipv4.tcp_rmem. A small receive window keeps few bytes in flight per connection: the short messages by which Gloo
+#: asks for data would otherwise wait in our queue behind the data of other connections, which real switches do not do.
+RECEIVE_WINDOW = "4096 65536 131072"
+#: Most seconds of a command that sets up a namespace, and seconds that the other node may take after one has failed.
+SETUP_TIMEOUT, GRACE = 20.0, 3.0
+#: Threads of a rank: the ranks of a benchmark share the machine's cores.
+THREADS = 1
 
 
-def fabric() -> str:
-    """What `run_nodes` gives, for the record: real namespaces, or a model and why."""
-    found = obstacle()
-    if found is None:
+def describe_network() -> str:
+    """The kind of links that `run_nodes` uses here, for the record: real namespaces, or a model and the reason."""
+    obstacle = find_obstacle()
+    if obstacle is None:
         return "two network namespaces on this machine, joined by veth, with links shaped by tc tbf"
-    return f"MODELLED links, as shaped network namespaces are impossible here ({found}): messages are held back"
+    return f"MODELLED links, as shaped network namespaces are impossible here ({obstacle}): messages are held back"
 
 
 @lru_cache(maxsize=1)
-def obstacle() -> str | None:
-    """Why there can be no shaped namespaces here, or None; found by making some."""
+def find_obstacle() -> str | None:
+    """Why shaped namespaces are impossible here, or None; found by making two namespaces."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} missing"
     try:
-        with namespaces(Links(2, 1, 1e8, 1e9)):
+        with make_namespaces(Links(2, 1, 1e8, 1e9)):
             return None
     except LaunchFailure as error:
         return str(error)
 
 
 @contextmanager
-def namespaces(links: Links) -> Iterator[list[list[str]]]:
-    """Two namespaces joined by the outer link; gives the command prefix that runs something in each."""
+def make_namespaces(links: Links) -> Iterator[list[list[str]]]:
+    """Two namespaces joined by a shaped link; gives, for each, the command prefix that runs a program inside."""
     if links.nodes != 2:
         raise InvalidInput(
             f"nodes={links.nodes}: a pair of devices joins two nodes; try nodes=2, or the modelled links"
@@ -73,74 +80,78 @@ def namespaces(links: Links) -> Iterator[list[list[str]]]:
             holders.append(_start([*MORTAL, "unshare", "--net", "sleep", "infinity"], subprocess.PIPE))
         for holder in holders:
             _await_namespace(holder)
-        inside = [["nsenter", "--target", str(holder.pid), "--net"] for holder in holders]
+        prefixes = [["nsenter", "--target", str(holder.pid), "--net"] for holder in holders]
         other = str(holders[1].pid)
-        _do([*inside[0], "ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", other])
-        for prefix, address in zip(inside, ADDRESSES, strict=True):
-            _do([*prefix, "ip", "address", "add", f"{address}/24", "dev", DEVICE])
-            _do([*prefix, "sh", "-c", f"echo {RECEIVE} > /proc/sys/net/ipv4/tcp_rmem"])
-            # Ranks of a node talk over its loopback: one queue for all, as fast as their own links together.
-            for device, rate in ((DEVICE, links.outer), ("lo", links.fast * links.inner)):
-                _do([*prefix, "ip", "link", "set", device, "up"])
+        _run([*prefixes[0], "ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", other])
+        for prefix, address in zip(prefixes, ADDRESSES, strict=True):
+            _run([*prefix, "ip", "address", "add", f"{address}/24", "dev", DEVICE])
+            _run([*prefix, "sh", "-c", f"echo {RECEIVE_WINDOW} > /proc/sys/net/ipv4/tcp_rmem"])
+            # The ranks of a node share its loopback device: one queue with the rate of all their links together.
+            for device, rate in ((DEVICE, links.bandwidth), ("lo", links.node_bandwidth * links.ranks_per_node)):
+                _run([*prefix, "ip", "link", "set", device, "up"])
                 shape = ("rate", f"{round(rate * 8)}bit", "burst", str(BURST), "limit", str(QUEUE))
-                _do([*prefix, "tc", "qdisc", "add", "dev", device, "root", "tbf", *shape])
-        yield inside
+                _run([*prefix, "tc", "qdisc", "add", "dev", device, "root", "tbf", *shape])
+        yield prefixes
     finally:
-        _end(holders)
+        _kill(holders)
 
 
 def run_nodes(
-    fn: Callable[..., Any], links: Links, *args: Any, timeout: float = 120.0, threads: int | None = 1,
-    group_timeout: float | None = None, modelled: bool | None = None,
-) -> list[Any]:  # fmt: skip
-    """fn(rank, transport, *args) on `links.ranks` new Gloo ranks behind these links; return values in rank order.
+    function: Callable[..., Any], links: Links, *args: Any, timeout: float = 120.0, modelled: bool | None = None
+) -> list[Any]:
+    """Return values of function(rank, transport, *args) on `links.ranks` new Gloo ranks behind links, in rank order.
 
-    The ranks of real nodes are started by torchrun, one per node; `modelled` asks for one kind of links by name,
-    None for real ones where they are possible. `fn` is a function of an importable module. `timeout` (seconds)
-    bounds the whole run, `group_timeout` (default: the same) every message in it. Raises LaunchFailure with what the
-    ranks said; no process and no namespace is left behind.
+    `modelled` chooses the kind of links; None takes real links where they are possible. Ranks behind real links are
+    started by torchrun, one torchrun per node. `function` belongs to an importable module. `timeout` (seconds) bounds the
+    whole run and every message. Raises LaunchFailure with the last output of the ranks; no process and no namespace is
+    left behind.
     """
-    if modelled if modelled is not None else obstacle() is not None:
+    if modelled if modelled is not None else find_obstacle() is not None:
         with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
-            rest = (fn, links, str(Path(scratch, "board")), group_timeout or timeout, args)
+            board = str(Path(scratch, "board"))
             return run_local(
-                _modelled, links.ranks, *rest, timeout=timeout, group_timeout=group_timeout, threads=threads
+                _run_behind_model, links.ranks, function, links, board, timeout, args, timeout=timeout, threads=THREADS
             )
-    with terminable(), tempfile.TemporaryDirectory(prefix="ringattn-") as scratch, namespaces(links) as inside:
+    with (
+        terminable(),
+        tempfile.TemporaryDirectory(prefix="ringattn-") as scratch,
+        make_namespaces(links) as prefixes,
+    ):
         folder = Path(scratch)
-        (folder / "work").write_bytes(pickle.dumps((group_timeout or timeout, threads, pickle.dumps((fn, args)))))
-        # Nobody else is in the namespace, so the port stays free until torchrun takes it.
-        find = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
-        port = _do([*inside[0], sys.executable, "-c", find]).strip()
-        env = {"TMPDIR": scratch, "GLOO_SOCKET_IFNAME": DEVICE}  # torchrun does not clean up after itself
-        env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        (folder / "work").write_bytes(pickle.dumps((timeout, THREADS, pickle.dumps((function, args)))))
+        # No other process is in the namespace, so the port is still free when torchrun takes it.
+        find_port = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+        port = _run([*prefixes[0], sys.executable, "-c", find_port]).strip()
+        # torchrun leaves files in TMPDIR.
+        env = {"TMPDIR": scratch, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": str(THREADS)}
         nodes: list[subprocess.Popen[bytes]] = []
         logs = [folder / f"node_{node}.log" for node in range(links.nodes)]
         try:
-            for node, prefix in enumerate(inside):
+            for node, prefix in enumerate(prefixes):
                 with logs[node].open("wb") as log:
                     nodes.append(_start([*MORTAL, *prefix, *_torchrun(node, links, port, folder)], log, env))
-            _watch(nodes, logs, timeout)
+            _wait_for_nodes(nodes, logs, timeout)
         finally:
-            _end(nodes)
+            _kill(nodes)
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(links.ranks)]
 
 
-def _modelled(
-    rank: int, fn: Callable[..., Any], links: Links, board: str, timeout: float, args: tuple[Any, ...]
+def _run_behind_model(
+    rank: int, function: Callable[..., Any], links: Links, board: str, timeout: float, args: tuple[Any, ...]
 ) -> Any:
-    return fn(rank, Delayed(TorchDist(timeout=timeout), Board(Path(board), links)), *args)
+    return function(rank, DelayedTransport(TorchDist(timeout=timeout), MessageBoard(Path(board), links)), *args)
 
 
 def _torchrun(node: int, links: Links, port: str, folder: Path) -> list[str]:
-    place = ["--nnodes", str(links.nodes), "--node-rank", str(node), "--nproc-per-node", str(links.inner)]
-    head = ["--master-addr", ADDRESSES[0], "--master-port", port, "--local-addr", ADDRESSES[node]]
+    """The command that starts the ranks of a node."""
+    place = ["--nnodes", str(links.nodes), "--node-rank", str(node), "--nproc-per-node", str(links.ranks_per_node)]
+    store = ["--master-addr", ADDRESSES[0], "--master-port", port, "--local-addr", ADDRESSES[node]]
     rank = ["--no-python", *MORTAL, sys.executable, "-m", "ringattn.experiments.bench.node", str(folder)]
-    return [sys.executable, "-m", "torch.distributed.run", *place, *head, *rank]
+    return [sys.executable, "-m", "torch.distributed.run", *place, *store, *rank]
 
 
 def _start(command: list[str], output: Any, more: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """In a session of its own: a Ctrl-C is for us, who then end it."""
+    """Start a process in a session of its own: Ctrl-C reaches this process only, which then ends the started one."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(more or {})}
     return subprocess.Popen(
@@ -149,35 +160,36 @@ def _start(command: list[str], output: Any, more: dict[str, str] | None = None) 
 
 
 def _await_namespace(holder: subprocess.Popen[bytes]) -> None:
-    """Return when the process has left our namespace for its own."""
-    ours, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + PATIENCE
+    """Return when the process has left our namespace for its own. Raises LaunchFailure where it does not."""
+    ours, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + SETUP_TIMEOUT
     while holder.poll() is None:
         try:
             if os.readlink(f"/proc/{holder.pid}/ns/net") != ours:
                 return
         except OSError:
-            continue  # it ends at this moment; poll() will tell
+            continue  # the process is ending; poll() tells when it has ended
         if time.monotonic() > deadline:
-            raise LaunchFailure(f"no network namespace within {PATIENCE:g} s")
+            raise LaunchFailure(f"no network namespace within {SETUP_TIMEOUT:g} s")
         time.sleep(0.005)
     assert holder.stdout is not None
-    said = holder.stdout.read().decode(errors="replace").strip()
-    raise LaunchFailure(f"unshare --net: {said or f'status {holder.returncode}'}")
+    output = holder.stdout.read().decode(errors="replace").strip()
+    raise LaunchFailure(f"unshare --net: {output or f'status {holder.returncode}'}")
 
 
-def _do(command: list[str]) -> str:
+def _run(command: list[str]) -> str:
+    """The output of a command. Raises LaunchFailure where the command fails or takes longer than SETUP_TIMEOUT."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SETUP_TIMEOUT)
     except subprocess.TimeoutExpired:
-        raise LaunchFailure(f"{' '.join(command)}: not done within {PATIENCE:g} s") from None
+        raise LaunchFailure(f"{' '.join(command)}: not done within {SETUP_TIMEOUT:g} s") from None
     if done.returncode:
         words = (done.stderr.strip() or f"status {done.returncode}").splitlines()[0]
         raise LaunchFailure(f"{' '.join(command[command.index('--net') + 1 :][:6])} ..: {words}")
     return done.stdout
 
 
-def _watch(nodes: list[subprocess.Popen[bytes]], logs: list[Path], timeout: float) -> None:
-    """Return when all nodes have ended well; raise when one has failed, or the time is over."""
+def _wait_for_nodes(nodes: list[subprocess.Popen[bytes]], logs: list[Path], timeout: float) -> None:
+    """Return when all nodes have ended with status 0. Raises LaunchFailure where a node fails or the time is over."""
     deadline = time.monotonic() + timeout
     failed: list[int] = []
     while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
@@ -187,15 +199,17 @@ def _watch(nodes: list[subprocess.Popen[bytes]], logs: list[Path], timeout: floa
         time.sleep(0.02)
     failed = failed or [i for i, node in enumerate(nodes) if node.poll()]
     if failed:
-        raise LaunchFailure(f"node {failed[0]} of {len(nodes)} exited with status {nodes[failed[0]].returncode}"
-                            f"{tail(logs[failed[0]])}")  # fmt: skip
-    late = [f"node {i} still ran{tail(logs[i])}" for i, node in enumerate(nodes) if node.poll() is None]
-    if late:
-        raise LaunchFailure(f"the nodes did not end within {timeout:g} s: " + "\n".join(late))
+        first = failed[0]
+        raise LaunchFailure(
+            f"node {first} of {len(nodes)} exited with status {nodes[first].returncode}{tail(logs[first])}"
+        )
+    running = [f"node {i} still ran{tail(logs[i])}" for i, node in enumerate(nodes) if node.poll() is None]
+    if running:
+        raise LaunchFailure(f"the nodes did not end within {timeout:g} s: " + "\n".join(running))
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kill what still runs; the ranks of a node die with it."""
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kill the processes that still run; the ranks of a node die with its torchrun."""
     for process in processes:
         if process.poll() is None:
             process.kill()

@@ -1,4 +1,4 @@
-"""A rank that torchrun starts on a node of `network.run_nodes`: python -m ringattn.experiments.bench.node <folder>."""
+"""One rank of `network.run_nodes`, started by torchrun: python -m ringattn.experiments.bench.node <folder>."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from ...transport.torchdist import TorchDist
 
 @record
 def main(folder: Path) -> None:
-    """Run the pickled function and leave its result in the folder."""
+    """Run the pickled function of the file `work`, and write its result to the file named after the rank."""
     timeout, threads, work = pickle.loads((folder / "work").read_bytes())
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=timeout))
-    fn, args = pickle.loads(work)
+    function, args = pickle.loads(work)
     rank = dist.get_rank()
-    result = fn(rank, TorchDist(timeout=timeout), *args)
+    result = function(rank, TorchDist(timeout=timeout), *args)
     temporary = folder / f"{rank}.part"
     temporary.write_bytes(pickle.dumps(result))
     temporary.rename(folder / str(rank))
-    dist.barrier()  # the store of rank 0 outlives everybody's use of it
+    dist.barrier()  # rank 0 hosts the store, and must not end while others use it
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by way of the interpreter's end: there torch's Gloo threads abort the process now and then.
+    # Skips the interpreter's shutdown, in which torch's Gloo threads sometimes abort the process.
     os._exit(0)
 
 

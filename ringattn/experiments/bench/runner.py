@@ -1,9 +1,8 @@
-"""The one benchmark runner: columns alternate A B C A B C in one run, every raw number is kept."""
+"""The benchmark runner: the columns of a case alternate A B C A B C in one run, and every raw number is kept."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import re
@@ -18,77 +17,91 @@ import torch
 import torch.distributed as dist
 
 from ... import __version__
-from ...files import make_folder, write_text
-from ...reporting import peak_memory as memory
+from ...reporting import peak_memory
 from ...reporting.provenance import git, source
 from ...runtime.memory_pool import memory_pool
 from ...transport.base import Transport
 from ...transport.launcher import run_local
-from . import SUMMARIES, get_cases
-from .case import BenchCase, Context, Run
-from .network import fabric, run_nodes
+from . import get_cases, get_suite
+from .case import BenchCase, CaseRecord, Context, Run
+from .network import describe_network, run_nodes
 
-Step = Callable[[], float]
-#: Seconds that one suite may take before its processes are killed.
+#: Seconds after which the processes of a case are killed.
 TIMEOUT = 3600.0
-MIXED = "**The code changed during this run: its cases measured different versions. Run it again.**"
 
 
 def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Measure a suite; the record that `write` stores. `tell` hears what is under way."""
-    results, before = [], machine()
+    """Measure the cases of a suite, or the named ones; returns the record that `records.write_record` stores.
+
+    `tell` receives a line before each case.
+    """
+    host = describe_host()
     cases = get_cases(suite, names)
     if any(case.links for case in cases):
-        tell(f"behind {fabric()}")
+        tell(f"behind {describe_network()}")
+    case_records = []
     for case in cases:
         tell(f"{case.name}: {', '.join(column.name for column in case.columns)}")
         if case.links is None:
-            raw = run_local(measure, case.ranks, None, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
+            raw = run_local(measure, case.ranks, None, suite, case.name, repeat, timeout=TIMEOUT)
         else:
-            raw = run_nodes(measure, case.links, suite, case.name, repeat, timeout=TIMEOUT, group_timeout=TIMEOUT)
-        results.append(summarise(case, raw))
-    mixed = before["source"] != machine()["source"]
+            raw = run_nodes(measure, case.links, suite, case.name, repeat, timeout=TIMEOUT)
+        case_records.append(summarise_case(case, raw))
     record = {
-        "suite": suite, "repeat": repeat, "machine": before, "mixed": mixed, "kind": "measured", "cases": results
-    }  # fmt: skip
-    return {**record, "summary": SUMMARIES[suite](results)} if suite in SUMMARIES else record
+        "suite": suite,
+        "repeat": repeat,
+        "machine": host,
+        "mixed": host["source"] != describe_host()["source"],
+        "kind": "measured",
+        "cases": case_records,
+    }
+    conclude = get_suite(suite).conclude
+    return {**record, "summary": conclude(case_records)} if conclude else record
 
 
 def measure(rank: int, transport: Transport | None, suite: str, name: str, repeat: int) -> dict[str, Any]:
-    """One rank of a case, in a process of its own: check, warm up, then rounds of every column."""
+    """Raw numbers of one rank of a case, in a process of its own."""
     (case,) = get_cases(suite, [name])
+    return measure_case(case, rank, transport, repeat)
+
+
+def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat: int) -> dict[str, Any]:
+    """Raw numbers of one rank: a warm-up, the check of its results, then `repeat` rounds of every column.
+
+    {"times": seconds by column, "errors": by name}, or {"bytes": by round, "allowed": bytes, "errors": {}}.
+    """
     context = Context(rank, case.ranks, case.settings, transport)
     repeat = min(repeat, case.rounds or repeat)
-    if case.memory is not None:
+    if case.formula_bytes is not None:
         return _measure_memory(case, context, repeat)
     runs = {}
     for column in case.columns:
         runs[column.name] = (column.threads, column.make(context))
-    first = {column: _once(*run)[1] for column, run in runs.items()}
-    errors = case.check(context, first) if case.check else {}
-    del first
-    return {"times": rounds(runs, repeat), "errors": errors}
+    results = {name: _time_run(*run)[1] for name, run in runs.items()}
+    errors = case.check(context, results) if case.check else {}
+    del results
+    return {"times": time_rounds(runs, repeat), "errors": errors}
 
 
-def rounds(
-    runs: dict[str, tuple[int, Run | None]], repeat: int, step: Step = time.perf_counter
+def time_rounds(
+    runs: dict[str, tuple[int, Run | None]], repeat: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of every column in every round; the columns take turns within a round."""
+    """Seconds of every column in every round, by (threads, run) of each column. Columns alternate within a round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
-            times[name].append(_once(*run, step=step)[0])
+            times[name].append(_time_run(*run, clock=clock)[0])
     return times
 
 
-def _once(threads: int, run: Run | None, step: Step = time.perf_counter) -> tuple[float, Any]:
-    """One run between two barriers, so that the slowest rank counts."""
+def _time_run(threads: int, run: Run | None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
+    """(seconds, result) of one run between two barriers, so that the slowest rank counts."""
     torch.set_num_threads(threads)
     _barrier()
-    start = step()
+    start = clock()
     result = run() if run is not None else None
     _barrier()
-    return step() - start, result
+    return clock() - start, result
 
 
 def _barrier() -> None:
@@ -97,12 +110,12 @@ def _barrier() -> None:
 
 
 def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str, Any]:
-    """Rise of the resident peak over the state before the inputs exist, run by run.
+    """The rise of the resident peak over the state before the inputs exist, in bytes, run by run.
 
     A run of a few tokens comes first: it loads libraries and opens connections.
     """
-    assert case.memory is not None
-    memory.return_freed()
+    assert case.formula_bytes is not None
+    peak_memory.return_freed()
     (column,) = case.columns
     torch.set_num_threads(column.threads)
     small = column.make(replace(context, settings={**context.settings, "tokens": 16 * context.ranks}))
@@ -112,58 +125,52 @@ def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str,
     rises = []
     for _ in range(repeat):
         _barrier()
-        base = memory.resident()
-        memory.reset_peak()
+        base = peak_memory.resident()
+        peak_memory.reset_peak()
         run = column.make(context)
         if run is not None:
             run()
-        rises.append(memory.peak() - base)
+        rises.append(peak_memory.peak() - base)
         del run
         memory_pool().clear()
-    return {"bytes": rises, "allowed": case.memory(context), "errors": {}}
+    return {"bytes": rises, "allowed": case.formula_bytes(context), "errors": {}}
 
 
-def summarise(case: BenchCase, raw: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians, spread and ratios of a case from what its ranks measured."""
-    summary: dict[str, Any] = {
+def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
+    """The record of a case: medians, spreads and ratios of the raw numbers of its ranks, with the raw numbers."""
+    record: CaseRecord = {
         "case": case.name,
         "ranks": case.ranks,
         "settings": case.settings,
         "errors": raw[0]["errors"],
-        "notes": [*case.notes, *([f"network: {fabric()}"] if case.links else [])],
+        "notes": [*case.notes, *([f"network: {describe_network()}"] if case.links else [])],
     }
     if case.links is not None:
-        summary["links"] = asdict(case.links)
-    if case.memory is not None:
-        shares = [max(rank["bytes"]) / rank["allowed"] for rank in raw]
-        summary["memory"] = {
+        record["links"] = asdict(case.links)
+    if case.formula_bytes is not None:
+        worst = max(max(rank["bytes"]) / rank["allowed"] for rank in raw)
+        record["memory"] = {
             "peak_bytes": [rank["bytes"] for rank in raw],
             "formula_bytes": [rank["allowed"] for rank in raw],
-            "ratio": max(shares),
+            "ratio": worst,
             "limit": case.limit,
-            "met": case.limit is None or max(shares) <= case.limit,
+            "met": case.limit is None or worst <= case.limit,
         }
-        return summary
-    # The barriers make a run last equally long on all ranks; rank 0 speaks for them.
+        return record
+    # The barriers make a run last equally long on all ranks: the times of rank 0 are those of all ranks.
     times = raw[0]["times"]
-    summary["columns"] = {
+    record["columns"] = {
         column.name: {"threads": column.threads, "seconds": times[column.name], **_spread(times[column.name])}
         for column in case.columns
     }
-    summary["ratios"] = []
+    record["ratios"] = []
     for ratio in case.ratios:
-        values = [a / b * ratio.work for a, b in zip(times[ratio.over], times[ratio.under], strict=True)]
-        middle = median(values)
-        summary["ratios"].append(
-            {
-                "ratio": ratio.label,
-                "rounds": values,
-                **_spread(values),
-                "target": ratio.target,
-                "met": None if ratio.target is None else middle >= ratio.target,
-            }
+        values = [over / under * ratio.work for over, under in zip(times[ratio.over], times[ratio.under], strict=True)]
+        met = None if ratio.target is None else median(values) >= ratio.target
+        record["ratios"].append(
+            {"ratio": ratio.label, "rounds": values, **_spread(values), "target": ratio.target, "met": met}
         )
-    return {**summary, "summary": case.summary(summary)} if case.summary else summary
+    return {**record, "summary": case.summarise(record)} if case.summarise else record
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -171,10 +178,10 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": middle, "min": least, "max": most, "spread": (most - least) / middle}
 
 
-def machine() -> dict[str, Any]:
-    """Hardware, versions and commit: what a number means nothing without."""
+def describe_host() -> dict[str, Any]:
+    """Hardware, versions, commit and date of a measurement."""
     return {
-        "cpu": _cpu(),
+        "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -189,93 +196,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        found = dict(re.findall(r"^(model name|model|cpu family)\s*: (.*)$", info.read_text(), re.MULTILINE))
-        if "model name" in found:
-            return f"{found['model name']} (family {found.get('cpu family')}, model {found.get('model')})"
+        fields = dict(re.findall(r"^(model name|model|cpu family)\s*: (.*)$", info.read_text(), re.MULTILINE))
+        if "model name" in fields:
+            return f"{fields['model name']} (family {fields.get('cpu family')}, model {fields.get('model')})"
     return platform.processor() or platform.machine()
-
-
-def write(record: dict[str, Any], folder: Path) -> tuple[Path, Path]:
-    """Store a record as dated JSON and Markdown; returns both paths."""
-    make_folder(folder)
-    words = re.sub(r"[^a-z0-9]+", "-", str(record["machine"]["cpu"]).lower()).strip("-")
-    stem = f"{record['suite']}_{words}_{record['machine']['cores']}cores_{record['machine']['date'][:10]}"
-    number = 1
-    while (folder / f"{stem}_{number}.json").exists():
-        number += 1
-    data, text = (folder / f"{stem}_{number}.{suffix}" for suffix in ("json", "md"))
-    write_text(data, json.dumps(record, indent=1) + "\n")
-    write_text(text, markdown(record))
-    return data, text
-
-
-def markdown(record: dict[str, Any]) -> str:
-    """The record for people. All numbers are measured."""
-    m = record["machine"]
-    lines = [
-        f"# Suite {record['suite']}, {m['date'][:10]}",
-        "",
-        f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.1f} GiB; torch {m['torch']}, python {m['python']}, "
-        f"ringattn {m['ringattn']} at commit {m['commit']}{' with local changes' if m['dirty'] else ''}; "
-        f"{record['repeat']} alternating rounds (fewer of the longest cases) after one warm-up. All numbers are measured; ratios are medians of the "
-        "rounds' own ratios, [min .. max].",
-        *(["", MIXED] if record["mixed"] else []),
-        "",
-        "| case | columns: median seconds [min .. max] | ratio | target | met | error |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows(record):
-        lines.append("| " + " | ".join(row) + " |")
-    notes = dict.fromkeys(note for case in record["cases"] for note in case["notes"])
-    lines += ["", *judged(record)]
-    lines += ["", *(f"- {note}" for note in notes)]
-    return "\n".join([*lines, "", "Settings and every raw number are in the JSON file of the same name.", ""])
-
-
-def judged(record: dict[str, Any]) -> list[str]:
-    """What the suite concludes, case by case and as a whole."""
-    found = [case for case in record["cases"] if "summary" in case]
-    if not found:
-        return []
-    names = list(found[0]["summary"])
-    texts = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in case["summary"].values()] for case in found]
-    whole = record["summary"]
-    return [
-        f"**{whole['summary']}; target >= {whole['target']}: {_yes(whole['met'])}**",
-        "",
-        "| " + " | ".join(["case", *names]) + " |",
-        "|---" * (len(names) + 1) + "|",
-        *("| " + " | ".join([case["case"], *text]) + " |" for case, text in zip(found, texts, strict=True)),
-    ]
-
-
-def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row per ratio: case, columns, ratio, target, met, error."""
-    table: list[tuple[str, ...]] = []
-    for case in record["cases"]:
-        errors = "; ".join(f"{name} {value:.1e}" for name, value in case["errors"].items())
-        if "memory" in case:
-            found = case["memory"]
-            peak, formula = max(map(max, found["peak_bytes"])), max(found["formula_bytes"])
-            text = f"peak {peak / 2**20:.1f} MiB, formula {formula / 2**20:.1f} MiB"
-            limit = "" if found["limit"] is None else f"<= {found['limit']}"
-            table.append((case["case"], text, f"{found['ratio']:.3f}", limit, _yes(found["met"]), errors))
-            continue
-        text = ", ".join(f"{n} {_show(c, 4)} ({c['threads']} threads)" for n, c in case["columns"].items())
-        for ratio in case["ratios"]:
-            target = "" if ratio["target"] is None else f">= {ratio['target']}"
-            name = f"{ratio['ratio']} = {_show(ratio, 3)}"
-            table.append((case["case"], text, name, target, _yes(ratio["met"]), errors))
-            text = errors = ""
-    return table
-
-
-def _show(values: dict[str, float], digits: int) -> str:
-    return f"{values['median']:.{digits}f} [{values['min']:.{digits}f} .. {values['max']:.{digits}f}]"
-
-
-def _yes(met: bool | None) -> str:
-    return "" if met is None else "yes" if met else "NO"

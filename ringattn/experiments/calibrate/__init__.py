@@ -1,1 +1,1 @@
-"""Calibration: what a machine does, measured on all ranks at once, as a Machine that the timing model takes."""
+"""Calibration: the speed of a machine, measured on all its ranks at once, as a Machine for the timing model."""

@@ -1,4 +1,4 @@
-"""From raw times to the numbers of a machine. No torch, no step: the same samples give the same numbers."""
+"""Numbers of a machine, fitted to raw times. No torch and no clock: equal samples give equal numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
 
 @dataclass(frozen=True)
 class Sample:
-    """Times of one call of the attention kernel on a tile, in seconds, of all ranks; `flops` are its useful ones."""
+    """Seconds of repeated calls of the attention kernel on one tile, on all ranks; `flops` useful FLOPs per call."""
 
     shape: str
     backward: bool
@@ -23,8 +23,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds of a message of m bytes: latency + m / bandwidth, and how far measured medians lie from that, relatively."""
+class LinkFit:
+    """Seconds of a message of m bytes: latency + m / bandwidth. The errors of measured medians are relative."""
 
     latency: float
     bandwidth: float
@@ -32,22 +32,23 @@ class Line:
     worst_error: float
 
 
-def kernel_times(
+def fit_kernel_times(
     samples: Sequence[Sample], overhead: tuple[float, float], head_dim: int, dtype: str, heads: int | None = None
 ) -> KernelTimes:
     """Kernel times from samples that form a grid of rows x keys for each shape and direction.
 
-    A rate is FLOPs / (median seconds - overhead); where next to nothing is left of the median, a tenth of it.
+    A rate is FLOPs / (median seconds - overhead); at least a tenth of the median is left. Raises InvalidInput where the
+    grid has a gap.
     """
     grids = []
     for shape in SHAPES:
         for backward in (False, True):
-            found = {(s.rows, s.keys): s for s in samples if (s.shape, s.backward) == (shape, backward)}
-            rows, keys = (tuple(sorted({size[axis] for size in found})) for axis in (0, 1))
-            missing = [(r, k) for r in rows for k in keys if (r, k) not in found]
+            by_size = {(s.rows, s.keys): s for s in samples if (s.shape, s.backward) == (shape, backward)}
+            rows, keys = (tuple(sorted({size[axis] for size in by_size})) for axis in (0, 1))
+            missing = [(r, k) for r in rows for k in keys if (r, k) not in by_size]
             if missing:
                 raise InvalidInput(f"samples of {shape} tiles: {missing[0]} missing; measure all rows x keys")
-            rates = tuple(tuple(_rate(found[r, k], overhead[backward]) for k in keys) for r in rows)
+            rates = tuple(tuple(_rate(by_size[r, k], overhead[backward]) for k in keys) for r in rows)
             grids.append(TimeGrid(shape, backward, rows, keys, rates))
     return KernelTimes(head_dim, dtype, overhead, tuple(grids), heads=heads)
 
@@ -57,8 +58,11 @@ def _rate(sample: Sample, overhead: float) -> float:
     return sample.flops / max(middle - overhead, middle / 10)
 
 
-def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """latency >= 0 and bandwidth that minimise the sum of squared relative errors: weighted linear least squares."""
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
+    """The latency >= 0 and bandwidth with the least sum of squared relative errors: weighted linear least squares.
+
+    Raises InvalidInput for fewer than two sizes, and for times that do not grow with the sizes.
+    """
     if len(sizes) < 2 or len(set(sizes)) < 2:
         raise InvalidInput(f"sizes={list(sizes)}: a line through times of messages needs at least two sizes")
     weights = [1 / t**2 for t in seconds]
@@ -70,28 +74,32 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
         latency, slope = 0.0, t1 / s2
     if slope <= 0:
         raise InvalidInput(
-            f"times of messages do not grow with their sizes ({list(sizes)} bytes: {list(seconds)} s); measure larger sizes, "
-            "or on a machine that does less else"
+            f"times of messages do not grow with their sizes ({list(sizes)} bytes: {list(seconds)} s); measure larger "
+            "sizes, or measure while the machine does nothing else"
         )
     errors = [abs(latency + slope * m - t) / t for m, t in zip(sizes, seconds, strict=True)]
-    return Line(latency, 1 / slope, median(errors), max(errors))
+    return LinkFit(latency, 1 / slope, median(errors), max(errors))
 
 
-def interference(found: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
-    """The part of a message's time that it takes from a visit, from (visit alone, message alone, visit under the message)
-    of repetitions in turn: by size, the median of what a visit under a message takes longer than the one before it, over
-    the time that they share; of these the median, and not below 0.
+def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
+    """The share of a message's time by which the message lengthens the visit that hides it, at least 0.
+
+    `samples` has, for each size, the seconds of (visits alone, messages alone, visits under a message), repetition by
+    repetition. A size gives the median lengthening over the time that visit and message share; the result is the median
+    over sizes.
     """
-    parts = [
+    shares = [
         median(b - a for a, b in zip(visit, together, strict=True)) / min(median(visit), median(message))
-        for visit, message, together in found
+        for visit, message, together in samples
     ]
-    return max(0.0, median(parts))
+    return max(0.0, median(shares))
 
 
-def jitter(samples: Sequence[Sequence[float]]) -> float:
-    """Standard deviation over mean of repeated times, each relative to its own mean, pooled over the longer half of the
-    measurements: what interrupts a rank for a moment is many times as long as the shortest calls.
+def fit_jitter(samples: Sequence[Sequence[float]]) -> float:
+    """Standard deviation over mean of repeated times, pooled over the longer half of the measurements.
+
+    Each measurement is relative to its own mean. The shorter half is left out: what interrupts a rank for a moment lasts
+    many times as long as the shortest calls.
     """
     longest = sorted(samples, key=median)[len(samples) // 2 :]
     squares = count = 0.0

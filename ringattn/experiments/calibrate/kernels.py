@@ -1,4 +1,4 @@
-"""Times of the attention kernel, tile shape by tile shape, through the calls that the executor makes."""
+"""Times of the attention kernel by shape and size of tile, through the calls that the executor makes."""
 
 from __future__ import annotations
 
@@ -16,96 +16,105 @@ from ...runtime.memory_pool import memory_pool
 from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
-from .team import ENOUGH, ROUNDS, Team
+from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks
 
 
-def tiles(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
-    """One work for each point of the grids: dense rows x keys, causal triangles, bands of `widths` keys per row."""
-    every = range(heads)
+def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
+    """One work for each point of the grids: dense rows x keys, causal triangles, and bands of `widths` keys per row."""
+    all_heads = range(heads)
     for n in rows:
         for m in rows:
-            yield Work(every, every, range(n), (range(m),))
+            yield Work(all_heads, all_heads, range(n), (range(m),))
     for n in rows:
-        yield Work(every, every, range(n), (range(n),), lo=0)
+        yield Work(all_heads, all_heads, range(n), (range(n),), lo=0)
     for n in rows:
         for width in widths:
             # A parallelogram: row i sees the keys i .. i + width - 1.
-            yield Work(every, every, range(n), (range(n + width - 1),), lo=1 - width, hi=0)
+            yield Work(all_heads, all_heads, range(n), (range(n + width - 1),), lo=1 - width, hi=0)
 
 
-def samples(
-    team: Team, kernel: Kernel, works: Sequence[Work], head_dim: int, dtype: torch.dtype, repeat: int
+def time_works(
+    ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], head_dim: int, dtype: torch.dtype, repeat: int
 ) -> list[Sample]:
-    """Samples of works, forward and then backward, measured in rounds over all of them."""
+    """A sample of each work, forward and then backward, measured in rounds over all works."""
     kinds = [(work, backward) for backward in (False, True) for work in works]
     rounds = [
         [
-            sample(team, kernel, work, head_dim, dtype, backward=backward, repeat=-(-repeat // ROUNDS))
+            time_work(ranks, kernel, work, head_dim, dtype, backward=backward, repeat=-(-repeat // ROUNDS))
             for work, backward in kinds
         ]
         for _ in range(ROUNDS)
     ]
     return [
-        replace(same[0], seconds=tuple(seconds for one in same for seconds in one.seconds))
-        for same in zip(*rounds, strict=True)
+        replace(samples[0], seconds=tuple(seconds for sample in samples for seconds in sample.seconds))
+        for samples in zip(*rounds, strict=True)
     ]
 
 
-def sample(
-    team: Team, kernel: Kernel, work: Work, head_dim: int, dtype: torch.dtype, *, backward: bool, repeat: int
+def time_work(
+    ranks: MeasuringRanks,
+    kernel: Kernel,
+    work: Work,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+    repeat: int,
 ) -> Sample:
-    """Seconds of all ranks for one work, which all of them compute at the same time."""
-    call = calls(kernel, work, head_dim, dtype, team.device, backward=backward)
-    seconds = team.repeated(call, repeat, ENOUGH / ROUNDS)
-    (tile,) = lower_to_tiles(work)
-    shape, rows, keys, pairs = tile
+    """Seconds of all ranks for one work, which all ranks compute at the same time."""
+    call = make_call(kernel, work, head_dim, dtype, ranks.device, backward=backward)
+    seconds = ranks.gather(ranks.time_repeated(call, repeat, ENOUGH / ROUNDS))
+    ((shape, rows, keys, pairs),) = lower_to_tiles(work)
     flops = pairs * 4 * head_dim * (BACKWARD if backward else 1.0)
-    return Sample(shape, backward, rows, keys, flops, tuple(t for rank in team.everyone(seconds) for t in rank))
+    return Sample(shape, backward, rows, keys, flops, tuple(t for of_rank in seconds for t in of_rank))
 
 
-def calls(
+def make_call(
     kernel: Kernel, work: Work, head_dim: int, dtype: torch.dtype, device: torch.device, *, backward: bool
 ) -> Callable[[], None]:
-    """A function that computes a work on random inputs as the executor does: the output is dropped, gradients are added."""
+    """A function that computes a work on random inputs as the executor does: it drops the output, or adds gradients."""
     heads = len(work.heads)
     q, grad, out = (torch.randn(1, heads, len(work.q), head_dim, device=device).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
     lse = torch.full((1, heads, len(work.q)), float(work.keys), device=device, dtype=wide(dtype))
     scale = head_dim**-0.5
-    split = list(kernel.split(work))
+    kernel_calls = list(kernel.split(work))
     inputs = KernelInputs(memory_pool(device))
+    check_finite = not work.dense  # as in the executor, the check is part of a call with a band
 
-    banded = not work.dense
-
-    def forward_() -> None:
-        clean = banded and finite(k, v)
-        for call in split:
+    def run_forward() -> None:
+        clean = check_finite and finite(k, v)
+        for call in kernel_calls:
             for batch in batches(call, q):
-                x, y, z = inputs.of(call, batch, (q,), (k, v))
-                kernel_forward(kernel, x, y, z, call, scale, clean=clean)
+                q_rows, k_rows, v_rows = inputs.of(call, batch, (q,), (k, v))
+                kernel_forward(kernel, q_rows, k_rows, v_rows, call, scale, clean=clean)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
 
-    def backward_() -> None:
-        clean = banded and finite(k, v)
-        for call in split:
+    def run_backward() -> None:
+        clean = check_finite and finite(k, v)
+        for call in kernel_calls:
             for batch in batches(call, q):
-                g, x, o, total, y, z = inputs.of(call, batch, (grad, q, out, lse), (k, v))
-                parts = kernel_backward(kernel, g, x, y, z, o, total, call, scale, clean=clean)
-                add_(dq[batch], call.heads, (call.q,), call, call.q_shift, parts[0])
-                add_(dk[batch], call.kv, call.k, call, call.k_shift, parts[1])
-                add_(dv[batch], call.kv, call.k, call, call.k_shift, parts[2])
+                grad_rows, q_rows, out_rows, lse_rows, k_rows, v_rows = inputs.of(
+                    call, batch, (grad, q, out, lse), (k, v)
+                )
+                grads = kernel_backward(
+                    kernel, grad_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, call, scale, clean=clean
+                )
+                add_(dq[batch], call.heads, (call.q,), call, call.q_shift, grads[0])
+                add_(dk[batch], call.kv, call.k, call, call.k_shift, grads[1])
+                add_(dv[batch], call.kv, call.k, call, call.k_shift, grads[2])
 
-    return backward_ if backward else forward_
+    return run_backward if backward else run_forward
 
 
-def overheads(
-    team: Team, kernel: Kernel, head_dim: int, dtype: torch.dtype, repeat: int
+def time_overheads(
+    ranks: MeasuringRanks, kernel: Kernel, head_dim: int, dtype: torch.dtype, repeat: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of calls on one row and one key of one head, forward and backward: what a call takes beside its work."""
+    """Seconds of forward and of backward calls on one row and one key of one head: a call's time beside its work."""
     work = Work(range(1), range(1), range(1), (range(1),))
     forward, backward = (
-        sample(team, kernel, work, head_dim, dtype, backward=backward, repeat=repeat).seconds
+        time_work(ranks, kernel, work, head_dim, dtype, backward=backward, repeat=repeat).seconds
         for backward in (False, True)
     )
     return forward, backward

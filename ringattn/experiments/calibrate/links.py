@@ -1,48 +1,53 @@
-"""Times of messages: there and back between two ranks, and from every rank to its neighbour while all others send too."""
+"""Times of messages: between two ranks, and from every rank to its neighbour while all other ranks send too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from .team import Team
+import torch
+
+from .measuring_ranks import MeasuringRanks
+
+#: (bytes, seconds of all ranks and repetitions) of each size of message.
+MessageTimes = list[tuple[int, list[float]]]
 
 
-def ping_pong(team: Team, sizes: Sequence[int], repeat: int) -> list[tuple[int, list[float]]]:
-    """(bytes, seconds one way) of messages between ranks 0 and 1 while all other ranks wait; half of there and back."""
-    found = []
+def time_ping_pong(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int) -> MessageTimes:
+    """Seconds one way between ranks 0 and 1 while all other ranks wait: half of the time there and back."""
+    times = []
     for size in sizes:
-        mine, theirs = team.buffer(size), team.buffer(size)
-
-        def turn(mine=mine, theirs=theirs) -> None:  # type: ignore[no-untyped-def]
-            if team.rank == 0:
-                team.finish(team.exchange({1: mine}, {}))
-                team.finish(team.exchange({}, {1: theirs}))
-            elif team.rank == 1:
-                team.finish(team.exchange({}, {0: theirs}))
-                team.finish(team.exchange({0: mine}, {}))
-
-        seconds = team.repeated(turn, repeat)
-        found.append((size, [t / 2 for rank in team.everyone(seconds)[:2] for t in rank]))
-    return found
+        call = partial(_ping_pong, ranks, ranks.make_buffer(size), ranks.make_buffer(size))
+        seconds = ranks.gather(ranks.time_repeated(call, repeat))
+        times.append((size, [t / 2 for of_rank in seconds[:2] for t in of_rank]))
+    return times
 
 
-def shift(team: Team, sizes: Sequence[int], repeat: int, *, near: bool) -> list[tuple[int, list[float]]]:
-    """(bytes, seconds) of messages from every rank to the next one of its node (near), or to its peer on the next node."""
-    node, place = divmod(team.rank, team.inner)
-    nodes = team.size // team.inner
+def _ping_pong(ranks: MeasuringRanks, sent: torch.Tensor, received: torch.Tensor) -> None:
+    if ranks.rank == 0:
+        ranks.finish_messages(ranks.start_messages({1: sent}, {}))
+        ranks.finish_messages(ranks.start_messages({}, {1: received}))
+    elif ranks.rank == 1:
+        ranks.finish_messages(ranks.start_messages({}, {0: received}))
+        ranks.finish_messages(ranks.start_messages({0: sent}, {}))
+
+
+def time_shift(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int, *, within_node: bool) -> MessageTimes:
+    """Seconds of messages from every rank to the next rank of its node, or to the same place on the next node."""
+    node, place = divmod(ranks.rank, ranks.ranks_per_node)
 
     def peer(step: int) -> int:
-        if near:
-            return node * team.inner + (place + step) % team.inner
-        return (node + step) % nodes * team.inner + place
+        if within_node:
+            return node * ranks.ranks_per_node + (place + step) % ranks.ranks_per_node
+        return (node + step) % ranks.nodes * ranks.ranks_per_node + place
 
-    found = []
+    times = []
     for size in sizes:
-        mine, theirs = team.buffer(size), team.buffer(size)
+        call = partial(_exchange, ranks, {peer(1): ranks.make_buffer(size)}, {peer(-1): ranks.make_buffer(size)})
+        seconds = ranks.gather(ranks.time_repeated(call, repeat))
+        times.append((size, [t for of_rank in seconds for t in of_rank]))
+    return times
 
-        def turn(mine=mine, theirs=theirs) -> None:  # type: ignore[no-untyped-def]
-            team.finish(team.exchange({peer(1): mine}, {peer(-1): theirs}))
 
-        seconds = team.repeated(turn, repeat)
-        found.append((size, [t for rank in team.everyone(seconds) for t in rank]))
-    return found
+def _exchange(ranks: MeasuringRanks, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> None:
+    ranks.finish_messages(ranks.start_messages(sends, recvs))

@@ -1,4 +1,4 @@
-"""The order of a calibration on one rank, and the machine that comes of it."""
+"""The order of a calibration on one rank, and the machine that results from it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import torch
 
 from ...errors import InvalidInput
 from ...kernels import get_kernel
+from ...kernels.base import Kernel
+from ...machine.kernel_times import KernelTimes
 from ...machine.machine import Machine
-from . import kernels, links, merge, noise, overlap
-from .fits import Line, interference, jitter, kernel_times, line
+from . import kernels, merge, noise
+from .fits import fit_interference, fit_jitter, fit_kernel_times, fit_link
+from .links import MessageTimes, time_ping_pong, time_shift
+from .measuring_ranks import MeasuringRanks
+from .overlap import measure_overlaps
 from .passes import Pass, Settings
-from .team import Team
 
 
 @dataclass(frozen=True)
 class CalibrationSizes:
-    """What is measured: rows and keys of tiles, keys per row of bands, bytes of messages; each ascends."""
+    """Ascending sizes to measure: rows and keys of tiles, keys per row of bands, bytes of messages."""
 
     rows: Sequence[int]
     widths: Sequence[int]
@@ -35,7 +39,7 @@ class CalibrationSizes:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured machine, the raw samples behind it, and what the fits leave."""
+    """A measured machine, the raw samples behind its numbers, and the errors of the fits."""
 
     machine: Machine
     samples: dict[str, Any]
@@ -44,94 +48,146 @@ class Calibration:
 
 
 def calibrate(
-    team: Team, settings: Settings, sizes: CalibrationSizes, base: Machine, tell: Callable[[str], None]
-) -> Calibration:
-    """Measure kernels, merging, links, overlap and noise on all ranks of `team`; what is not measured is `base`'s.
-
-    Collective; `tell` hears what is under way. A process alone measures kernels and merging. Raises InvalidInput, and
-    Unsupported where the kernel cannot compute the dtype.
-    """
-    shape = (1, settings.heads, 1, settings.head_dim)
-    probe = torch.zeros(shape, dtype=settings.torch_dtype, device=team.device)
-    kernel = get_kernel(settings.kernel, probe, probe, probe)
-    dtype = settings.torch_dtype
-    tell("kernels")
-    empty = kernels.overheads(team, kernel, settings.head_dim, dtype, settings.repeat)
-    works = list(kernels.tiles(sizes.rows, sizes.widths, settings.heads))
-    samples = kernels.samples(team, kernel, works, settings.head_dim, dtype, settings.repeat)
-    overhead = median(empty[0]), median(empty[1])
-    times = kernel_times(samples, overhead, settings.head_dim, settings.dtype, settings.heads)
-    tell("merging")
-    merges = merge.measure(team, sizes.rows, settings.heads, settings.head_dim, dtype, settings.repeat)
-    dense = times.grid("dense", False)
-    values: dict[str, Any] = {
-        "flops": dense.rates[-1][-1], "merge": merge.rate(merges), "jitter": jitter([s.seconds for s in samples]),
-    }  # fmt: skip
-    raw: dict[str, Any] = {
-        "unit": "s", "overhead": [list(x) for x in empty], "kernels": [asdict(s) for s in samples],
-        "merge": [{"bytes": size, "seconds": seconds} for size, seconds in merges],
-    }  # fmt: skip
-    fits: dict[str, Any] = {}
-    if team.size > 1:
-        tell("links")
-        _links(team, sizes, settings, values, raw, fits)
-        tell("overlap")
-        found = overlap.measure(team, kernel, sizes.rows, settings.heads, settings.head_dim, dtype, settings.repeat)
-        raw["overlap"] = [asdict(one) for one in found]
-        # Of the smallest blocks a message takes longer than a visit, which is not what a ring is for.
-        values["gamma"] = interference([(one.visit, one.message, one.together) for one in found[1:]])
-    machine = base.changed(
-        **values,
-        kernel=times,
-        sources=(
-            *_kept(base, values),
-            *((name, "measured") for name in measured(values, team.size // team.inner)),
-            ("kernel", "measured"),
-        ),
-    )
-    passes: list[Pass] = []
-    if team.size > 1:
-        tell("calls")
-        short = noise.calls(team, machine, sizes.rows, settings)
-        raw["calls"] = [{**asdict(one.case), "seconds": list(one.seconds), "modelled": one.modelled} for one in short]
-        machine = machine.changed(call=noise.beside(short), sources=(*machine.sources, ("call", "measured")))
-        tell("noise")
-        passes = noise.residuals(team, machine, sizes.rows, settings)
-        ratios = tuple(ratio for one in passes for ratio in one.ratios)
-        machine = machine.changed(residuals=ratios, sources=(*machine.sources, ("residuals", "measured")))
-        raw["passes"] = [{**asdict(one.case), "seconds": list(one.seconds), "modelled": one.modelled} for one in passes]
-    return Calibration(machine, _plain(raw), _plain(fits), passes)
-
-
-def _links(
-    team: Team,
-    sizes: CalibrationSizes,
+    ranks: MeasuringRanks,
     settings: Settings,
-    values: dict[str, Any],
-    raw: dict[str, Any],
-    fits: dict[str, Any],
-) -> None:
-    """Measure and fit links: those between nodes where there are several, and those within."""
-    pairs = links.ping_pong(team, sizes.messages, settings.repeat)
-    raw["ping_pong"] = [{"bytes": size, "seconds": seconds} for size, seconds in pairs]
-    nodes = team.size // team.inner
-    kinds = [("", False)] if team.inner == 1 else [("", True)] if nodes == 1 else [("", False), ("node_", True)]
-    values["ranks_per_node"] = team.inner if nodes > 1 else 1
-    for prefix, near in kinds:
-        found = links.shift(team, sizes.messages, settings.repeat, near=near)
-        raw[f"{prefix}shift"] = [{"bytes": size, "seconds": seconds} for size, seconds in found]
-        fit: Line = line([size for size, _ in found], [median(seconds) for _, seconds in found])
-        fits[f"{prefix}link"] = {
-            **asdict(fit), "unit": "s, bytes/s, relative", "of": "shift to the neighbour, all ranks at once"
-        }  # fmt: skip
-        values[f"{prefix}latency"], values[f"{prefix}bandwidth"] = fit.latency, fit.bandwidth
-    if nodes == 1 or team.inner == 1:
-        values["node_latency"] = values["node_bandwidth"] = None
-    values["shared_nic"] = False  # bandwidth was measured with all ranks of a node on their way out
+    sizes: CalibrationSizes,
+    base: Machine,
+    tell: Callable[[str], None],
+) -> Calibration:
+    """Measure kernels, merging, links, overlap and noise on all ranks. Numbers that are not measured are those of `base`.
+
+    Collective. A process alone measures kernels and merging only. `tell` receives the name of each part before it is
+    measured. Raises InvalidInput, and Unsupported where the kernel cannot compute the dtype.
+    """
+    return _Calibrator(ranks, settings, sizes, tell).run(base)
 
 
-def measured(values: dict[str, Any], nodes: int) -> list[str]:
-    """The names of `values` that were measured. On one node nothing tells `ranks_per_node` and `shared_nic`: they are assumed."""
+class _Calibrator:
+    """Collects the numbers of a machine in `values`, and what the machine file keeps of them in `samples` and `fits`."""
+
+    def __init__(
+        self, ranks: MeasuringRanks, settings: Settings, sizes: CalibrationSizes, tell: Callable[[str], None]
+    ) -> None:
+        self.ranks, self.settings, self.sizes, self.tell = ranks, settings, sizes, tell
+        self.values: dict[str, Any] = {}
+        self.samples: dict[str, Any] = {"unit": "s"}
+        self.fits: dict[str, Any] = {}
+
+    def run(self, base: Machine) -> Calibration:
+        settings, ranks = self.settings, self.ranks
+        probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=ranks.device)
+        kernel = get_kernel(settings.kernel, probe, probe, probe)
+        kernel_times = self.measure_kernels(kernel)
+        self.measure_merging()
+        if ranks.size > 1:
+            self.measure_links()
+            self.measure_overlap(kernel)
+        kept = [pair for pair in base.sources if pair[0] not in (*self.values, "kernel", "residuals")]
+        names = [*list_measured(self.values, ranks.nodes), "kernel"]
+        sources = (*kept, *((name, "measured") for name in names))
+        machine = base.changed(**self.values, kernel=kernel_times, sources=sources)
+        passes: list[Pass] = []
+        if ranks.size > 1:
+            machine = self.measure_calls(machine)
+            machine, passes = self.measure_noise(machine)
+        return Calibration(machine, _plain(self.samples), _plain(self.fits), passes)
+
+    def measure_kernels(self, kernel: Kernel) -> KernelTimes:
+        """Kernel times, and the machine's `flops` and `jitter`."""
+        settings, dtype = self.settings, self.settings.torch_dtype
+        self.tell("kernels")
+        overheads = kernels.time_overheads(self.ranks, kernel, settings.head_dim, dtype, settings.repeat)
+        works = list(kernels.list_works(self.sizes.rows, self.sizes.widths, settings.heads))
+        samples = kernels.time_works(self.ranks, kernel, works, settings.head_dim, dtype, settings.repeat)
+        overhead = median(overheads[0]), median(overheads[1])
+        kernel_times = fit_kernel_times(samples, overhead, settings.head_dim, settings.dtype, settings.heads)
+        self.values["flops"] = kernel_times.grid("dense", False).rates[-1][-1]
+        self.values["jitter"] = fit_jitter([sample.seconds for sample in samples])
+        self.samples["overhead"] = overheads
+        self.samples["kernels"] = [asdict(sample) for sample in samples]
+        return kernel_times
+
+    def measure_merging(self) -> None:
+        """The machine's `merge`."""
+        settings = self.settings
+        self.tell("merging")
+        times = merge.time_merges(
+            self.ranks,
+            self.sizes.rows,
+            settings.heads,
+            settings.head_dim,
+            settings.torch_dtype,
+            settings.repeat,
+        )
+        self.values["merge"] = merge.merge_rate(times)
+        self.samples["merge"] = _by_bytes(times)
+
+    def measure_links(self) -> None:
+        """Latency and bandwidth of the links between nodes where there are several, and of those within a node."""
+        self.tell("links")
+        ranks, messages, repeat = self.ranks, self.sizes.messages, self.settings.repeat
+        self.samples["ping_pong"] = _by_bytes(time_ping_pong(ranks, messages, repeat))
+        self.values["ranks_per_node"] = ranks.ranks_per_node if ranks.nodes > 1 else 1
+        if ranks.nodes == 1 or ranks.ranks_per_node == 1:  # one kind of links
+            self._measure_shift("", within_node=ranks.ranks_per_node > 1)
+            self.values["node_latency"] = self.values["node_bandwidth"] = None
+        else:
+            self._measure_shift("", within_node=False)
+            self._measure_shift("node_", within_node=True)
+        self.values["shared_nic"] = False  # the bandwidth was measured while all ranks of a node sent to another node
+
+    def _measure_shift(self, prefix: str, *, within_node: bool) -> None:
+        times = time_shift(self.ranks, self.sizes.messages, self.settings.repeat, within_node=within_node)
+        fit = fit_link([size for size, _ in times], [median(seconds) for _, seconds in times])
+        self.values[f"{prefix}latency"], self.values[f"{prefix}bandwidth"] = fit.latency, fit.bandwidth
+        self.samples[f"{prefix}shift"] = _by_bytes(times)
+        self.fits[f"{prefix}link"] = {
+            **asdict(fit),
+            "unit": "s, bytes/s, relative",
+            "of": "shift to the neighbour, all ranks at once",
+        }
+
+    def measure_overlap(self, kernel: Kernel) -> None:
+        """The machine's `gamma`."""
+        settings = self.settings
+        self.tell("overlap")
+        overlaps = measure_overlaps(
+            self.ranks,
+            kernel,
+            self.sizes.rows,
+            settings.heads,
+            settings.head_dim,
+            settings.torch_dtype,
+            settings.repeat,
+        )
+        self.samples["overlap"] = [asdict(overlap) for overlap in overlaps]
+        # Without the smallest block, whose message takes longer than its visit: a ring is not meant for such blocks.
+        self.values["gamma"] = fit_interference(
+            [(overlap.visit, overlap.message, overlap.together) for overlap in overlaps[1:]]
+        )
+
+    def measure_calls(self, machine: Machine) -> Machine:
+        """The machine with its `call`, the time of a call beside its work."""
+        self.tell("calls")
+        passes = noise.measure_short_passes(self.ranks, machine, self.sizes.rows, self.settings)
+        self.samples["calls"] = [_pass_record(each) for each in passes]
+        overhead = noise.fit_call_overhead(passes)
+        return machine.changed(call=overhead, sources=(*machine.sources, ("call", "measured")))
+
+    def measure_noise(self, machine: Machine) -> tuple[Machine, list[Pass]]:
+        """The machine with its `residuals`, and the passes behind them."""
+        self.tell("noise")
+        passes = noise.measure_residuals(self.ranks, machine, self.sizes.rows, self.settings)
+        self.samples["passes"] = [_pass_record(each) for each in passes]
+        ratios = tuple(ratio for each in passes for ratio in each.ratios)
+        return machine.changed(residuals=ratios, sources=(*machine.sources, ("residuals", "measured"))), passes
+
+
+def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
+    """The names of `values` that were measured.
+
+    On one node, nothing measures `ranks_per_node` and `shared_nic`: they are assumed.
+    """
     return [
         name
         for name, value in values.items()
@@ -139,13 +195,16 @@ def measured(values: dict[str, Any], nodes: int) -> list[str]:
     ]
 
 
-def _kept(base: Machine, values: dict[str, Any]) -> list[tuple[str, str]]:
-    """The sources of what the base says and was not measured."""
-    return [pair for pair in base.sources if pair[0] not in (*values, "kernel", "residuals")]
+def _by_bytes(times: MessageTimes) -> list[dict[str, Any]]:
+    return [{"bytes": size, "seconds": seconds} for size, seconds in times]
+
+
+def _pass_record(measured: Pass) -> dict[str, Any]:
+    return {**asdict(measured.case), "seconds": list(measured.seconds), "modelled": measured.modelled}
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, as YAML has them."""
+    """Tuples as lists, which YAML can hold."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,8 +1,9 @@
-"""The rate at which partial results are merged: `softmax.merge_` on outputs of several sizes."""
+"""The rate of merging partial results: `softmax.merge_` on outputs of several sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from statistics import median
 
@@ -11,40 +12,39 @@ import torch
 from ...kernels.base import wide
 from ...runtime.softmax import merge_
 from ...timing.rates import MERGE_PASSES
-from .team import Team
+from .measuring_ranks import MeasuringRanks
 
-#: Outputs of so many bytes in all are merged in turn, so that each has left the caches: in a pass, a visit lies between
-#: two merges. Of the smallest ones, fewer will do.
-COLD, MOST_SETS = 1 << 27, 64
+#: Bytes of the outputs that are merged in turn, so that each has left the caches before its next turn, as in a pass,
+#: where a visit lies between two merges; and the most outputs, which limits their number for the smallest sizes.
+COLD_BYTES, MOST_OUTPUTS = 1 << 27, 64
 
 
-def measure(
-    team: Team, rows: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype, repeat: int
+def time_merges(
+    ranks: MeasuringRanks, rows: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype, repeat: int
 ) -> list[tuple[int, list[float]]]:
-    """(bytes of an output and its lse in the wider dtype, seconds of merging one into it on all ranks) by size."""
-    found = []
+    """(bytes of an output and its lse in the wider dtype, seconds of merging a partial into them on all ranks) by size."""
+    times = []
     for n in rows:
         size = n * heads * (head_dim + 1) * wide(dtype).itemsize
-        sets = [_partials(team, n, heads, head_dim, dtype) for _ in range(max(2, min(COLD // (2 * size), MOST_SETS)))]
-        turn = cycle(sets)
-
-        def merge(turn: Iterator[tuple[torch.Tensor, ...]] = turn) -> None:
-            merge_(*next(turn))
-
-        seconds = team.repeated(merge, repeat)
-        found.append((size, [t for rank in team.everyone(seconds) for t in rank]))
-    return found
+        count = max(2, min(COLD_BYTES // (2 * size), MOST_OUTPUTS))
+        partials = cycle([_make_partials(ranks.device, n, heads, head_dim, dtype) for _ in range(count)])
+        seconds = ranks.gather(ranks.time_repeated(partial(_merge_next, partials), repeat))
+        times.append((size, [t for of_rank in seconds for t in of_rank]))
+    return times
 
 
-def _partials(team: Team, rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """(out, lse) and another partial of the same rows."""
-    found: list[torch.Tensor] = []
-    for _ in range(2):
-        found.append(torch.randn(1, heads, rows, head_dim, device=team.device, dtype=wide(dtype)))
-        found.append(torch.randn(1, heads, rows, device=team.device, dtype=wide(dtype)))
-    return tuple(found)
+def _merge_next(partials: Iterator[tuple[torch.Tensor, ...]]) -> None:
+    merge_(*next(partials))
 
 
-def rate(found: Sequence[tuple[int, Sequence[float]]]) -> float:
+def _make_partials(
+    device: torch.device, rows: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """(out, lse, other out, other lse) of two partial results of the same rows."""
+    shapes = [(1, heads, rows, head_dim), (1, heads, rows)] * 2
+    return tuple(torch.randn(shape, device=device, dtype=wide(dtype)) for shape in shapes)
+
+
+def merge_rate(times: Sequence[tuple[int, Sequence[float]]]) -> float:
     """Bytes per second that a merge reads and writes together: the median over sizes."""
-    return median(MERGE_PASSES * size / median(seconds) for size, seconds in found)
+    return median(MERGE_PASSES * size / median(seconds) for size, seconds in times)

@@ -1,4 +1,4 @@
-"""What the model leaves unexplained: ratios of measured over modelled times of whole passes, kept one by one."""
+"""What the timing model leaves unexplained: ratios of measured over modelled times of whole passes."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from itertools import pairwise
 from statistics import mean, median
 
 from ...machine.machine import Machine
-from .passes import Pass, Settings, cases, measured
-from .team import Team
+from .measuring_ranks import MeasuringRanks
+from .passes import Pass, Settings, list_cases, measure_passes
 
-#: Patterns and layouts of the passes whose ratios a calibration keeps: ranks busy alike, with half the work, at different
-#: times, and with bands. What they leave unexplained differs, and an interval is to hold for all of them.
+#: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the work,
+#: busy at different times, and with bands. The model errs differently for each, and an interval is to hold for all.
 GRID = (
     ("Full()", "contiguous"),
     ("Causal()", "zigzag"),
     ("Causal()", "contiguous"),
     ("Causal() & Window(255)", "contiguous"),
 )
+#: Least repetitions of the passes with little work.
+SHORT_REPETITIONS = 20
 
 
-#: The least number of calls of little work.
-CALLS = 20
+def sizes_between(rows: Sequence[int]) -> list[int]:
+    """Rounded geometric means of neighbouring sizes, except of the two smallest, where a call is all overhead.
 
-
-def between(rows: Sequence[int]) -> list[int]:
-    """Sizes between those of the kernel times, so that the ratios hold the error of interpolation, too: the rounded
-    geometric means of neighbours, without those of the smallest sizes, where a call is all overhead."""
+    Passes of these sizes have the error of interpolating between kernel times in their ratios.
+    """
     means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
     return means[1:] or means
 
 
-def calls(team: Team, machine: Machine, rows: Sequence[int], settings: Settings) -> list[Pass]:
-    """Passes of the two smallest blocks, for what a call takes beside its work. Without work it would take less: where
-    ranks compute, their threads for messages wait for a core.
+def measure_short_passes(
+    ranks: MeasuringRanks, machine: Machine, rows: Sequence[int], settings: Settings
+) -> list[Pass]:
+    """Passes of the two smallest blocks, for the time of a call beside its work.
+
+    Passes without any work would take less: where ranks compute, their threads for messages wait for a core.
     """
-    often = replace(settings, repeat=max(settings.repeat, CALLS))
-    return measured(team, cases(GRID[:1], rows[:2], team.size), machine, often)
+    often = replace(settings, repeat=max(settings.repeat, SHORT_REPETITIONS))
+    return measure_passes(ranks, list_cases(GRID[:1], rows[:2], ranks.size), machine, often)
 
 
-def beside(passes: Sequence[Pass]) -> float:
-    """Seconds that a call takes beside what is modelled of it: the mean, over passes, of the difference of medians."""
-    return max(0.0, mean(median(one.seconds) - one.modelled for one in passes))
+def fit_call_overhead(passes: Sequence[Pass]) -> float:
+    """Seconds of a call beside its modelled time: the mean over passes of (median measured - modelled), at least 0."""
+    return max(0.0, mean(median(each.seconds) - each.modelled for each in passes))
 
 
-def residuals(team: Team, machine: Machine, rows: Sequence[int], settings: Settings) -> list[Pass]:
-    """Passes at sizes between those of the kernel times, with the machine that has just been measured."""
-    return measured(team, cases(GRID, between(rows), team.size), machine, settings)
+def measure_residuals(ranks: MeasuringRanks, machine: Machine, rows: Sequence[int], settings: Settings) -> list[Pass]:
+    """Passes at sizes between those of the kernel times, modelled on the machine that has just been measured."""
+    return measure_passes(ranks, list_cases(GRID, sizes_between(rows), ranks.size), machine, settings)

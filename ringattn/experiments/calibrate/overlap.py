@@ -1,4 +1,4 @@
-"""How much messages slow down the visits under which they hide: a block travels while a block is visited."""
+"""How much messages slow down the visits that hide them: a block travels while another block is visited."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 
 from ...kernels.base import Kernel
 from ...plan.work import Work
-from .kernels import calls
-from .team import ENOUGH, Team
+from .kernels import make_call
+from .measuring_ranks import ENOUGH, MeasuringRanks
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds by repetition, in turn, of all ranks: a visit alone, a message alone, the posting of
-    the message and the visit while it travels, and both until the message is there."""
+    """Seconds of `rows` queries visiting `rows` keys, and of the block of `bytes` bytes that travels meanwhile.
+
+    By repetition and rank: `visit` alone; `message` alone; `together`, from posting the message to the end of the visit;
+    `both`, from posting the message until the visit has ended and the message has arrived.
+    """
 
     rows: int
     bytes: int
@@ -27,39 +30,42 @@ class Overlap:
     both: tuple[float, ...]
 
 
-def measure(
-    team: Team, kernel: Kernel, rows: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype, repeat: int
+def measure_overlaps(
+    ranks: MeasuringRanks,
+    kernel: Kernel,
+    rows: Sequence[int],
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    repeat: int,
 ) -> list[Overlap]:
-    """A dense visit of n queries to n keys while the K/V block of n rows goes to the next rank, for each n of `rows`."""
-    return [_one(team, kernel, n, heads, head_dim, dtype, repeat) for n in rows]
+    """For each n of `rows`: a dense visit of n queries to n keys while a K/V block of n rows goes to the next rank."""
+    return [_measure_overlap(ranks, kernel, n, heads, head_dim, dtype, repeat) for n in rows]
 
 
-def _one(team: Team, kernel: Kernel, rows: int, heads: int, head_dim: int, dtype: torch.dtype, repeat: int) -> Overlap:
-    visit = calls(
-        kernel,
-        Work(range(heads), range(heads), range(rows), (range(rows),)),
-        head_dim,
-        dtype,
-        team.device,
-        backward=False,
-    )
+def _measure_overlap(
+    ranks: MeasuringRanks, kernel: Kernel, rows: int, heads: int, head_dim: int, dtype: torch.dtype, repeat: int
+) -> Overlap:
+    work = Work(range(heads), range(heads), range(rows), (range(rows),))
+    visit = make_call(kernel, work, head_dim, dtype, ranks.device, backward=False)
     size = 2 * rows * heads * head_dim * dtype.itemsize
-    mine, theirs = team.buffer(size), team.buffer(size)
-    following, before = (team.rank + 1) % team.size, (team.rank - 1) % team.size
+    sends = {(ranks.rank + 1) % ranks.size: ranks.make_buffer(size)}
+    recvs = {(ranks.rank - 1) % ranks.size: ranks.make_buffer(size)}
     together, both = [], []
 
     def send() -> None:
-        team.finish(team.exchange({following: mine}, {before: theirs}))
+        ranks.finish_messages(ranks.start_messages(sends, recvs))
 
-    def overlapped() -> None:
+    def overlap() -> None:
         start = time.perf_counter()
-        ticket = team.exchange({following: mine}, {before: theirs})  # some transports begin to copy at once
+        ticket = ranks.start_messages(sends, recvs)  # inside the timing: some transports copy before they return
         visit()
-        team.synchronize()
+        ranks.synchronize()
         together.append(time.perf_counter() - start)
-        team.finish(ticket)
+        ranks.finish_messages(ticket)
         both.append(time.perf_counter() - start)
 
-    alone, message, _ = team.alternating((visit, send, overlapped), repeat, 3 * ENOUGH)
-    everyone = team.everyone((alone, message, together[1:], both[1:]))  # the first one is the warm-up
-    return Overlap(rows, size, *(tuple(t for rank in everyone for t in rank[i]) for i in range(4)))
+    visit_seconds, message_seconds, _ = ranks.time_alternating((visit, send, overlap), repeat, 3 * ENOUGH)
+    # The first overlap was the warm-up.
+    of_ranks = ranks.gather((visit_seconds, message_seconds, together[1:], both[1:]))
+    return Overlap(rows, size, *(tuple(t for of_rank in of_ranks for t in of_rank[i]) for i in range(4)))

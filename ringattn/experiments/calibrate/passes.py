@@ -1,4 +1,4 @@
-"""Whole passes of the ring, measured on real ranks, and what the timing model says of the same plan."""
+"""Whole passes of the ring, measured on real ranks, and the modelled times of the same plans."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...pattern import parse_pattern
 from ...plan.plan import Plan
 from ...planner import make_plan
 from ...timing.simulation import simulate
-from .team import Team
+from .measuring_ranks import MeasuringRanks
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all measurements of a calibration share. `kernel` is the name that was asked for; repeats are the least."""
+    """What all measurements of a calibration share. `kernel` is a kernel's name or "auto", `repeat` the least repetitions."""
 
     heads: int
     head_dim: int
@@ -28,13 +28,14 @@ class Settings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        """The dtype of torch with the name `dtype`."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 @dataclass(frozen=True)
 class PassCase:
-    """One pass to measure: forward, or backward alone, of the ring schedule."""
+    """One pass of the schedule "ring" to measure: the forward, or the backward alone."""
 
     pattern: str
     layout: str
@@ -45,15 +46,22 @@ class PassCase:
         return f"{self.pattern} {self.layout} {self.tokens} {'backward' if self.backward else 'forward'}"
 
     def plan(self, ranks: int, settings: Settings) -> Plan:
+        """The plan of the pass on so many ranks."""
         return make_plan(
-            parse_pattern(self.pattern), tokens=self.tokens, ranks=ranks, layout=self.layout, schedule="ring",
-            heads=settings.heads, head_dim=settings.head_dim, dtype=settings.dtype,
-        )  # fmt: skip
+            parse_pattern(self.pattern),
+            tokens=self.tokens,
+            ranks=ranks,
+            layout=self.layout,
+            schedule="ring",
+            heads=settings.heads,
+            head_dim=settings.head_dim,
+            dtype=settings.dtype,
+        )
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A measured case: its seconds, run by run, and the modelled seconds."""
+    """A measured case: the seconds of each run, and the modelled seconds."""
 
     case: PassCase
     seconds: tuple[float, ...]
@@ -61,12 +69,12 @@ class Pass:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Measured over modelled, run by run."""
+        """Measured over modelled seconds of each run."""
         return tuple(t / self.modelled for t in self.seconds)
 
 
-def cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
-    """Every (pattern, layout) with every number of rows per rank, forward and backward."""
+def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
+    """Every (pattern, layout) of the grid with every number of rows per rank, forward and backward."""
     return [
         PassCase(pattern, layout, n * ranks, backward)
         for n in rows
@@ -75,56 +83,60 @@ def cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> l
     ]
 
 
-def measured(
-    team: Team, chosen: Sequence[PassCase], machine: Machine, settings: Settings, slow: float = 1.0
+def measure_passes(
+    ranks: MeasuringRanks, cases: Sequence[PassCase], machine: Machine, settings: Settings, slow: float = 1.0
 ) -> list[Pass]:
-    """Some cases, measured in rounds over all of them and modelled; `slow` is a factor on modelled visits. Collective.
+    """The cases, measured in `settings.repeat` rounds over all cases, and modelled on `machine`. Collective.
 
-    Each run is one round, on tensors of its own: where the allocator puts them decides much of a short pass.
+    `slow` is a factor on the modelled visits of all ranks. Each run has tensors of its own: where the allocator puts
+    them affects a short pass strongly.
     """
-    rounds = [[_seconds(team, case, settings) for case in chosen] for _ in range(settings.repeat)]
+    rounds = [[_time_pass(ranks, case, settings) for case in cases] for _ in range(settings.repeat)]
     return [
-        Pass(case, same, modelled(case, machine, team.size, settings, slow))
-        for case, same in zip(chosen, zip(*rounds, strict=True), strict=True)
+        Pass(case, seconds, _model_pass(case, machine, ranks.size, settings, slow))
+        for case, seconds in zip(cases, zip(*rounds, strict=True), strict=True)
     ]
 
 
-def _seconds(team: Team, case: PassCase, settings: Settings) -> float:
-    """Seconds of a pass after one that does not count, from a barrier to a barrier, so that the slowest rank counts.
-    Rank 0's step."""
-    plan = case.plan(team.size, settings)
-    rows = plan.layout.rows(team.rank)
-    shape = (1, settings.heads, rows, settings.head_dim)
-    q, k, v, grad = (torch.randn(shape, device=team.device).to(settings.torch_dtype) for _ in range(4))
+def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> float:
+    """Seconds of a pass after a warm-up, between two barriers, so that the slowest rank counts; by the clock of rank 0."""
+    plan = case.plan(ranks.size, settings)
+    shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)
+    q, k, v, grad = (torch.randn(shape, device=ranks.device).to(settings.torch_dtype) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_(case.backward)
 
     def attend() -> torch.Tensor:
-        found: torch.Tensor = ring_attention(
-            q, k, v, plan.pattern, layout=plan.layout, schedule="ring", kernel=settings.kernel, transport=team.transport
+        return ring_attention(
+            q,
+            k,
+            v,
+            plan.pattern,
+            layout=plan.layout,
+            schedule="ring",
+            kernel=settings.kernel,
+            transport=ranks.transport,
         )
-        return found
 
-    def timed() -> float:
+    def time_once() -> float:
         out = attend() if case.backward else None
-        team.barrier()
+        ranks.barrier()
 
         def run() -> None:
             if out is None:
                 attend()
             else:
                 torch.autograd.grad(out, (q, k, v), grad)
-            team.synchronize()
-            team.barrier()
+            ranks.synchronize()
+            ranks.barrier()
 
-        return team.timed(run)
+        return ranks.time_call(run)
 
-    timed()
-    found: float = team.everyone(timed())[0]
-    return found
+    time_once()
+    return ranks.gather(time_once())[0]
 
 
-def modelled(case: PassCase, machine: Machine, ranks: int, settings: Settings, slow: float = 1.0) -> float:
-    """Seconds that the timing model gives a case; `slow` is a factor on the visits of all ranks."""
+def _model_pass(case: PassCase, machine: Machine, ranks: int, settings: Settings, slow: float) -> float:
+    """Modelled seconds of a case; `slow` is a factor on the visits of all ranks."""
     plan = case.plan(ranks, settings)
     return simulate(plan, machine, backward=case.backward, slow=[slow] * ranks).seconds

@@ -1,10 +1,10 @@
 """A published table of rings, predicted from the table's own time of one device. Nothing is fitted.
 
-The README of github.com/zhuzilin/ring-flash-attention (commit 01c8baf): iterations per second of 8 GPUs, 8k tokens each,
-bf16, causal, with the heads of Llama 3.1 8B (32 of 128, 8 of them key/value heads), on H800 and A100 nodes with NVLink. The
-time of its flash attention call on 8k tokens gives the speed of one device; messages are taken to hide under visits, as
-they do over NVLink (their bytes are those of the preset of the device), and merging to take no time, so that a balanced
-ring is an upper bound.
+The README of github.com/zhuzilin/ring-flash-attention (commit 01c8baf): iterations per second of 8 GPUs with 8k tokens
+each, bf16, causal, with the heads of Llama 3.1 8B (32 heads of 128, 8 key/value heads), on H800 and A100 nodes with
+NVLink. The time of its flash attention call on 8k tokens gives the speed of one device. Messages are assumed to hide
+under visits, as they do over NVLink (with the links of the device's preset), and merging to take no time: the prediction
+of a balanced ring is an upper bound.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...planner import make_plan
 from ...timing.forecast import BACKWARD
 from ...timing.simulation import simulate
 
-RANKS, TOKENS, HEADS, KV_HEADS, DIM = 8, 8192, 32, 8, 128
-#: (GPU, preset of its links, pass, one device's flash attention, ring, zigzag ring), iterations per second.
+RANKS, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8, 8192, 32, 8, 128
+#: (GPU, preset of its links, pass, flash attention on one device, ring, zigzag ring), iterations per second.
 TABLE = (
     ("H800", "h100_nvlink_ib", "forward", 591.5, 38.5, 63.0),
     ("H800", "h100_nvlink_ib", "both", 154.7, 10.4, 17.4),
@@ -32,7 +32,7 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Published:
-    """One number of the table, and what the timing model says, in iterations per second."""
+    """One ring of the table: measured and modelled iterations per second."""
 
     name: str
     measured: float
@@ -40,28 +40,44 @@ class Published:
 
     @property
     def error(self) -> float:
+        """Relative error of the model."""
         return self.modelled / self.measured - 1
 
 
-def published() -> Iterator[Published]:
+def predict_published() -> Iterator[Published]:
     """Every ring of the table."""
-    forward_flash = {gpu: one for gpu, _, way, one, _, _ in TABLE if way == "forward"}
+    forward_rates = {gpu: device_rate for gpu, _, direction, device_rate, _, _ in TABLE if direction == "forward"}
     plan = partial(
-        make_plan, Causal(), tokens=RANKS * TOKENS, ranks=RANKS, schedule="ring", heads=HEADS, kv_heads=KV_HEADS,
-        head_dim=DIM, dtype="bfloat16",
-    )  # fmt: skip
-    flops = 4 * DIM * HEADS * TOKENS * (TOKENS + 1) / 2
-    for gpu, preset, way, one, ring, zigzag in TABLE:
-        forward = flops * forward_flash[gpu]
-        for layout, found in (("contiguous", ring), ("zigzag", zigzag)):
-            seconds = simulate(plan(layout=layout), _machine(preset, forward)).seconds
-            if way == "both":
-                backward = BACKWARD * flops / (1 / one - 1 / forward_flash[gpu])
-                seconds += simulate(plan(layout=layout), _machine(preset, backward), backward=True).seconds
-            yield Published(f"{gpu} {layout} {way}", found, 1 / seconds)
+        make_plan,
+        Causal(),
+        tokens=RANKS * TOKENS,
+        ranks=RANKS,
+        schedule="ring",
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype="bfloat16",
+    )
+    device_flops = 4 * HEAD_DIM * HEADS * TOKENS * (TOKENS + 1) / 2
+    for gpu, preset, direction, device_rate, ring_rate, zigzag_rate in TABLE:
+        forward_speed = device_flops * forward_rates[gpu]
+        for layout, measured in (("contiguous", ring_rate), ("zigzag", zigzag_rate)):
+            seconds = simulate(plan(layout=layout), _machine(preset, forward_speed)).seconds
+            if direction == "both":
+                backward_speed = BACKWARD * device_flops / (1 / device_rate - 1 / forward_rates[gpu])
+                machine = _machine(preset, backward_speed)
+                seconds += simulate(plan(layout=layout), machine, backward=True).seconds
+            yield Published(f"{gpu} {layout} {direction}", measured, 1 / seconds)
 
 
 def _machine(preset: str, flops: float) -> Machine:
-    """The links of a preset, and a speed."""
-    base = get_machine(preset)
-    return Machine(flops=flops, latency=base.latency, bandwidth=base.bandwidth, ranks_per_node=base.ranks_per_node, node_latency=base.node_latency, node_bandwidth=base.node_bandwidth)  # fmt: skip
+    """A machine with the links of a preset and this speed, and nothing else."""
+    links = get_machine(preset)
+    return Machine(
+        flops=flops,
+        latency=links.latency,
+        bandwidth=links.bandwidth,
+        ranks_per_node=links.ranks_per_node,
+        node_latency=links.node_latency,
+        node_bandwidth=links.node_bandwidth,
+    )

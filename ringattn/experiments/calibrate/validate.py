@@ -9,16 +9,19 @@ from statistics import mean, median
 
 from ...machine.machine import Machine
 from .noise import GRID
-from .passes import Pass, PassCase, cases
+from .passes import Pass, PassCase, list_cases
 
-#: The level of intervals.
+#: Probability that an interval is to have.
 LEVEL = 0.9
 
 
 @dataclass(frozen=True)
 class Errors:
-    """How far modelled times lie from the medians of measured ones, relative to these: signed, absolute, and the share
-    of single runs within their interval (None: the machine has no residuals). Lower `bias` is too short a prediction."""
+    """Errors of modelled times relative to the medians of measured times, and how many runs lie in their intervals.
+
+    `bias` is the mean signed error, below 0 where the model predicts too short times; `median`, `p90` and `worst` are of
+    absolute errors. `coverage` is the share of single runs within their interval, None for a machine without residuals.
+    """
 
     passes: int
     runs: int
@@ -30,48 +33,51 @@ class Errors:
 
 
 def held_out(rows: Sequence[int]) -> list[int]:
-    """Rows per rank between those of the kernel times and those of the calibration's passes: at 1/4 and 3/4 of the way
-    from one size to the next, in logarithms; not below the second size, as there a call is all overhead."""
+    """Rows per rank that were measured neither for kernel times nor for the passes of a calibration, ascending.
+
+    They lie at 1/4 and 3/4 of the way from one size to the next, in logarithms, and above the second size, as a call
+    below it is all overhead.
+    """
     pairs = list(pairwise(rows))
-    found = [round(a ** (1 - x) * b**x) for a, b in (pairs[1:] or pairs) for x in (0.25, 0.75)]
-    return sorted(set(found) - set(rows))
+    sizes = [round(a ** (1 - x) * b**x) for a, b in (pairs[1:] or pairs) for x in (0.25, 0.75)]
+    return sorted(set(sizes) - set(rows))
 
 
-def errors(passes: Sequence[Pass], machine: Machine) -> Errors:
-    """The errors of some passes."""
-    signed = [one.modelled / median(one.seconds) - 1 for one in passes]
+def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
+    """The errors of measured passes."""
+    signed = [each.modelled / median(each.seconds) - 1 for each in passes]
     absolute = sorted(map(abs, signed))
     hits = [
         low <= seconds <= high
-        for one in passes
-        if (inside := machine.interval(one.modelled, LEVEL)) is not None
-        for low, high in [inside]
-        for seconds in one.seconds
+        for each in passes
+        if (interval := machine.interval(each.modelled, LEVEL)) is not None
+        for low, high in [interval]
+        for seconds in each.seconds
     ]
     return Errors(
         passes=len(passes),
-        runs=sum(len(one.seconds) for one in passes),
+        runs=sum(len(each.seconds) for each in passes),
         bias=mean(signed),
         median=median(absolute),
-        p90=quantile(absolute, 0.9),
+        p90=_quantile(absolute, 0.9),
         worst=absolute[-1],
         coverage=sum(hits) / len(hits) if hits else None,
     )
 
 
-def quantile(ascending: Sequence[float], share: float) -> float:
-    """A quantile of sorted numbers, linear between them."""
+def _quantile(ascending: Sequence[float], share: float) -> float:
+    """A quantile of sorted numbers, linear between neighbours."""
     place = share * (len(ascending) - 1)
     low = int(place)
     high = min(low + 1, len(ascending) - 1)
     return ascending[low] + (place - low) * (ascending[high] - ascending[low])
 
 
-def chosen(rows: Sequence[int], ranks: int) -> list[PassCase]:
+def validation_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
     """The cases of a validation on so many ranks."""
-    return cases(GRID, rows, ranks)
+    return list_cases(GRID, rows, ranks)
 
 
-def oversubscribed(ranks: int, threads: int, cores: int, calibrated: tuple[int, int]) -> float:
-    """By how much visits of `ranks` x `threads` on `cores` take longer than in a calibration of (ranks, threads)."""
+def oversubscription(ranks: int, threads: int, cores: int, calibrated: tuple[int, int]) -> float:
+    """By which factor visits of `ranks` x `threads` on `cores` are slower than in a calibration of (ranks, threads)."""
     return max(1.0, ranks * threads / cores) / max(1.0, calibrated[0] * calibrated[1] / cores)

@@ -1,1 +1,1 @@
-"""Studies: many points of the timing model in one folder, with tables, plots and a report. No torch before it is needed."""
+"""Studies: many points of the timing model in one folder, with tables, plots and a report. Imports torch lazily."""

@@ -1,4 +1,4 @@
-"""What is wrong with a study and can be known before its first point is done."""
+"""Errors of a study that are visible before its first point is computed."""
 
 from __future__ import annotations
 
@@ -12,74 +12,81 @@ from ...config.schema import parse_size
 from ...errors import InvalidInput
 from . import plots
 from .space import Point
-from .tables import table
+from .tables import make_table
 
 
-def check(options: StudyGroup, points: Sequence[Point], given: Mapping[str, str]) -> None:
-    """Raise InvalidInput where settings of a study cannot be honoured over its points, Unsupported where matplotlib is
-    missing; `given` are the values of its command line by key."""
-    _check_needed(options, given)
+def check_study(options: StudyGroup, points: Sequence[Point], overrides: Mapping[str, str]) -> None:
+    """Raise InvalidInput where settings of a study cannot be honoured over its points; `overrides` by key.
+
+    Raises Unsupported where the study needs matplotlib, and matplotlib is missing.
+    """
+    _check_dependent_settings(options, overrides)
     if options.plots or options.window.point is not None:
-        plots.check()
+        plots.check_matplotlib()
     _check_plots(options, points)
     _check_window(options.window, points)
     _check_execute(options.execute)
     if options.extrapolate is not None:
-        extrapolated(options, points)
+        extrapolated_tokens(options, points)
 
 
-def check_unasked(options: StudyGroup) -> None:
-    """Raise InvalidInput where settings of a study are given, and no axes, so that there is none."""
-    for key, value in _differing("study", options, StudyGroup()):
-        text = str(value).replace("'", "")  # as it is written on the command line
+def refuse_settings_without_study(options: StudyGroup) -> None:
+    """Raise InvalidInput where a command sets keys of a study, but no axes, so that it has no study."""
+    for key, value in _changed_settings("study", options, StudyGroup()):
+        text = str(value).replace("'", "")  # as the command line has it
         raise InvalidInput(
-            f"{key}={text} has no meaning without a study; give it axes, such as study.axes.ranks=[8,64], take one with "
-            "study=NAME, or write several values with -m"
+            f"{key}={text} has no meaning without a study; give it axes, such as study.axes.ranks=[8,64], take a preset "
+            "with study=NAME, or write several values with -m"
         )
 
 
-def extrapolated(options: StudyGroup, points: Sequence[Point]) -> int:
-    """The tokens of study.extrapolate. Raises InvalidInput where a point has as many."""
+def extrapolated_tokens(options: StudyGroup, points: Sequence[Point]) -> int:
+    """The tokens of study.extrapolate. Raises InvalidInput where a point has as many tokens or more."""
     tokens = parse_size(options.extrapolate, "study.extrapolate")
-    most = max(point.config.length() for point in points)
-    if tokens <= most:
-        raise InvalidInput(f"study.extrapolate={options.extrapolate}: the study itself has {most:,} tokens; take more")
+    longest = max(point.config.length() for point in points)
+    if tokens <= longest:
+        raise InvalidInput(
+            f"study.extrapolate={options.extrapolate}: the study itself has {longest:,} tokens; take more"
+        )
     return tokens
 
 
-def _differing(name: str, given: Any, plain: Any) -> list[tuple[str, Any]]:
-    """The fields that are not what they are by default, by their whole keys."""
-    found: list[tuple[str, Any]] = []
-    for field in fields(plain):
-        value, usual, key = getattr(given, field.name), getattr(plain, field.name), f"{name}.{field.name}"
-        if is_dataclass(usual):
-            found += _differing(key, value, usual)
-        elif value != usual:
-            found.append((key, value))
-    return found
+def _changed_settings(prefix: str, options: Any, defaults: Any) -> list[tuple[str, Any]]:
+    """(whole key, value) of the fields that differ from their defaults."""
+    changed: list[tuple[str, Any]] = []
+    for field in fields(defaults):
+        key, value, default = f"{prefix}.{field.name}", getattr(options, field.name), getattr(defaults, field.name)
+        if is_dataclass(default):
+            changed += _changed_settings(key, value, default)
+        elif value != default:
+            changed.append((key, value))
+    return changed
 
 
-def _check_needed(options: StudyGroup, given: Mapping[str, str]) -> None:
-    """Refuse what is given of a part of the study that is not made. A preset's own settings may be left over."""
-    for keys, there, need in (
-        (("study.x", "study.y"), bool(options.plots), "study.plots=[...]"),
-        (tuple(f"study.window.{f.name}" for f in fields(WindowGroup)), options.window.point is not None, "study.window.point=..."),
-        (tuple(f"study.execute.{f.name}" for f in fields(ExecuteGroup)), options.execute.budget is not None, "study.execute.budget=..."),
-    ):  # fmt: skip
+def _check_dependent_settings(options: StudyGroup, overrides: Mapping[str, str]) -> None:
+    """Refuse overrides of a part that the study does not make. The file of a preset may set them."""
+    window_keys = [f"study.window.{field.name}" for field in fields(WindowGroup)]
+    execute_keys = [f"study.execute.{field.name}" for field in fields(ExecuteGroup)]
+    for keys, made, needed in (
+        (["study.x", "study.y"], bool(options.plots), "study.plots=[...]"),
+        (window_keys, options.window.point is not None, "study.window.point=..."),
+        (execute_keys, options.execute.budget is not None, "study.execute.budget=..."),
+    ):
         for key in keys:
-            if not there and given.get(key, "null") != "null":
-                raise InvalidInput(f"{key}={given[key]} has no meaning without {need}; give both, or neither")
+            if not made and overrides.get(key, "null") != "null":
+                raise InvalidInput(f"{key}={overrides[key]} has no meaning without {needed}; give both, or neither")
 
 
 def _check_plots(options: StudyGroup, points: Sequence[Point]) -> None:
     plots.check_names(options.plots)
     if not options.plots:
         return
-    planned = table(points, {point.number: {"status": "planned"} for point in points}, {})
-    _, y = plots.axes_of(planned, options.x, options.y)
+    planned = make_table(points, {point.number: {"status": "planned"} for point in points}, {})
+    _, y = plots.choose_axes(planned, options.x, options.y)
     if "crossover" in options.plots and y is None:
         raise InvalidInput(
-            "study.plots: a crossover map needs a second axis with several numbers, study.y; add one, or leave it out of plots"
+            "study.plots: a crossover map needs a second axis with several numbers, study.y; add an axis, or leave the "
+            "map out of study.plots"
         )
 
 

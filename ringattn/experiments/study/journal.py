@@ -1,12 +1,11 @@
-"""The points of a study that are done, one JSON line each: what an interrupted study goes on from.
+"""The finished points of a study, one JSON line each: an interrupted study continues from this file.
 
-A line is appended when its point is done, so that a process that is killed loses the point in flight alone. A last line
-that was cut off is dropped. Lines hold no times, so that an interrupted study ends with the same file as any other.
+A line is appended when its point is finished, so a killed process loses only the point that it was computing. A last
+line that was cut off is dropped. Lines hold no times, so an interrupted study ends with the same file as any other.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -14,96 +13,114 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from ...errors import InvalidInput
 
-#: Seconds between calls that bring lines to the disk. A process that dies loses none of them, a machine at most these.
-SYNC = 1.0
+#: Seconds between calls of fsync. A killed process loses no line; a machine without power loses those of this time.
+SYNC_INTERVAL = 1.0
 
 
 class Journal:
-    """The journal of a study in `path`, whose first line is `head`. One process at a time has it."""
+    """The journal of a study in the file `path`, whose first line is `head`. `records` has the finished points by key.
+
+    One process at a time may have a journal open. The lock is a file of its own beside `path`, as filelock may empty
+    the file that it locks. The operating system frees the lock of a killed process.
+    """
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
-        """Open or begin a journal. Raises InvalidInput where it is that of another study, broken, or in use."""
+        """Open or begin a journal.
+
+        Raises InvalidInput where another process has the journal open, where the journal belongs to another study or is
+        broken, and where it cannot be written.
+        """
         self.path = path
-        self.known: dict[str, dict[str, Any]] = {}
+        self.records: dict[str, dict[str, Any]] = {}
         try:
-            self._file = path.open("a+b", buffering=0)  # what is written is written, or an error
+            self._file = path.open("a+b", buffering=0)  # unbuffered: a line is written at once, or raises
         except OSError as error:
             raise InvalidInput(
                 f"output {path}: cannot be written ({error.strerror}); give another output.path"
             ) from error
+        # After the journal exists: a folder with a lock file alone would not be recognised as that of a study.
+        self._lock = FileLock(f"{path}.lock", timeout=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise InvalidInput(
-                f"{path.parent}: another process is at work on this study; wait for it, or give another output.path"
-            ) from None
-        except OSError as error:
-            self._file.close()
-            raise InvalidInput(
-                f"{path}: cannot be locked on this file system ({error.strerror}); give an output.path on another"
-            ) from error
-        try:
+            self._acquire_lock()
             self._read(head)
         except InvalidInput:
-            self._file.close()
+            self._close()
             raise
         self._synced = time.monotonic()
 
+    def _acquire_lock(self) -> None:
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise InvalidInput(
+                f"{self.path.parent}: another process is at work on this study; wait for it, or give another output.path"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            raise InvalidInput(
+                f"{self.path}: cannot be locked on this file system ({error}); give an output.path on another"
+            ) from error
+
     def _read(self, head: dict[str, Any]) -> None:
+        """Read the records, or write `head` into an empty journal. Raises InvalidInput for another head."""
         self._file.seek(0)
         data = self._file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            self._file.truncate(len(whole))
-        lines = whole.splitlines()
+        complete = data[: data.rfind(b"\n") + 1]
+        if len(complete) < len(data):
+            self._file.truncate(len(complete))
+        lines = complete.splitlines()
         if not lines:
             self._append(head)
             return
-        records = [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+        records = [self._parse(number, line) for number, line in enumerate(lines, 1)]
         if records[0] != json.loads(json.dumps(head)):
             keys = {*records[0], *head}
-            differ = ["name" if key == "study" else key for key in keys if records[0].get(key) != head.get(key)]
+            differing = ["name" if key == "study" else key for key in keys if records[0].get(key) != head.get(key)]
             raise InvalidInput(
-                f"{self.path.parent}: holds the study {records[0].get('study')!r}, and this one differs in its {' and '.join(sorted(differ))}; "
-                "give another output.path, or remove that folder to begin anew"
+                f"{self.path.parent}: holds the study {records[0].get('study')!r}, and this one differs in its "
+                f"{' and '.join(sorted(differing))}; give another output.path, or remove that folder to begin anew"
             )
-        self.known = {record["key"]: record for record in records[1:]}
+        self.records = {record["key"]: record for record in records[1:]}
 
-    def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except ValueError:
-            found = None
-        if not isinstance(found, dict) or (number > 1 and "key" not in found):
+            record = None
+        if not isinstance(record, dict) or (number > 1 and "key" not in record):
             raise InvalidInput(f"{self.path}: line {number} is no record of a study; remove the folder to begin anew")
-        return found
+        return record
 
     def add(self, key: str, record: dict[str, Any]) -> None:
-        """Append the record of a point; `known` has it as it is read back."""
+        """Append the record of a point. Raises InvalidInput where the line cannot be written."""
         self._append({"key": key, **record})
-        self.known[key] = json.loads(json.dumps({"key": key, **record}))
-        if time.monotonic() - self._synced > SYNC:
+        self.records[key] = json.loads(json.dumps({"key": key, **record}))  # as a later process reads it
+        if time.monotonic() - self._synced > SYNC_INTERVAL:
             self.sync()
 
     def sync(self) -> None:
-        """Bring what was appended to the disk."""
+        """Force the appended lines to the disk."""
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps(record).encode() + b"\n"
         try:
-            whole, why = self._file.write(line) == len(line), "only a part of a line"
+            written, reason = self._file.write(line) == len(line), "only a part of a line"
         except OSError as error:
-            whole, why = False, str(error.strerror)
-        if not whole:
+            written, reason = False, str(error.strerror)
+        if not written:
             raise InvalidInput(
-                f"output {self.path}: could not be written ({why}); make room, and the same command goes on after the points "
-                "that are done"
+                f"output {self.path}: could not be written ({reason}); free some space, and the same command goes on "
+                "after the finished points"
             )
+
+    def _close(self) -> None:
+        self._file.close()
+        self._lock.release()
 
     def __enter__(self) -> Journal:
         return self
@@ -112,4 +129,4 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.sync()
-        self._file.close()
+        self._close()

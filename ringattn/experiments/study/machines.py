@@ -1,4 +1,4 @@
-"""The machines of a study's points, and what its report says of them."""
+"""The machines of a study's points, and a line of the report for each."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ from .space import Point
 
 
 def machines_of(points: Sequence[Point]) -> dict[int, Machine]:
-    """The machine of each point by its number, each made once; none where it cannot be, whose points are refused."""
-    made: dict[str, Machine | None] = {}
-    found = {}
+    """The machine of each point by the point's number. Points whose machine is invalid are left out: they are refused."""
+    machines: dict[str, Machine | None] = {}
+    by_point = {}
     for point in points:
         key = json.dumps(asdict(point.config.machine))
-        if key not in made:
+        if key not in machines:
             try:
-                made[key] = point.config.machine.made()
-            except RingAttentionError:  # which the points say
-                made[key] = None
-        machine = made[key]
+                machines[key] = point.config.machine.made()
+            except RingAttentionError:  # the record of the point has the message
+                machines[key] = None
+        machine = machines[key]
         if machine is not None:
-            found[point.number] = machine
-    return found
+            by_point[point.number] = machine
+    return by_point
 
 
-def described(points: Sequence[Point], made: Mapping[int, Machine]) -> list[str]:
-    """A line for each machine that is named: its numbers, each with unit and source, and which differ from point to point."""
-    named: dict[str, dict[Machine, None]] = {}
+def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) -> list[str]:
+    """A line for each named machine: its numbers with units and sources, and which numbers differ between points."""
+    by_name: dict[str, dict[Machine, None]] = {}
     for point in points:
-        if point.number in made:
-            named.setdefault(point.config.machine.spec, {})[made[point.number]] = None
-    return [f"{name}: {', '.join(_numbers(name, list(some)))}" for name, some in named.items()]
+        if point.number in machines:
+            by_name.setdefault(point.config.machine.spec, {})[machines[point.number]] = None
+    return [f"{name}: {', '.join(_describe_numbers(name, list(variants)))}" for name, variants in by_name.items()]
 
 
-def _numbers(name: str, some: Sequence[Machine]) -> list[str]:
+def _describe_numbers(name: str, variants: Sequence[Machine]) -> list[str]:
+    """Texts such as "bandwidth=5e+10 bytes/s [cited]", over all variants of one named machine."""
     preset = MACHINES.get(name)
-    found = []
+    texts = []
     for key in MACHINE_NUMBERS:
-        given = {one: value for one in some if (value := getattr(one, key)) not in (None, False)}
-        if given:
-            values, sources = sorted(set(given.values())), sorted({one.source(key) for one in given})
+        by_variant = {machine: value for machine in variants if (value := getattr(machine, key)) not in (None, False)}
+        if by_variant:
+            values = sorted(set(by_variant.values()))
+            sources = sorted({machine.source(key) for machine in by_variant})
             text = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} .. {values[-1]:g}"
             unit = MACHINE_NUMBERS[key].unit
             if key == "price" and preset is not None and values == [preset.price]:
                 unit = unit.replace("currency", CURRENCY)
             text = "true" if values[0] is True else f"{text} {unit}"
-            differ = ", by point" if len(values) > 1 or len(given) < len(some) else ""
-            found.append(f"{key}={text}{differ} [{', '.join(sources)}]")
-    return found
+            differing = ", by point" if len(values) > 1 or len(by_variant) < len(variants) else ""
+            texts.append(f"{key}={text}{differing} [{', '.join(sources)}]")
+    return texts

@@ -1,4 +1,4 @@
-"""Plots of a study, as SVG and PNG that are the same bytes every time. Needs matplotlib."""
+"""Plots of a study as SVG and PNG, with the same bytes in every run. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import numpy as np
 from ...errors import InvalidInput, Unsupported, did_you_mean
 from ...files import writing
 from ...timing.window import StepWindow
+from .point import DIRECTIONS
 from .tables import Row, Table
 
-#: Lines of a plot, small plots side by side, and bars of one: more are left to the table, and the plot says so.
-LINES, SIDES, BARS = 10, 3, 24
+#: Most lines of a plot, most panels side by side, and most bars of a panel. The title says what was left out.
+MOST_LINES, MOST_PANELS, MOST_BARS = 10, 3, 24
 CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "jitter", "call")
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
 FORMATS = ("svg", "png")
 _SETTINGS = {"svg.hashsalt": "ringattn", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9.0}
-#: No dates and no versions, which would make equal plots differ.
+#: Dates and versions would make equal plots differ.
 _METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 
-def check() -> None:
+def check_matplotlib() -> None:
     """Raise Unsupported where matplotlib is missing."""
     try:
         import_module("matplotlib.figure")
@@ -36,18 +37,18 @@ def check() -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise InvalidInput where a plot is unknown, or there twice."""
-    known: set[str] = set()
+    """Raise InvalidInput for a plot that is unknown or named twice."""
+    seen: set[str] = set()
     for name in names:
-        if name in known:
+        if name in seen:
             raise InvalidInput(f"study.plots: {name} is there twice; name each plot once")
-        known.add(name)
+        seen.add(name)
         if name not in PLOTS:
             raise InvalidInput(f"study.plots: {did_you_mean(name, PLOTS)}{name!r} is none of {', '.join(PLOTS)}")
 
 
-def axes_of(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:
-    """The axes of the plots: those that are asked for, or the first two with several numbers. Raises InvalidInput."""
+def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:
+    """The axes of the plots: `x` and `y`, or else the first two axes with several numbers. Raises InvalidInput."""
     numeric = [name for name in table.axes if len(_numbers(table, name)) > 1]
     for name in (x, y):
         if name is not None and name not in numeric:
@@ -56,74 +57,84 @@ def axes_of(table: Table, x: str | None, y: str | None) -> tuple[str, str | None
             )
     if x is not None and x == y:
         raise InvalidInput(f"study: x and y are both {x}; give two axes, or leave y out")
-    left = [name for name in numeric if name not in (x, y)]
-    x = x or (left.pop(0) if left else None)
+    others = [name for name in numeric if name not in (x, y)]
+    x = x or (others.pop(0) if others else None)
     if x is None:
         raise InvalidInput(
-            "study: plots need an axis with several numbers; add one, or leave them out with study.plots=[]"
+            "study: plots need an axis with several numbers; add an axis, or leave plots out with study.plots=[]"
         )
-    return x, y or (left[0] if left else None)
+    return x, y or (others[0] if others else None)
 
 
 def _numbers(table: Table, name: str) -> list[Any]:
-    return sorted({row[name] for row in table.rows if type(row.get(name)) in (int, float)})
+    """The different numbers of a column, ascending."""
+    return sorted({row[name] for row in table.rows if _is_number(row.get(name))})
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)  # not bool
 
 
 def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[Path]:
-    """Draw one plot of the table; no file where there is nothing to draw."""
-    figure = _figure()
+    """Draw the plot `name` of the table; returns its files, none where no row has numbers."""
+    figure = _make_figure()
     return _save(folder, name, figure) if PLOTS[name](figure, table, x, y) else []
 
 
-def heat(folder: Path, name: str, window: StepWindow) -> list[Path]:
-    """The ranks' delays by slow ranks, links and stalls over the steps of a window."""
-    figure = _figure()
+def draw_delays(folder: Path, name: str, window: StepWindow) -> list[Path]:
+    """A heat map of how much later each rank starts each step of a window because of slow ranks, links and stalls."""
+    figure = _make_figure()
     axes = figure.subplots()
     first, last = window.steps.start, window.steps.stop
-    box = (first - 0.5, last + 0.5, window.ranks.start - 0.5, window.ranks.stop - 0.5)
-    image = axes.imshow(window.late.T, origin="lower", aspect="auto", extent=box, interpolation="nearest", cmap="magma")
+    extent = (first - 0.5, last + 0.5, window.ranks.start - 0.5, window.ranks.stop - 0.5)
+    image = axes.imshow(
+        window.late.T, origin="lower", aspect="auto", extent=extent, interpolation="nearest", cmap="magma"
+    )
     figure.colorbar(image, ax=axes, label="later than without faults [s], modelled")
     axes.set(xlabel="step", ylabel="rank", title=f"delays, solver {window.solver}")
     return _save(folder, name, figure)
 
 
-def _figure() -> Any:
+def _make_figure() -> Any:
     return import_module("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
 
 
 def _save(folder: Path, name: str, figure: Any) -> list[Path]:
-    tools = import_module("matplotlib")
-    found = []
+    matplotlib = import_module("matplotlib")
+    paths = []
     for kind in FORMATS:
         path = folder / f"{name}.{kind}"
-        with tools.rc_context(_SETTINGS), writing(path) as temporary:
+        with matplotlib.rc_context(_SETTINGS), writing(path) as temporary:
             figure.savefig(temporary, format=kind, metadata=_METADATA[kind], dpi=110)
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
-def passes(row: Row) -> tuple[str, ...]:
-    """The passes that a row has."""
-    return tuple(name for name in ("forward", "backward") if f"{name} time" in row)
+def list_passes(row: Row) -> tuple[str, ...]:
+    """The directions whose passes the row has numbers of."""
+    return tuple(direction for direction in DIRECTIONS if f"{direction} time" in row)
 
 
 def total(row: Row, name: str) -> float:
-    """A number of all passes of a row together."""
-    return sum(row.get(f"{one} {name}", 0.0) for one in passes(row))
+    """The sum of a number over all passes of a row."""
+    return sum(row.get(f"{direction} {name}", 0.0) for direction in list_passes(row))
 
 
-def series(table: Table, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
-    """The rows that have numbers, by what they have in common but for x: a line of a plot each, sorted by x."""
+def find_series(table: Table, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
+    """The rows with numbers, sorted by x, in groups that differ in x alone, by a label; each is a line of a plot.
+
+    Axes in `without` do not tell groups apart either, and neither do axes that vary together with x.
+    """
     tied = table.together if x in table.together else ()
     others = [name for name in table.axes if name not in (x, *without, *tied)]
     varied = [name for name in others if len({str(row.get(name)) for row in table.rows}) > 1]
-    found: dict[str, list[Row]] = {}
+    series: dict[str, list[Row]] = {}
     for row in table.rows:
-        if row["status"] == "ok" and type(row.get(x)) in (int, float):
-            found.setdefault(", ".join(_label(name, row.get(name)) for name in varied), []).append(row)
-    for rows in found.values():
+        if row["status"] == "ok" and _is_number(row.get(x)):
+            series.setdefault(", ".join(_label(name, row.get(name)) for name in varied), []).append(row)
+    for rows in series.values():
         rows.sort(key=lambda row: row[x])
-    return found
+    return series
 
 
 def _label(name: str, value: Any) -> str:
@@ -131,93 +142,92 @@ def _label(name: str, value: Any) -> str:
     return text if name in ("pattern", "layout", "schedule", "machine") else f"{name}={text}"
 
 
-def _scale(axes: Any, x: str, values: list[Any]) -> None:
+def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Lines of computing time over time; False where no row has numbers, as of the other plots."""
+    axes = figure.subplots()
+    series = find_series(table, x)
+    for (label, rows), colour in zip(list(series.items())[:MOST_LINES], COLOURS, strict=False):
+        share = [total(row, "compute") / total(row, "time") if total(row, "time") else math.nan for row in rows]
+        axes.plot([row[x] for row in rows], share, "o-", label=label or None, color=colour, markersize=3)
+    values = _numbers(table, x)
     if len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8:
         axes.set_xscale("log", base=2)
     axes.set_xlabel(x)
-
-
-def _efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    axes = figure.subplots()
-    lines = series(table, x)
-    for (label, rows), colour in zip(list(lines.items())[:LINES], COLOURS, strict=False):
-        share = [total(row, "compute") / total(row, "time") if total(row, "time") else math.nan for row in rows]
-        axes.plot([row[x] for row in rows], share, "o-", label=label or None, color=colour, markersize=3)
-    _scale(axes, x, _numbers(table, x))
     axes.set(ylabel="mean computing time / time, modelled", ylim=(0, 1.05))
-    axes.set_title("efficiency" + _more(len(lines), LINES))
-    if any(lines):
+    axes.set_title("efficiency" + _left_out(len(series), MOST_LINES))
+    if any(series):
         axes.legend(fontsize=7)
-    return bool(lines)
+    return bool(series)
 
 
-def _more(count: int, shown: int) -> str:
-    return f" ({shown} of {count} lines; all in sweep.csv)" if count > shown else ""
+def _left_out(count: int, most: int) -> str:
+    return f" ({most} of {count} lines; all in sweep.csv)" if count > most else ""
 
 
-def _stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    parts = {name: _of_time(name) for name in CAUSES}
-    return _bars(figure, table, x, "share of the time, modelled", "time by cause", parts)
+def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Bars of the time by cause."""
+    heights = {cause: _share_of_time(cause) for cause in CAUSES}
+    return _draw_bars(figure, table, x, "share of the time, modelled", "time by cause", heights)
 
 
-def _of_time(name: str) -> Callable[[Row], float]:
-    return lambda row: total(row, name) / total(row, "time") if total(row, "time") else 0.0
+def _share_of_time(cause: str) -> Callable[[Row], float]:
+    return lambda row: total(row, cause) / total(row, "time") if total(row, "time") else 0.0
 
 
-def _memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    names = [one.name for one in table.columns if ": " in one.name and one.name.split(" ")[1] == "memory:"]
-    last = "backward" if any(name.startswith("backward") for name in names) else "forward"
-    kept = [name for name in names if name.startswith(last)]
-    parts = {name.partition(": ")[2]: _gib(name) for name in kept}
-    return _bars(figure, table, x, "GiB per rank, modelled", f"memory in the {last}", parts)
+def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Bars of a rank's memory by category, in the backward where the study has it."""
+    names = [column.name for column in table.columns if ": " in column.name and column.name.split(" ")[1] == "memory:"]
+    direction = "backward" if any(name.startswith("backward") for name in names) else "forward"
+    heights = {name.partition(": ")[2]: _gibibytes(name) for name in names if name.startswith(direction)}
+    return _draw_bars(figure, table, x, "GiB per rank, modelled", f"memory in the {direction}", heights)
 
 
-def _gib(name: str) -> Callable[[Row], float]:
+def _gibibytes(name: str) -> Callable[[Row], float]:
     return lambda row: row.get(name, 0) / 2**30
 
 
-def _bars(
-    figure: Any, table: Table, x: str, ylabel: str, title: str, parts: dict[str, Callable[[Row], float]]
-) -> bool:  # fmt: skip
-    lines = list(series(table, x).items())
-    if not lines:
+def _draw_bars(
+    figure: Any, table: Table, x: str, ylabel: str, title: str, heights: dict[str, Callable[[Row], float]]
+) -> bool:
+    """Stacked bars, a panel for each series; `heights` gives the height of each part of a row's bar."""
+    series = list(find_series(table, x).items())
+    if not series:
         return False
-    shown = lines[:SIDES]
+    shown = series[:MOST_PANELS]
     figure.set_size_inches(2.6 + 3.0 * len(shown), 4.2)
-    sides = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    for axes, (label, rows) in zip(sides, shown, strict=True):
-        rows = rows[:: -(-len(rows) // BARS)]
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axes, (label, rows) in zip(panels, shown, strict=True):
+        rows = rows[:: -(-len(rows) // MOST_BARS)]
         bottom = np.zeros(len(rows))
-        for (name, of), colour in zip(parts.items(), COLOURS * 2, strict=False):
-            heights = np.array([of(row) for row in rows])
-            if heights.any():
-                axes.bar(range(len(rows)), heights, bottom=bottom, label=name, color=colour)
-                bottom += heights
+        for (name, height), colour in zip(heights.items(), COLOURS * 2, strict=False):
+            values = np.array([height(row) for row in rows])
+            if values.any():
+                axes.bar(range(len(rows)), values, bottom=bottom, label=name, color=colour)
+                bottom += values
         axes.set_xticks(range(len(rows)), [f"{row[x]:,}" for row in rows], rotation=60, ha="right", fontsize=6)
         axes.set_xlabel(x)
         axes.set_title(label, fontsize=7)
-    sides[0].set_ylabel(ylabel)
-    sides[-1].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(title + _more(len(lines), SIDES))
+    panels[0].set_ylabel(ylabel)
+    panels[-1].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle(title + _left_out(len(series), MOST_PANELS))
     return True
 
 
-def _crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
-    assert y is not None  # checked before the first point
-    best = winners(table, x, y)
+def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """A map over two axes of the series that takes the least time."""
+    assert y is not None  # `checks` refuses a crossover without y before the first point
+    best = find_fastest(table, x, y)
     if not best:
         return False
     columns, rows = _numbers(table, x), _numbers(table, y)
     names = sorted({name for name, _ in best.values()})
     cells = np.full((len(rows), len(columns)), np.nan)
-    for (a, b), (name, _) in best.items():
-        cells[rows.index(b), columns.index(a)] = names.index(name)
-    tools = import_module("matplotlib.colors")
+    for (x_value, y_value), (name, _) in best.items():
+        cells[rows.index(y_value), columns.index(x_value)] = names.index(name)
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+    colormap = import_module("matplotlib.colors").ListedColormap(colours)
     axes = figure.subplots()
-    axes.imshow(
-        cells, origin="lower", aspect="auto", cmap=tools.ListedColormap(colours), vmin=-0.5, vmax=len(names) - 0.5
-    )
+    axes.imshow(cells, origin="lower", aspect="auto", cmap=colormap, vmin=-0.5, vmax=len(names) - 0.5)
     axes.set_xticks(range(len(columns)), [f"{value:,g}" for value in columns], rotation=60, ha="right", fontsize=7)
     axes.set_yticks(range(len(rows)), [f"{value:,g}" for value in rows], fontsize=7)
     axes.set(xlabel=x, ylabel=y, title="least time, modelled (white: all refused)")
@@ -227,21 +237,24 @@ def _crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
     return True
 
 
-def winners(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[str, float]]:
-    """What takes the least time of all passes at each pair of values of two axes, and that time; the first of equals."""
+def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[str, float]]:
+    """(label, seconds) of the series with the least time of all passes, for each pair of values of x and y.
+
+    Of equally fast series, the first in the order of the table.
+    """
     best: dict[tuple[Any, Any], tuple[str, float]] = {}
-    for name, rows in series(table, x, without=(y,)).items():
+    for label, rows in find_series(table, x, without=(y,)).items():
         for row in rows:
-            if type(row.get(y)) in (int, float):
+            if _is_number(row.get(y)):
                 place, seconds = (row[x], row[y]), total(row, "time")
                 if place not in best or seconds < best[place][1]:
-                    best[place] = (name, seconds)
+                    best[place] = (label, seconds)
     return best
 
 
 PLOTS: dict[str, Callable[[Any, Table, str, str | None], bool]] = {
-    "efficiency": _efficiency,
-    "stack": _stack,
-    "memory": _memory,
-    "crossover": _crossover,
+    "efficiency": _draw_efficiency,
+    "stack": _draw_stack,
+    "memory": _draw_memory,
+    "crossover": _draw_crossover,
 }

@@ -1,4 +1,4 @@
-"""One point of a study: a plan on a machine, and what `simulate` says of it as named numbers."""
+"""One point of a study: a plan on a machine, and the numbers that `simulate` gives for it, by name."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from typing import Any
 from ...config.build import asked_machine, asked_plan
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported
-from ...machine.machine import MACHINE_NUMBERS, Machine
+from ...machine.machine import Machine
 from ...plan.plan import Plan
 from ...timing.simulation import simulate
 from ...timing.solvers.recurrence import Stall
 from ...timing.timeline import CAUSES, Timeline
 
-#: Units of axes and of what a point is, where they have one.
-_INPUTS = {"tokens": "tokens", "shard": "tokens per rank", "head_dim": "elements"}
-PASSES = ("forward", "backward")
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: a name, its unit, and the word that belongs to its numbers; `kind`: the row says which."""
+    """A column of the tables: name, unit, and the word of its numbers; the word "kind" refers to the column `kind`."""
 
     name: str
     unit: str = ""
@@ -30,133 +28,177 @@ class Column:
 
     @property
     def title(self) -> str:
+        """The name, with the unit in brackets."""
         return f"{self.name} [{self.unit}]" if self.unit else self.name
 
 
-def asked_options(config: SimulateConfig) -> dict[str, Any]:
-    """The options of `timing.simulate` that a configuration asks for."""
+#: Units of the columns that describe a point.
+_UNITS_OF_SIZES = {"tokens": "tokens", "shard": "tokens per rank", "head_dim": "elements"}
+#: Columns of a pass in seconds whose numbers are modelled; an extrapolation of passes does not change them.
+_MODELLED_SECONDS = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "call", "failure every")
+#: Columns of a pass in seconds whose numbers are modelled or extrapolated, as the column `kind` says.
+_SECONDS = ("time", "time low", "time high", "jitter", "total")
+#: (unit, word) of the other columns of a pass.
+_OF_PASS = {
+    "rate": ("tokens/s", "kind"),
+    "efficiency": ("compute / time", "kind"),
+    "bytes": ("bytes", "counted"),
+    "busiest link": ("bytes", "counted"),
+    "messages": ("messages", "counted"),
+    "memory": ("bytes per rank", "modelled"),
+    "energy": ("J", "kind"),
+    "cost": ("currency of machine.price", "kind"),
+    "kind": ("", ""),
+    "solver": ("", ""),
+    "fits": ("", "modelled"),
+}
+#: (unit, word) of the columns of an execution.
+_OF_EXECUTION = {
+    "turn": ("", ""),
+    "how": ("", ""),
+    "ranks": ("ranks", "counted"),
+    "rows": ("query rows", "counted"),
+    "rows compared": ("query rows", "counted"),
+    "visits": ("visits", "counted"),
+    "visits expected": ("visits", "counted"),
+    "pairs": ("(query, key, head) pairs", "counted"),
+    "part of all pairs": ("", "counted"),
+    "ledger": ("", "counted"),
+    "error": ("", "measured"),
+    "error of lse": ("", "measured"),
+    "most allowed": ("", ""),
+    "why not": ("", ""),
+}
+
+
+def make_column(name: str) -> Column:
+    """The column of a recorded value, or of an axis."""
+    first, _, rest = name.partition(" ")
+    if first in DIRECTIONS:
+        if rest in _MODELLED_SECONDS or rest in _SECONDS:
+            return Column(name, "s", "modelled" if rest in _MODELLED_SECONDS else "kind")
+        if rest.startswith("memory: "):
+            return Column(name, "bytes per rank", "modelled")
+        return Column(name, *_OF_PASS[rest])
+    if first == "executed":
+        return Column(name, *_OF_EXECUTION[rest])
+    if name == "pairs":
+        return Column(name, "(query, key, head) pairs", "counted")
+    number = re.sub(r"^machine\.", "", name)
+    if number != name:
+        return Column(name, MACHINE_NUMBERS[number].unit if number in MACHINE_NUMBERS else "")
+    return Column(name, _UNITS_OF_SIZES.get(name, ""))
+
+
+def simulate_options(config: SimulateConfig) -> dict[str, Any]:
+    """The options of `timing.simulate` in a configuration. Raises InvalidInput for stalls that cannot be read."""
     return {
-        "slow": config.slow, "slow_links": config.slow_links, "stalls": _stalls(config.stalls), "passes": config.passes,
-        "solver": config.solver, "seed": config.seed,
-    }  # fmt: skip
+        "slow": config.slow,
+        "slow_links": config.slow_links,
+        "stalls": _read_stalls(config.stalls),
+        "passes": config.passes,
+        "solver": config.solver,
+        "seed": config.seed,
+    }
 
 
-def _stalls(given: Any) -> list[Stall]:
-    if given is not None and not isinstance(given, list):
-        raise InvalidInput(f"stalls={given!r}: expected a list of [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
-    for stall in given or ():
+def _read_stalls(stalls: Any) -> list[Stall]:
+    if stalls is not None and not isinstance(stalls, list):
+        raise InvalidInput(f"stalls={stalls!r}: expected a list of [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
+    for stall in stalls or ():
         if not isinstance(stall, list) or len(stall) != 3 or [type(x) for x in stall[:2]] != [int, int]:
             raise InvalidInput(f"stalls: {stall!r} is not [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
         if not isinstance(stall[2], int | float):
             raise InvalidInput(f"stalls: {stall[2]!r} in {stall!r} is not a number of seconds")
-    return [Stall(rank, step, float(seconds)) for rank, step, seconds in given or ()]
+    return [Stall(rank, step, float(seconds)) for rank, step, seconds in stalls or ()]
 
 
-#: What was recorded of plans on machines, by all that it depends on: equal for points that come to the same.
-Timed = dict[tuple[Any, ...], dict[str, Any]]
+#: Recorded values by (plan hash, machine, backward, options): points with equal keys are simulated once.
+SimulationCache = dict[tuple[Any, ...], dict[str, Any]]
 
 
-def evaluate(config: SimulateConfig, timed: Timed) -> dict[str, Any]:
-    """What is recorded of a point: {"status": "ok", "values": by column name}, or {"status": "refused", "why": text},
-    with the values that are counted where there is a plan. What is in `timed` is not simulated again."""
+def evaluate(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
+    """The record of a point; simulations are taken from `cache`, or added to it.
+
+    {"status": "ok", "values": by column name, "not modelled": texts}, or {"status": "refused", "why": text}, with the
+    counted values where a plan exists.
+    """
     try:
         machine = asked_machine(config)
         plan = asked_plan(config, machine)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error)}
     values: dict[str, Any] = {
-        "tokens": plan.tokens, "ranks": plan.ranks, "shard": -(-plan.tokens // plan.ranks), "pattern": repr(plan.pattern),
-        "layout": plan.layout.name, "schedule": plan.schedule, "heads": plan.heads, "kv_heads": plan.kv_heads,
-        "head_dim": plan.head_dim, "dtype": plan.dtype, "batch": plan.batch, "machine": config.machine.spec, "pairs": _pairs(plan),
-    }  # fmt: skip
+        "tokens": plan.tokens,
+        "ranks": plan.ranks,
+        "shard": -(-plan.tokens // plan.ranks),
+        "pattern": repr(plan.pattern),
+        "layout": plan.layout.name,
+        "schedule": plan.schedule,
+        "heads": plan.heads,
+        "kv_heads": plan.kv_heads,
+        "head_dim": plan.head_dim,
+        "dtype": plan.dtype,
+        "batch": plan.batch,
+        "machine": config.machine.spec,
+        "pairs": plan.memory.answer("pairs", plan.pairs),
+    }
     try:
-        options = asked_options(config)
+        options = simulate_options(config)
         if not machine.jitter:
-            options["seed"] = 0  # of jitter alone
-        same = plan.hash, machine, config.backward, repr(options)
-        if same not in timed:
-            timed[same] = _simulated(plan, machine, config.backward, options)
+            options["seed"] = 0  # the seed has no effect without jitter
+        key = plan.hash, machine, config.backward, repr(options)
+        if key not in cache:
+            cache[key] = _simulate_values(plan, machine, config.backward, options)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error), "values": values}
-    found = timed[same]
-    return {"status": "ok", "values": {**values, **found["values"]}, "not modelled": found["not modelled"]}
+    simulated = cache[key]
+    return {"status": "ok", "values": {**values, **simulated["values"]}, "not modelled": simulated["not modelled"]}
 
 
-def passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
-    """The forward, and the backward where asked for."""
-    return [simulate(plan, machine, backward=back, **options) for back in ((False, True) if backward else (False,))]
+def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
+    """The timeline of the forward, and of the backward where `backward` is set."""
+    directions = (False, True) if backward else (False,)
+    return [simulate(plan, machine, backward=direction, **options) for direction in directions]
 
 
-def _simulated(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """The values of all passes, and what is not modelled."""
-    found = passes(plan, machine, backward, options)
-    values = {f"{one.direction} {name}": value for one in found for name, value in numbers(one, plan).items()}
-    return {"values": values, "not modelled": [*found[0].unmodelled, *found[0].notes]}
+def _simulate_values(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """The values of all passes by column name, and what the model leaves out."""
+    timelines = simulate_passes(plan, machine, backward, options)
+    values = {
+        f"{timeline.direction} {name}": value
+        for timeline in timelines
+        for name, value in _pass_values(timeline, plan).items()
+    }
+    return {"values": values, "not modelled": [*timelines[0].unmodelled, *timelines[0].notes]}
 
 
-def _pairs(plan: Plan) -> int:
-    return plan.memory.answer("pairs", plan.pairs)
+def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
+    """The numbers of a pass by name; None where they are not modelled."""
+    low, high = timeline.interval or (None, None)
+    traffic, machine = timeline.traffic, timeline.machine
+    return {
+        "time": timeline.seconds,
+        "rate": plan.batch * plan.tokens / timeline.seconds if timeline.seconds else None,
+        "kind": timeline.kind,
+        "solver": timeline.solver,
+        "compute": timeline.compute,
+        **{cause: value if _is_modelled(cause, machine) else None for cause, value in timeline.exposed.items()},
+        "time low": low,
+        "time high": high,
+        "efficiency": timeline.compute / timeline.seconds if timeline.seconds else None,
+        "bytes": None if traffic is None else traffic.total,
+        "busiest link": None if traffic is None else traffic.busiest,
+        "messages": None if traffic is None else traffic.messages,
+        "memory": sum(timeline.memory.values()),
+        "fits": timeline.fits,
+        **{f"memory: {name}": value for name, value in timeline.memory.items()},
+        "total": timeline.total,
+        "failure every": None if machine.mtbf is None else machine.mtbf / timeline.ranks,
+        "energy": timeline.joules,
+        "cost": timeline.price,
+    }
 
 
-def numbers(one: Timeline, plan: Plan) -> dict[str, Any]:
-    """The numbers of a pass of a plan by name; None: not modelled. `column` has their units and words."""
-    low, high = one.interval or (None, None)
-    links = one.traffic
-    found: dict[str, Any] = {
-        "time": one.seconds, "rate": plan.batch * plan.tokens / one.seconds if one.seconds else None, "kind": one.kind, "solver": one.solver, "compute": one.compute,
-        **{name: value if _modelled(name, one.machine) else None for name, value in one.exposed.items()},
-        "time low": low, "time high": high,
-        "efficiency": one.compute / one.seconds if one.seconds else None,
-        "bytes": None if links is None else links.total,
-        "busiest link": None if links is None else links.busiest,
-        "messages": None if links is None else links.messages,
-        "memory": sum(one.memory.values()), "fits": one.fits,
-        **{f"memory: {name}": value for name, value in one.memory.items()},
-        "total": one.total, "failure every": None if one.machine.mtbf is None else one.machine.mtbf / one.ranks,
-        "energy": one.joules, "cost": one.price,
-    }  # fmt: skip
-    return found
-
-
-def _modelled(cause: str, machine: Machine) -> bool:
+def _is_modelled(cause: str, machine: Machine) -> bool:
     return cause not in CAUSES or getattr(machine, CAUSES[cause]) is not None
-
-
-_SECONDS = {"time", "time low", "time high", "compute", "imbalance", "merge", "interference", "stalls", "wait", "jitter",
-            "call", "total", "failure every"}  # fmt: skip
-#: (unit, word) of a pass's other numbers; "kind": as the pass's column `kind` says.
-_OTHERS = {
-    "rate": ("tokens/s", "kind"), "efficiency": ("compute / time", "kind"), "bytes": ("bytes", "counted"), "busiest link": ("bytes", "counted"),
-    "messages": ("messages", "counted"), "memory": ("bytes per rank", "modelled"), "energy": ("J", "kind"),
-    "cost": ("currency of machine.price", "kind"), "kind": ("", ""), "solver": ("", ""), "fits": ("", "modelled"),
-}  # fmt: skip
-#: Seconds that jitter, and so an extrapolation, has no part in.
-_PLAIN = {"compute", "imbalance", "merge", "interference", "stalls", "wait", "call", "failure every"}
-
-
-def column(name: str) -> Column:
-    """The column of a recorded value, or of an axis."""
-    first, _, rest = name.partition(" ")
-    if first in PASSES:
-        if rest in _SECONDS:
-            return Column(name, "s", "modelled" if rest in _PLAIN else "kind")
-        if rest.startswith("memory: "):
-            return Column(name, "bytes per rank", "modelled")
-        return Column(name, *_OTHERS[rest])
-    if first == "executed":
-        return Column(name, *EXECUTED[rest])
-    if name == "pairs":
-        return Column(name, "(query, key, head) pairs", "counted")
-    inner = re.sub(r"^machine\.", "", name)
-    if inner != name:
-        return Column(name, MACHINE_NUMBERS[inner].unit if inner in MACHINE_NUMBERS else "")
-    return Column(name, _INPUTS.get(name, ""))
-
-
-#: (unit, word) of what was executed.
-EXECUTED = {
-    "turn": ("", ""), "how": ("", ""), "ranks": ("ranks", "counted"), "rows": ("query rows", "counted"),
-    "rows compared": ("query rows", "counted"), "visits": ("visits", "counted"), "visits expected": ("visits", "counted"),
-    "pairs": ("(query, key, head) pairs", "counted"), "part of all pairs": ("", "counted"), "ledger": ("", "counted"),
-    "error": ("", "measured"), "error of lse": ("", "measured"), "most allowed": ("", ""), "why not": ("", ""),
-}  # fmt: skip

@@ -1,22 +1,24 @@
-"""What a study's report says: every number with its word, what was refused, what is not modelled, how to do it again."""
+"""The contents of a study's report: tables with every number's word, what was refused and what is not modelled.
+
+`rendering` turns a report into Markdown and HTML; the sentences around these contents are in its templates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...config.groups import ExecuteGroup
-from ...errors import plural
 from ...text import duration, rate, size
-from .extend import Extended
-from .paper import Code, Heading, Items, Part, Plot, TableItem, Text
-from .tables import Row, Table, column_of
+from .extrapolation import Extrapolation
+from .tables import Row, Table, find_column
 
-#: Rows of the table in a report; all of them are in sweep.csv.
-ROWS = 200
-#: What a point is: columns where it differs from point to point, else said once.
-WHAT = (
+#: Most rows of a table in a report; sweep.csv has all rows.
+MOST_ROWS = 200
+#: Columns that describe a point. A column whose value is equal for all points is written once, below the table.
+DESCRIPTION = (
     "tokens",
     "ranks",
     "pattern",
@@ -29,9 +31,11 @@ WHAT = (
     "batch",
     "machine",
 )
-#: What a report shows of every pass, and of what was executed.
-SHOWN = ("time", "rate", "solver", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
-EXECUTED = (
+#: Columns of every pass in the table of points.
+PASS_COLUMNS = ("time", "rate", "solver", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
+#: Columns that describe a plan, and columns of its execution, in the table of executions.
+PLAN_COLUMNS = ("tokens", "ranks", "pattern", "layout", "schedule")
+EXECUTED_COLUMNS = (
     "turn",
     "how",
     "ranks",
@@ -43,173 +47,195 @@ EXECUTED = (
     "part of all pairs",
     "why not",
 )
-WORDS = (
-    "Every number has a word. counted: exact integers of the plan. modelled: by the timing model on the machine that is named, not run. measured: it "
-    "ran on the machine that made this report. extrapolated: a formula carried beyond what was modelled or run. Columns without a "
-    "word say what a point is, or are labels that the study was given."
-)
 
 
-def report(
-    name: str, execute: ExecuteGroup, table: Table, plots: Sequence[Path], notes: Iterable[str], command: str, head: dict[str, Any],
-    machines: Sequence[str], extended: Sequence[Extended], remarks: Sequence[str],
-) -> list[Part]:  # fmt: skip
-    """The parts of a report."""
+@dataclass(frozen=True)
+class ReportTable:
+    """Cells as text. `total` is the number of rows before the table was cut to MOST_ROWS."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    total: int
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """All that the templates say of a study.
+
+    `count` points, of which `done` have numbers and `refused` do not; `shared` holds the values that are equal for all
+    points by name; `plots` are SVG files beside the report.
+    """
+
+    name: str
+    count: int
+    done: int
+    refused: int
+    points: ReportTable
+    shared: dict[str, str]
+    execute: ExecuteGroup
+    executed: ReportTable | None
+    extrapolated: ReportTable | None
+    refusals: Sequence[str]
+    not_modelled: Sequence[str]
+    machines: Sequence[str]
+    plots: Sequence[Path]
+    command: str
+    version: str
+    source: str
+    commit: str | None = None
+    remarks: Sequence[str] = field(default=())
+
+
+def make_report(
+    name: str,
+    execute: ExecuteGroup,
+    table: Table,
+    *,
+    plots: Sequence[Path],
+    not_modelled: Iterable[str],
+    command: str,
+    provenance: dict[str, Any],
+    machines: Sequence[str],
+    extrapolations: Sequence[Extrapolation],
+    remarks: Sequence[str],
+) -> StudyReport:
+    """The report of a study's table; `provenance` has the version, the source hash and the commit of the code."""
     refused = [row for row in table.rows if row["status"] == "refused"]
-    done = len(table.rows) - len(refused)
-    commit = f", commit {head['commit']}" if head.get("commit") else ""
-    parts: list[Part] = [
-        Heading(f"Study {name}", 1),
-        Text(
-            f"{done:,} of {plural(len(table.rows), 'point')} {'has' if done == 1 else 'have'} numbers, {len(refused):,} "
-            f"{'was' if len(refused) == 1 else 'were'} refused. {WORDS}"
-        ),
-        *[Text(remark) for remark in remarks],
-        Heading("Points"),
-        *_points(table),
-    ]
-    if any("executed how" in row or "executed why not" in row for row in table.rows):
-        parts += [Heading("Executed"), *_executed(table, execute)]
-    if extended:
-        parts += [Heading("Extrapolated"), *_extended(extended)]
-    if plots:
-        parts += [Heading("Plots"), *(Plot(path) for path in plots if path.suffix == ".svg")]
-    if refused:
-        reasons: dict[str, list[int]] = {}
-        for row in refused:
-            reasons.setdefault(row["why"], []).append(row["point"])
-        parts += [Heading("Refused"), Items([f"{listed(numbers)}: {why}" for why, numbers in reasons.items()])]
-    parts += [
-        Heading("Not modelled"),
-        Items(sorted(notes) or ["no point has numbers"]),
-        Heading("Machines"),
-        Items(machines),
-        Heading("How to do it again"),
-        Code(command),
-        Text(
-            f"ringattn {head['version']}{commit}, source {head['source']}. The same command in the same folder goes on where "
-            "it was interrupted, and ends with the same bytes. points.jsonl holds every point as it was done, config.yaml and "
-            "overrides.yaml the configuration."
-        ),
-    ]
-    return parts
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Points by their numbers, the first of many."""
-    shown = ", ".join(map(str, numbers[:8]))
-    return (
-        f"point{'' if len(numbers) == 1 else 's'} {shown}{f' and {len(numbers) - 8} more' if len(numbers) > 8 else ''}"
+    points, shared = _points(table)
+    return StudyReport(
+        name=name,
+        count=len(table.rows),
+        done=len(table.rows) - len(refused),
+        refused=len(refused),
+        points=points,
+        shared=shared,
+        execute=execute,
+        executed=_executions(table),
+        extrapolated=_extrapolations(extrapolations) if extrapolations else None,
+        refusals=_refusals(refused),
+        not_modelled=sorted(not_modelled),
+        machines=machines,
+        plots=[path for path in plots if path.suffix == ".svg"],
+        command=command,
+        version=provenance["version"],
+        source=provenance["source"],
+        commit=provenance.get("commit"),
+        remarks=remarks,
     )
 
 
-def _points(table: Table) -> list[Part]:
-    labels = [one.name for one in table.columns if not one.unit and one.name not in table.axes and not one.word]
-    known = {"point", "status", "why", *WHAT}
-    plain = [name for name in labels if " " not in name and name not in known]
-    there = [one.name for one in table.columns]
-    values = {name: {str(row.get(name)) for row in table.rows} for name in WHAT if name in there}
-    same = [name for name, some in values.items() if len(some) == 1 and name not in table.axes]
-    varied = [name for name in values if name not in (*same, *table.axes)]
-    names = [*table.axes, *varied, *plain, "pairs"]
-    for one in ("forward", "backward"):
-        names += [f"{one} {name}" for name in SHOWN]
-    found = _grid(table, [name for name in names if name in there and any(name in row for row in table.rows)])
-    if same:
-        found.append(
-            Text("The same of all points: " + ", ".join(f"{name}={values[name].pop()}" for name in same) + ".")
-        )
-    return found
+def list_points(numbers: Sequence[int]) -> str:
+    """Points by number, such as "points 0, 3, 4"; of more than 8 points the first 8."""
+    first = ", ".join(map(str, numbers[:8]))
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"point{'' if len(numbers) == 1 else 's'} {first}{more}"
 
 
-def _executed(table: Table, options: ExecuteGroup) -> list[Part]:
-    there = {one.name for one in table.columns}
-    first = [name for name in ("tokens", "ranks", "pattern", "layout", "schedule") if name in there]
-    turns: dict[Any, Row] = {}
-    for row in table.rows:  # points that differ in the machine alone share it
+def _refusals(refused: Sequence[Row]) -> list[str]:
+    """One line for each reason, with the points that were refused for it."""
+    numbers: dict[str, list[int]] = {}
+    for row in refused:
+        numbers.setdefault(row["why"], []).append(row["point"])
+    return [f"{list_points(points)}: {reason}" for reason, points in numbers.items()]
+
+
+def _points(table: Table) -> tuple[ReportTable, dict[str, str]]:
+    """The table of all points, and the values that are equal for all points."""
+    present = [column.name for column in table.columns]
+    described = {"point", "status", "why", *DESCRIPTION}
+    labels = [
+        column.name
+        for column in table.columns
+        if not column.unit and not column.word and column.name not in (*table.axes, *described)
+    ]
+    values = {name: {str(row.get(name)) for row in table.rows} for name in DESCRIPTION if name in present}
+    shared = {
+        name: different.pop() for name, different in values.items() if len(different) == 1 and name not in table.axes
+    }
+    varied = [name for name in values if name not in shared and name not in table.axes]
+    names = [*table.axes, *varied, *(name for name in labels if " " not in name), "pairs"]
+    for direction in ("forward", "backward"):
+        names += [f"{direction} {name}" for name in PASS_COLUMNS]
+    filled = [name for name in names if name in present and any(name in row for row in table.rows)]
+    return _report_table(table, table.rows, filled), shared
+
+
+def _executions(table: Table) -> ReportTable | None:
+    """One row for each executed plan in the order of the turns; None where the study executes nothing."""
+    if not any("executed how" in row or "executed why not" in row for row in table.rows):
+        return None
+    present = {column.name for column in table.columns}
+    plan_columns = [name for name in PLAN_COLUMNS if name in present]
+    by_turn: dict[Any, Row] = {}
+    for row in table.rows:  # points that differ only in the machine share one execution, and its turn
         if any(name.startswith("executed ") for name in row):
-            turns.setdefault(row.get("executed turn", str([row.get(name) for name in first])), row)
-    rows = tuple(sorted(turns.values(), key=lambda row: row.get("executed turn", 0)))
-    names = [*first, *(f"executed {name}" for name in EXECUTED)]
-    heads = plural(options.heads, "head")
-    text = (
-        f"Plans of these patterns, tokens and ranks, executed in fp64 with {heads} of {options.head_dim} elements and a batch of 1, "
-        "on inputs that are made on demand; points that differ in the machine alone share one. Of every executed row a ledger is "
-        "kept, of the pairs that were computed beside those that the pattern asks for. The rows that were compared were so with "
-        "softmaxes over all of their keys, in fp64 or wider; the error is the largest of their outputs, over the largest entry of "
-        "the truth, or over 1."
-    )
-    turned = (
-        f"In the order of the turns: whole ranks, the shortest sequences first, then sampled rows, the longest first. Each takes "
-        f"its seconds, at assumed rates and not by a step, from study.execute.budget={options.budget:g}; where more is needed than is "
-        "left at its turn, nothing is executed, and the next has its turn."
-    )
-    return [
-        Text(text),
-        *_grid(Table(table.columns, rows, table.axes), [name for name in names if name in there]),
-        Text(turned),
-    ]
+            plan_key = str([row.get(name) for name in plan_columns])
+            by_turn.setdefault(row.get("executed turn", plan_key), row)
+    rows = sorted(by_turn.values(), key=lambda row: row.get("executed turn", 0))
+    names = [*plan_columns, *(f"executed {name}" for name in EXECUTED_COLUMNS)]
+    return _report_table(table, rows, [name for name in names if name in present])
 
 
-def _grid(table: Table, names: Sequence[str]) -> list[Part]:
+def _report_table(table: Table, rows: Sequence[Row], names: Sequence[str]) -> ReportTable:
     header = ["point", *(_header(table, name) for name in names)]
-    rows = [[str(row["point"]), *(shown(table, name, row) for name in names)] for row in table.rows[:ROWS]]
-    found: list[Part] = [TableItem(header, rows)]
-    if len(table.rows) > ROWS:
-        found.append(Text(f"The first {ROWS} of {len(table.rows):,} points; all are in sweep.csv."))
-    return found
+    cells = [[str(row["point"]), *(show_value(table, name, row) for name in names)] for row in rows[:MOST_ROWS]]
+    return ReportTable(header, cells, len(rows))
 
 
 def _header(table: Table, name: str) -> str:
-    found = column_of(table.columns, name)
+    column = find_column(table.columns, name)
     if name.startswith("machine."):
-        return found.title
-    return f"{name}, {found.word}" if found.word and found.word != "kind" else name
+        return column.title
+    return f"{name}, {column.word}" if column.word and column.word != "kind" else name
 
 
-def shown(table: Table, name: str, row: Row) -> str:
-    """A number for people; where rows differ in the word, with the word."""
+def show_value(table: Table, name: str, row: Row) -> str:
+    """A row's value for people; with its word where the rows of the column differ in the word."""
     value = row.get(name)
-    found = column_of(table.columns, name)
+    column = find_column(table.columns, name)
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
-    if name.startswith("machine."):  # in the unit of the header
+    if name.startswith("machine."):  # the header has the unit
         return f"{value:.4g}"
-    if found.unit == "s":
+    if column.unit == "s":
         text = duration(value)
-    elif found.unit in ("bytes", "bytes per rank"):
+    elif column.unit in ("bytes", "bytes per rank"):
         text = size(value)
-    elif found.unit == "tokens/s":
-        text = rate(value, found.unit)
+    elif column.unit == "tokens/s":
+        text = rate(value, column.unit)
     elif isinstance(value, float):
         text = f"{value:.4g}"
     else:
         text = f"{value:,}" if isinstance(value, int) else str(value)
-    return f"{text} [{table.word(name, row)}]" if found.word == "kind" else text
+    return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text
 
 
-def _extended(extended: Sequence[Extended]) -> list[Part]:
+def _extrapolations(extrapolations: Sequence[Extrapolation]) -> ReportTable:
     header = (
-        "series", "tokens", "ranks", "time of a pass", "ranks fail every, all together", "power", "memory of all ranks",
+        "series",
+        "tokens",
+        "ranks",
+        "time of a pass",
+        "ranks fail every, all together",
+        "power",
+        "memory of all ranks",
         "from points",
-    )  # fmt: skip
+    )
     rows = [
         (
-            one.series, f"{one.tokens:,}", f"{one.ranks:,}", f"{duration(one.seconds)} [extrapolated]",
-            "not modelled" if one.failure is None else f"{duration(one.failure)} [extrapolated]",
-            "not modelled" if one.watts is None else f"{rate(one.watts, 'W')} [extrapolated]",
-            f"{size(one.memory)} [extrapolated]", f"{one.points[0]} and {one.points[1]}",
+            line.series,
+            f"{line.tokens:,}",
+            f"{line.ranks:,}",
+            f"{duration(line.seconds)} [extrapolated]",
+            "not modelled" if line.failure is None else f"{duration(line.failure)} [extrapolated]",
+            "not modelled" if line.watts is None else f"{rate(line.watts, 'W')} [extrapolated]",
+            f"{size(line.memory)} [extrapolated]",
+            f"{line.points[0]} and {line.points[1]}",
         )
-        for one in extended
-    ]  # fmt: skip
-    assumed = [
-        "The time is a straight line through the last two points of a series, in the number of ranks at as many tokens on each.",
-        "A step takes as long, and links are as fast, among all of these ranks as among those of the points.",
-        "No rank fails. Where the table says how often one does, and that is less than the time of a pass, no pass ends.",
-        "Nothing of this size was executed, counted or modelled: it says what the model's formula gives, no more.",
+        for line in extrapolations
     ]
-    return [TableItem(header, rows), Items(assumed)]
+    return ReportTable(header, rows, len(rows))

@@ -1,4 +1,4 @@
-"""Run a study: every point once, recorded as it is done, then the tables, plots and reports of all of them."""
+"""Runs a study: every point once, recorded as it finishes, then the tables, plots and reports of all points."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from ...progress import Listener
 from ...reporting.provenance import git, source
 from ...timing.window import StepWindow, window
 from . import plots, trace
-from .checks import check, extrapolated
-from .executed import Order, execute, executed_plan, left_out, name_of, wanted
-from .extend import extended
+from .checks import check_study, extrapolated_tokens
+from .execution import ExecutionTask, execute, execution_inputs, make_executed_plan, plan_execution, skip_task
+from .extrapolation import Extrapolation, extrapolate
 from .journal import Journal
-from .machines import described, machines_of
-from .paper import as_html, as_markdown
-from .point import Timed, asked_options, evaluate
-from .report import listed, report
-from .space import Point, digest, in_order
-from .tables import Table, as_csv, as_summary, table
+from .machines import describe_machines, machines_of
+from .point import SimulationCache, evaluate, simulate_options
+from .rendering import render_html, render_markdown
+from .report import list_points, make_report
+from .space import Point, digest, group_by_plan
+from .tables import Row, Table, make_table, to_csv, to_json
 
 FORMAT = "ringattn study 1"
 JOURNAL = "points.jsonl"
 #: Where studies without an output.path have their folders.
 STUDIES = Path(OUTPUTS) / "simulate"
-#: Names of the files that a study ends with, whose left-over halves are removed.
+#: Name of the heat map of a window.
 WINDOW = "straggler_heat"
+#: The files that every study ends with, beside its journal and its plots.
 FILES = (
     "sweep.csv",
     "summary.json",
@@ -47,11 +48,13 @@ FILES = (
     "overrides.yaml",
     "provenance.json",
 )
+#: Records of points, or of executions, by the number of the point.
+Records = dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study and the folder that it has for itself; `config` as YAML and `overrides` are written beside the results."""
+    """A study and the folder of its files. `yaml`, the configuration, and `overrides` are stored beside the results."""
 
     name: str
     config: SimulateConfig
@@ -62,174 +65,196 @@ class Study:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What a journal must agree with to be gone on with."""
-        points = digest([[point.key, point.labels] for point in self.points])
+        """The first record of the journal. A study continues only from a journal with an equal head."""
         return {
-            "format": FORMAT, "study": self.name, "version": __version__, "source": source(), "points": points,
+            "format": FORMAT,
+            "study": self.name,
+            "version": __version__,
+            "source": source(),
+            "points": digest([[point.key, point.labels] for point in self.points]),
             "execute": asdict(self.config.study.execute),
-        }  # fmt: skip
+        }
 
 
 def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
-    """Do what is not done yet, and write all files; returns the table. Raises InvalidInput, Unsupported, and, after all
-    is written, NumericsFailure where an execution found wrong numbers."""
-    check(study.config.study, study.points, dict(one.lstrip("+~").partition("=")[::2] for one in study.overrides))
+    """Compute the points that are missing in the folder's journal, and write all files; returns the table.
+
+    `tell` receives the progress. Raises InvalidInput and Unsupported, and, after all files are written, NumericsFailure
+    where an execution found wrong numbers.
+    """
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in study.overrides)
+    check_study(study.config.study, study.points, given)
     for folder in (*((STUDIES.parent, STUDIES) if study.folder.parent == STUDIES else ()), study.folder):
         make_folder(folder)
     _check_folder(study.folder)
     head = study.head
     with Journal(study.folder / JOURNAL, head) as journal:
-        _clean(study.folder)
-        for name in _names(study):
+        _remove_temporary_files(study.folder)
+        for name in _output_names(study):
             check_writable(study.folder / name)
-        records = _points(study, journal, tell)
-        executed = _executions(study, journal, tell)
+        records = _evaluate_points(study, journal, tell)
+        executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
-        found = table(study.points, records, executed)
-        _check_done(study, found)
-        _write(study, head, found, records)
-    wrong = [row["point"] for row in found.rows if _wrong(row)]
+        table = make_table(study.points, records, executed)
+        _check_any_done(table)
+        _write_files(study, head, table, records)
+    wrong = [row["point"] for row in table.rows if _is_wrong(row)]
     if wrong:
         raise NumericsFailure(
-            f"{listed(wrong)}: the executed numerics are wrong; {study.folder / 'report.md'} says where"
+            f"{list_points(wrong)}: the executed numerics are wrong; {study.folder / 'report.md'} says where"
         )
-    return found
+    return table
 
 
-def _wrong(row: dict[str, Any]) -> bool:
+def _is_wrong(row: Row) -> bool:
     if "executed error" not in row:
         return False
-    errors, most = (row["executed error"], row["executed error of lse"]), row["executed most allowed"]
-    return row["executed ledger"] != "complete" or not all(error <= most for error in errors)  # NaN is wrong, too
+    errors = row["executed error"], row["executed error of lse"]
+    within = all(error <= row["executed most allowed"] for error in errors)  # NaN is not within
+    return row["executed ledger"] != "complete" or not within
 
 
-def _points(study: Study, journal: Journal, tell: Listener) -> dict[int, dict[str, Any]]:
-    """The records of all points, by number."""
-    found: dict[int, dict[str, Any]] = {}
-    timed: Timed = {}
-    for done, point in enumerate(in_order(study.points)):
-        key = point.key
-        if key not in journal.known:
+def _evaluate_points(study: Study, journal: Journal, tell: Listener) -> Records:
+    records = {}
+    cache: SimulationCache = {}
+    for done, point in enumerate(group_by_plan(study.points)):
+        if point.key not in journal.records:
             tell(done, len(study.points), "points")
-            journal.add(key, evaluate(point.config, timed))
-        found[point.number] = journal.known[key]
-    return found
+            journal.add(point.key, evaluate(point.config, cache))
+        records[point.number] = journal.records[point.key]
+    return records
 
 
-def _executions(study: Study, journal: Journal, tell: Listener) -> dict[int, dict[str, Any]]:
-    """What was executed of the points' plans, by point, as far as the budget goes: whole ranks first, then rows, of which
-    the longest sequences come first."""
+def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
+    """What was executed of the points' plans, as far as the budget goes.
+
+    The turns: whole ranks first, from the shortest sequence on, then sampled rows, from the longest sequence on.
+    """
     options = study.config.study.execute
     if options.budget is None:
         return {}
     sharing: dict[str, list[Point]] = {}
     for point in study.points:
-        sharing.setdefault(digest(name_of(point)), []).append(point)
+        sharing.setdefault(digest(execution_inputs(point)), []).append(point)
     values: dict[str, dict[str, Any]] = {}
-    orders: list[tuple[str, Plan, Order]] = []
+    tasks: list[tuple[str, Plan, ExecutionTask]] = []
     for key, points in sharing.items():
         try:
-            plan = executed_plan(points[0].config)
+            plan = make_executed_plan(points[0].config)
         except RingAttentionError as error:
             values[key] = {"why not": str(error)}
             continue
-        orders.append((key, plan, wanted(plan, options)))
-    orders.sort(
-        key=lambda entry: (entry[2].how == "rows", -entry[1].tokens if entry[2].how == "rows" else entry[1].tokens)
-    )
+        tasks.append((key, plan, plan_execution(plan, options)))
+    tasks.sort(key=lambda entry: (True, -entry[1].tokens) if entry[2].how == "rows" else (False, entry[1].tokens))
     left = options.budget
-    for turn, (key, plan, order) in enumerate(orders, 1):
-        tell(turn - 1, len(orders), f"executing, {plan.tokens:,} tokens")
-        done = order if order.seconds <= left else left_out(order, options, left)
-        if key not in journal.known:
-            journal.add(key, {"values": execute(plan, done, options)})
+    for turn, (key, plan, task) in enumerate(tasks, 1):
+        tell(turn - 1, len(tasks), f"executing, {plan.tokens:,} tokens")
+        if key not in journal.records:
+            affordable = task if task.seconds <= left else skip_task(task, options, left)
+            journal.add(key, {"values": execute(plan, affordable, options)})
             journal.sync()
-        values[key] = {"turn": turn, **journal.known[key]["values"]}
-        left -= order.seconds if "how" in values[key] else 0.0
+        values[key] = {"turn": turn, **journal.records[key]["values"]}
+        left -= task.seconds if "how" in values[key] else 0.0
     return {point.number: values[key] for key, points in sharing.items() for point in points}
 
 
-def _check_done(study: Study, found: Table) -> None:
-    if all(row["status"] == "refused" for row in found.rows) and found.rows:
-        raise InvalidInput(f"every point of the study is refused, the first because: {found.rows[0]['why']}")
+def _check_any_done(table: Table) -> None:
+    if all(row["status"] == "refused" for row in table.rows) and table.rows:
+        raise InvalidInput(f"every point of the study is refused, the first because: {table.rows[0]['why']}")
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder with files that are not a study's, which might be replaced."""
+    """Refuse a folder with files of something else, which the study might replace."""
     if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
         raise InvalidInput(f"{folder}: holds files, and none of a study; give an output.path that is new or empty")
 
 
-def _names(study: Study) -> list[str]:
-    """The files that a study ends with, beside its journal."""
+def _output_names(study: Study) -> list[str]:
+    """The files that this study ends with, beside its journal."""
     names = [*study.config.study.plots, *([WINDOW] if study.config.study.window.point is not None else [])]
     return [*FILES, *(f"{name}.{kind}" for name in names for kind in plots.FORMATS)]
 
 
-def _clean(folder: Path) -> None:
-    """Remove what a killed process was about to rename."""
+def _remove_temporary_files(folder: Path) -> None:
+    """Remove the files that a killed process did not come to rename."""
     for name in [*FILES, *(f"{name}.{kind}" for name in (*plots.PLOTS, WINDOW) for kind in plots.FORMATS)]:
-        for left in folder.glob(f".{name}.*"):
-            if left.is_file():
-                left.unlink()
+        for path in folder.glob(f".{name}.*"):
+            if path.is_file():
+                path.unlink()
 
 
-def _write(study: Study, head: dict[str, Any], found: Table, records: dict[int, dict[str, Any]]) -> None:
+def _write_files(study: Study, head: dict[str, Any], table: Table, records: Records) -> None:
     options, folder = study.config.study, study.folder
-    notes = sorted({note for record in records.values() for note in record.get("not modelled", ())})
-    drawn, remarks = _drawn(study, found)
+    not_modelled = sorted({note for record in records.values() for note in record.get("not modelled", ())})
+    files, remarks = _draw_plots(study, table)
     machines = machines_of(study.points)
-    far = []
+    extrapolations: list[Extrapolation] = []
     if options.extrapolate is not None:
-        tokens = extrapolated(options, study.points)
-        far = extended(found, machines, tokens)
-        if not far:
+        tokens = extrapolated_tokens(options, study.points)
+        extrapolations = extrapolate(table, machines, tokens)
+        if not extrapolations:
             remarks.append(
-                f"Nothing is extrapolated to {tokens:,} tokens: it takes a series whose last two points have numbers, as many "
-                "tokens on each rank, and different ranks."
+                f"Nothing is extrapolated to {tokens:,} tokens: this needs a series whose last two points have numbers, "
+                "as many tokens on each rank, and different numbers of ranks."
             )
-    lines = described(study.points, machines)
-    whole = {**head, "commit": git("rev-parse", "--short", "HEAD")}
-    command = " ".join(["ringattn simulate", *map(quote, study.overrides)])
+    lines = describe_machines(study.points, machines)
+    provenance = {**head, "commit": git("rev-parse", "--short", "HEAD")}
     write_text(folder / "config.yaml", study.yaml)
     write_text(folder / "overrides.yaml", "".join(f"- {json.dumps(override)}\n" for override in study.overrides))
-    write_text(folder / "provenance.json", json.dumps(whole, indent=1) + "\n")
-    write_text(folder / "sweep.csv", as_csv(found))
-    more = {"extrapolated": [asdict(one) for one in far], "machines": lines}
-    write_text(folder / "summary.json", as_summary(found, whole, notes, more))
-    parts = report(study.name, options.execute, found, drawn, notes, command, whole, lines, far, remarks)
-    write_text(folder / "report.md", as_markdown(parts))
-    write_text(folder / "report.html", as_html(f"Study {study.name}", parts))
+    write_text(folder / "provenance.json", json.dumps(provenance, indent=1) + "\n")
+    write_text(folder / "sweep.csv", to_csv(table))
+    more = {"extrapolated": [asdict(line) for line in extrapolations], "machines": lines}
+    write_text(folder / "summary.json", to_json(table, provenance, not_modelled, more))
+    report = make_report(
+        study.name,
+        options.execute,
+        table,
+        plots=files,
+        not_modelled=not_modelled,
+        command=" ".join(["ringattn simulate", *map(quote, study.overrides)]),
+        provenance=provenance,
+        machines=lines,
+        extrapolations=extrapolations,
+        remarks=remarks,
+    )
+    write_text(folder / "report.md", render_markdown(report))
+    write_text(folder / "report.html", render_html(report))
 
 
-def _drawn(study: Study, found: Table) -> tuple[list[Path], list[str]]:
-    """Plots and the trace; what could not be drawn, and why."""
+def _draw_plots(study: Study, table: Table) -> tuple[list[Path], list[str]]:
+    """The files of the plots and of the window's heat map, and remarks on what could not be drawn; writes the trace."""
     options = study.config.study
     files: list[Path] = []
     remarks: list[str] = []
     if options.plots:
-        x, y = plots.axes_of(found, options.x, options.y)
+        x, y = plots.choose_axes(table, options.x, options.y)
         for name in options.plots:
-            files += plots.draw(study.folder, name, found, x, y)
+            files += plots.draw(study.folder, name, table, x, y)
     if options.window.point is not None:
         try:
-            seen = _seen(study.points[options.window.point].config, options.window)
+            steps = _simulate_window(study.points[options.window.point].config, options.window)
         except RingAttentionError as error:
-            remarks.append(f"There is no heat map and no trace: {error}")
+            remarks.append(f"The study has no heat map and no trace: {error}")
         else:
             record = {
-                "traceEvents": trace.events(seen, "forward"), "displayTimeUnit": "ms", "otherData": {"kind": "modelled"}
-            }  # fmt: skip
+                "traceEvents": trace.make_events(steps, "forward"),
+                "displayTimeUnit": "ms",
+                "otherData": {"kind": "modelled"},
+            }
             write_text(study.folder / "trace.json", json.dumps(record) + "\n")
-            files += plots.heat(study.folder, WINDOW, seen)
+            files += plots.draw_delays(study.folder, WINDOW, steps)
     return files, remarks
 
 
-def _seen(config: SimulateConfig, options: WindowGroup) -> StepWindow:
+def _simulate_window(config: SimulateConfig, options: WindowGroup) -> StepWindow:
     machine = asked_machine(config)
-    plan, asked = asked_plan(config, machine), asked_options(config)
+    plan, settings = asked_plan(config, machine), simulate_options(config)
     return window(
-        plan, machine, ranks=range(options.first_rank, min(options.first_rank + options.ranks, plan.ranks)),
+        plan,
+        machine,
+        ranks=range(options.first_rank, min(options.first_rank + options.ranks, plan.ranks)),
         steps=range(options.first_step, options.first_step + options.steps),
-        slow=asked["slow"], slow_links=asked["slow_links"], stalls=asked["stalls"],
-    )  # fmt: skip
+        slow=settings["slow"],
+        slow_links=settings["slow_links"],
+        stalls=settings["stalls"],
+    )

@@ -1,4 +1,4 @@
-"""The points of a study: every combination of its axes, each with a configuration of its own."""
+"""The points of a study: every combination of the values of its axes, each with a whole configuration."""
 
 from __future__ import annotations
 
@@ -17,255 +17,289 @@ from ...config.overrides import WRITTEN, check_key
 from ...config.schema import SimulateConfig, parse_size
 from ...errors import InvalidInput, did_you_mean
 
-#: Groups whose options a study can go through.
+#: Config groups whose options and keys may be axes.
 GROUPS = ("pattern", "layout", "schedule", "machine")
-#: Keys that are those of the study itself, or of other modes.
+#: Keys that cannot be axes: keys of the study itself, and keys of other modes.
 FIXED = ("study", "output", "experiment", "mode", "validate", "numerics")
-#: Keys whose values are sizes, however they are written.
+#: Keys whose values are sizes such as 64k.
 SIZES = ("tokens", "shard")
-#: Keys of a configuration that a point's numbers do not depend on.
-ELSEWHERE = (*FIXED, "label")
-#: More points than this are refused: a list of them would not be looked at.
-MOST = 1_000_000
+#: Keys of a configuration that do not affect the numbers of a point.
+WITHOUT_EFFECT = (*FIXED, "label")
+#: Keys that affect a point's numbers, but not its plan.
+OF_MACHINE = ("machine", "slow", "slow_links", "stalls", "passes", "solver", "seed", "backward")
+#: Most points of a study: nobody would read a longer table.
+MOST_POINTS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point: its number in the order of the axes, what the axes say, its labels, and the whole configuration."""
+    """One point of a study.
+
+    `number` is its place in the order of the axes, `settings` has the values of the axes by key, `together` the keys
+    that vary together, `labels` the values of label.NAME, and `config` the whole configuration.
+    """
 
     number: int
     settings: dict[str, Any]
     labels: dict[str, Any]
     config: SimulateConfig
-    #: The settings that vary together.
     together: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """All that its numbers depend on, as plain data."""
-        found = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
+        """All that the point's numbers depend on, as plain data."""
+        values = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
         return {
             name: vars(value) if dataclasses.is_dataclass(value) else value
-            for name, value in found.items()
-            if name not in ELSEWHERE
+            for name, value in values.items()
+            if name not in WITHOUT_EFFECT
         }
 
     @cached_property
     def key(self) -> str:
-        """A name of its inputs: points with equal keys have equal numbers."""
+        """A digest of the inputs: points with equal keys have equal numbers."""
         return digest(self.inputs)
 
     @property
-    def problem(self) -> str:
-        """What a plan is made of: points that differ in the machine alone have the same."""
-        left = ("machine", "slow", "slow_links", "stalls", "passes", "solver", "seed", "backward")
-        found = {name: value for name, value in self.inputs.items() if name not in left}
-        chosen = self.config.layout.spec == "auto" or self.config.schedule.spec == "auto"
-        return json.dumps(self.inputs if chosen else found, sort_keys=True)
+    def plan_key(self) -> str:
+        """The inputs of the point's plan as text: points with equal texts have equal plans.
+
+        With a layout or schedule that is "auto", the plan depends on the machine too.
+        """
+        has_auto = self.config.layout.spec == "auto" or self.config.schedule.spec == "auto"
+        left_out = () if has_auto else OF_MACHINE
+        return json.dumps({name: value for name, value in self.inputs.items() if name not in left_out}, sort_keys=True)
 
 
 def digest(inputs: Any) -> str:
-    """A short name of plain data, equal where the data is."""
+    """20 hexadecimal digits that are equal for equal plain data."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def points(
+def list_points(
     config: SimulateConfig,
     overrides: Sequence[str] = (),
     choices: Mapping[str, str] | None = None,
     folders: ConfigFolders | None = None,
 ) -> list[Point]:
-    """The points of a study over a configuration.
+    """The points of the study in a configuration. Raises InvalidInput for axes that cannot be used.
 
-    `overrides` are those of its command line, `choices` the options of groups that it was made of; values of axes that
-    name an option are read from `folders` (None: ringattn's own). Raises InvalidInput.
+    `overrides` are those of the command line, `choices` the chosen options of config groups by group. Axes that name an
+    option read it from `folders` (None: the folders of ringattn).
     """
-    axes = {str(key): _listed(str(key), values) for key, values in config.study.axes.items()}
-    rows = [_settings(row) for row in config.study.together] or [{}]
+    axes = {str(key): _check_values(str(key), values) for key, values in config.study.axes.items()}
+    entries = [_check_entry(entry) for entry in config.study.together] or [{}]
     given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
-    for key in {*axes, *(key for row in rows for key in row)}:
-        _check(key, given)
-    for row in rows:
-        twice = sorted({*row} & {*axes})
-        if twice:
-            raise InvalidInput(f"study: {twice[0]} is an axis and in `together`; keep one of them")
-    kinds = {*axes, *(key for row in rows for key in row)}
-    if "tokens" in {*kinds, *given} and ("shard" in kinds or config.shard is not None):
-        other = "take shard or tokens, not both" if "shard" in kinds else "leave tokens out, or add shard=null"
-        raise InvalidInput(f"study: shard sets the tokens (shard x ranks); {other}")
-    count = len(rows)
-    for values in axes.values():
-        count *= len(values)
-    if count > MOST:
-        raise InvalidInput(f"study: {count:,} points are more than {MOST:,}; take fewer values or fewer axes")
-    made = _Maker(config, given, choices or {}, folders or config_folders(()))
-    combined = ({**row, **dict(zip(axes, values, strict=True))} for row in rows for values in product(*axes.values()))
-    together = tuple(dict.fromkeys(key for row in rows for key in row if not key.startswith("label.")))
-    found = [replace(made.point(number, settings), together=together) for number, settings in enumerate(combined)]
-    _check_apart(found)
-    return found
+    _check_axes(config, axes, entries, given)
+    make = _PointMaker(config, given, choices or {}, folders or config_folders(()))
+    combinations = (
+        {**entry, **dict(zip(axes, values, strict=True))} for entry in entries for values in product(*axes.values())
+    )
+    together = tuple(dict.fromkeys(key for entry in entries for key in entry if not key.startswith("label.")))
+    points = [replace(make.point(number, settings), together=together) for number, settings in enumerate(combinations)]
+    _check_distinct(points)
+    return points
 
 
-def _check_apart(found: Sequence[Point]) -> None:
-    """Refuse a point that is another one again: as typed it would be a row that says nothing."""
-    known: dict[tuple[str, str], Point] = {}
-    for point in found:
-        first = known.setdefault((point.key, json.dumps(point.labels, sort_keys=True)), point)
-        if first is not point:
-            written = [", ".join(f"{key}={value}" for key, value in one.settings.items()) for one in (first, point)]
-            both = " and ".join(dict.fromkeys(written))
-            raise InvalidInput(
-                f"study: the points {first.number} and {point.number} are the same ({both}): a value is there twice; give each "
-                "value once"
-            )
-
-
-def in_order(found: Sequence[Point]) -> Iterator[Point]:
-    """The points, those of one plan after another, so that a plan and what it counted serve all of its points."""
+def group_by_plan(points: Sequence[Point]) -> Iterator[Point]:
+    """All points, those with equal plans one after another, so that a cached plan serves all of its points."""
     groups: dict[str, list[Point]] = {}
-    for point in found:
-        groups.setdefault(point.problem, []).append(point)
+    for point in points:
+        groups.setdefault(point.plan_key, []).append(point)
     for group in groups.values():
         yield from group
 
 
-def _listed(key: str, values: Any) -> list[Any]:
+def _check_axes(
+    config: SimulateConfig,
+    axes: Mapping[str, list[Any]],
+    entries: Sequence[dict[str, Any]],
+    given: Mapping[str, str],
+) -> None:
+    """Refuse keys that cannot be axes or contradict each other, and more points than MOST_POINTS."""
+    keys = {*axes, *(key for entry in entries for key in entry)}
+    for key in keys:
+        _check_axis(key, given)
+    for entry in entries:
+        repeated = sorted({*entry} & {*axes})
+        if repeated:
+            raise InvalidInput(f"study: {repeated[0]} is an axis and in `together`; keep only one of the two")
+    if "tokens" in {*keys, *given} and ("shard" in keys or config.shard is not None):
+        advice = "take shard or tokens, not both" if "shard" in keys else "leave tokens out, or add shard=null"
+        raise InvalidInput(f"study: shard sets the tokens (shard x ranks); {advice}")
+    count = len(entries)
+    for values in axes.values():
+        count *= len(values)
+    if count > MOST_POINTS:
+        raise InvalidInput(f"study: {count:,} points are more than {MOST_POINTS:,}; take fewer values or fewer axes")
+
+
+def _check_values(key: str, values: Any) -> list[Any]:
     if not isinstance(values, list) or not values:
         raise InvalidInput(f"study.axes.{key}={values!r}: expected a list of values, such as [8, 64, 512]")
     return values
 
 
-def _settings(row: Any) -> dict[str, Any]:
-    if not isinstance(row, Mapping):
+def _check_entry(entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
         raise InvalidInput(
-            f"study.together: {row!r} is not a set of keys and values, such as {{tokens: 8192, ranks: 1}}"
+            f"study.together: {entry!r} is not a set of keys and values, such as {{tokens: 8192, ranks: 1}}"
         )
-    return {str(key): value for key, value in row.items()}
+    return {str(key): value for key, value in entry.items()}
 
 
-def _check(key: str, given: Mapping[str, str]) -> None:
+def _check_axis(key: str, given: Mapping[str, str]) -> None:
     if key.startswith("label."):
         return
     check_key("simulate", SimulateConfig, key)
-    group, dotted, _ = key.partition(".")
-    if group in FIXED or (dotted and group not in GROUPS):
-        raise InvalidInput(f"study: {key} cannot be an axis; axes are what a simulated pass depends on")
+    group, dot, _ = key.partition(".")
+    if group in FIXED or (dot and group not in GROUPS):
+        raise InvalidInput(f"study: {key} cannot be an axis; axes are keys that the simulated passes depend on")
     if key in given:
         raise InvalidInput(
             f"{key}={given[key]} has no meaning: the study goes through {key}; its values are study.axes.{key}=[...]"
         )
 
 
-class _Maker:
-    """Configurations from settings. What a group's settings mean is worked out once."""
+def _check_distinct(points: Sequence[Point]) -> None:
+    """Refuse two points with equal inputs and labels: the second row would say nothing new."""
+    seen: dict[tuple[str, str], Point] = {}
+    for point in points:
+        first = seen.setdefault((point.key, json.dumps(point.labels, sort_keys=True)), point)
+        if first is not point:
+            texts = [", ".join(f"{key}={value}" for key, value in each.settings.items()) for each in (first, point)]
+            raise InvalidInput(
+                f"study: the points {first.number} and {point.number} are the same "
+                f"({' and '.join(dict.fromkeys(texts))}): a value is there twice; give each value once"
+            )
+
+
+class _PointMaker:
+    """Makes points from settings over a base configuration. Equal settings of a group are composed once.
+
+    `given` are the overrides of the command line by key.
+    """
 
     def __init__(
         self, base: SimulateConfig, given: Mapping[str, str], choices: Mapping[str, str], folders: ConfigFolders
     ) -> None:
         self.base, self.choices, self.folders = base, choices, folders
         self.groups: dict[str, Any] = {}
-        #: What the command line says of parts of groups, which holds for every option that takes it.
-        self.given = {key: value for key, value in given.items() if key.split(".")[0] in GROUPS and "." in key}
+        #: Overrides of single keys of groups. They hold for every option of the group that has the key.
+        self.group_overrides = {
+            key: value for key, value in given.items() if key.split(".")[0] in GROUPS and "." in key
+        }
 
     def point(self, number: int, settings: dict[str, Any]) -> Point:
-        parts: dict[str, dict[str, Any]] = {}
+        """The point with these settings. Raises InvalidInput for values that cannot be read."""
+        by_group: dict[str, dict[str, Any]] = {}
         read, labels = {}, {}
         for key, value in settings.items():
             group, _, name = key.partition(".")
             if group == "label":
                 labels[name] = value
             elif group in GROUPS:
-                parts.setdefault(group, {})[key] = read[key] = value
+                by_group.setdefault(group, {})[key] = read[key] = value
             else:
-                read[key] = _value(key, value)
-        made = {group: self._group(group, part) for group, part in parts.items()}
-        config = replace(
-            self.base, **{key: value for key, value in read.items() if key.split(".")[0] not in GROUPS}, **made
-        )
-        for key in read:  # numbers of groups are numbers, too, however they were written
+                read[key] = _read_value(key, value)
+        groups = {group: self._compose_once(group, part) for group, part in by_group.items()}
+        plain = {key: value for key, value in read.items() if key.split(".")[0] not in GROUPS}
+        config = replace(self.base, **plain, **groups)
+        for key in read:  # the table has the number of a group's key, even where the axis writes it as text
             group, _, name = key.partition(".")
             if name:
-                read[key] = getattr(made[group], name)
+                read[key] = getattr(groups[group], name)
         return Point(number, read, labels, config)
 
-    def _group(self, group: str, part: dict[str, Any]) -> Any:
-        known = json.dumps([group, part], sort_keys=True)
-        if known not in self.groups:
-            self.groups[known] = self._made(group, dict(part))
-        return self.groups[known]
+    def _compose_once(self, group: str, part: dict[str, Any]) -> Any:
+        key = json.dumps([group, part], sort_keys=True)
+        if key not in self.groups:
+            self.groups[key] = self._compose(group, dict(part))
+        return self.groups[key]
 
-    def _option(self, group: str, option: Any) -> dict[str, Any]:
-        return dict(_file(self.folders, group, str(option)))
-
-    def _made(self, group: str, part: dict[str, Any]) -> Any:
-        tools = import_module("omegaconf")
-        kind = type(getattr(self.base, group))
-        kinds = {f.name: str(f.type) for f in dataclasses.fields(kind)}
+    def _compose(self, group: str, part: dict[str, Any]) -> Any:
+        """The dataclass of a group from the settings of its option (key `group`) and of its keys (`group.key`)."""
+        omegaconf = import_module("omegaconf")
+        schema = type(getattr(self.base, group))
+        types = {field.name: str(field.type) for field in dataclasses.fields(schema)}
         option = part.pop(group, None)
-        if option is None:
-            values = dataclasses.asdict(getattr(self.base, group))
-            taken = set(values)
-            if group in WRITTEN:  # the base's text has its own parameters in it already
-                option = self.choices.get(group)
-                values["spec"] = self._option(group, option).get("spec", values["spec"])
-                taken = set(self._option(group, option))
-        else:
-            written = group in WRITTEN and set("(:") & set(str(option))
-            values = {"spec": str(option)} if written else self._option(group, option)
-            taken = set(kinds) if group == "machine" else set(values)
-            words = {key.partition(".")[2]: value for key, value in self.given.items() if key.startswith(f"{group}.")}
-            values |= {name: _read(text) for name, text in words.items() if name in taken}
+        values, allowed = self._base_values(group) if option is None else self._option_values(group, option, types)
         for key, value in part.items():
             name = key.partition(".")[2]
-            if name not in taken:
-                raise InvalidInput(f"study: {key}={value} has no meaning with {group}={option}")
-            values[name] = _number_or(kinds[name], value, key)
+            if name not in allowed:
+                chosen = self.choices.get(group) if option is None else option
+                raise InvalidInput(f"study: {key}={value} has no meaning with {group}={chosen}")
+            values[name] = _read_group_value(types[name], value, key)
         try:
-            return tools.OmegaConf.to_object(tools.OmegaConf.merge(tools.OmegaConf.structured(kind), values))
+            merged = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.structured(schema), values)
+            return omegaconf.OmegaConf.to_object(merged)
         except import_module("omegaconf.errors").OmegaConfBaseException as error:
             raise InvalidInput(f"study: {group} {part}: {str(error).splitlines()[0]}") from None
 
+    def _base_values(self, group: str) -> tuple[dict[str, Any], set[str]]:
+        """The values of the base configuration, and the keys that axes may set."""
+        values = dataclasses.asdict(getattr(self.base, group))
+        if group not in WRITTEN:
+            return values, set(values)
+        # The spec of the base has its parameters filled in: take the spec of the option, which has placeholders.
+        from_file = self._read_option(group, self.choices.get(group))
+        values["spec"] = from_file.get("spec", values["spec"])
+        return values, set(from_file)
+
+    def _option_values(self, group: str, option: Any, types: Mapping[str, str]) -> tuple[dict[str, Any], set[str]]:
+        """The values of an option, or of a written pattern, layout or schedule, and the keys that axes may set."""
+        is_written = group in WRITTEN and set("(:") & set(str(option))
+        values = {"spec": str(option)} if is_written else self._read_option(group, option)
+        allowed = set(types) if group == "machine" else set(values)
+        prefix = f"{group}."
+        overridden = {
+            key.removeprefix(prefix): text for key, text in self.group_overrides.items() if key.startswith(prefix)
+        }
+        return values | {name: _read_yaml(text) for name, text in overridden.items() if name in allowed}, allowed
+
+    def _read_option(self, group: str, option: Any) -> dict[str, Any]:
+        return dict(_load_option(self.folders, group, str(option)))
+
 
 @cache
-def _file(folders: ConfigFolders, group: str, option: str) -> dict[str, Any]:
-    tools = import_module("omegaconf")
+def _load_option(folders: ConfigFolders, group: str, option: str) -> dict[str, Any]:
+    omegaconf = import_module("omegaconf")
     path = folders.file(group, option)
     if path is None:
-        shown = [one for one in folders.options(group) if one != "custom"]
+        names = [name for name in folders.options(group) if name != "custom"]
         raise InvalidInput(
-            f"study: {group}={option}: unknown option; {did_you_mean(option, shown)}expected one of {', '.join(shown)}"
+            f"study: {group}={option}: unknown option; {did_you_mean(option, names)}expected one of {', '.join(names)}"
         )
-    return dict(tools.OmegaConf.to_container(tools.OmegaConf.load(path)))
+    return dict(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path)))
 
 
-def _read(text: str) -> Any:
-    """A value as it is written in YAML."""
+def _read_yaml(text: str) -> Any:
     return import_module("yaml").safe_load(text)
 
 
-def _number_or(kind: str, value: Any, key: str) -> Any:
-    """A value of a group's key: sizes such as 64k are whole numbers there, too."""
+def _read_group_value(type_name: str, value: Any, key: str) -> Any:
+    """A value of a group's key, which may be written as text; whole numbers may be sizes such as 64k."""
     if not isinstance(value, str):
         return value
-    return parse_size(value, key) if kind.startswith("int") and value != "null" else _read(value)
+    return parse_size(value, key) if type_name.startswith("int") and value != "null" else _read_yaml(value)
 
 
-def _value(key: str, value: Any) -> Any:
-    """A value of a plain key, of the type that the key has. Raises InvalidInput."""
-    (kind,) = (str(f.type) for f in dataclasses.fields(SimulateConfig) if f.name == key)
+def _read_value(key: str, value: Any) -> Any:
+    """A value of a key outside the groups, in the type of the key. Raises InvalidInput."""
+    (type_name,) = (str(field.type) for field in dataclasses.fields(SimulateConfig) if field.name == key)
     if value is None or value == "null":
-        if "None" in kind or kind == "Any":
+        if "None" in type_name or type_name == "Any":
             return None
         raise InvalidInput(f"study: {key} needs a value")
-    if kind.startswith("int") or key in SIZES:
+    if type_name.startswith("int") or key in SIZES:
         return parse_size(value, key)
-    if kind == "bool":
-        read = _read(value) if isinstance(value, str) else value
-        if not isinstance(read, bool):
+    if type_name == "bool":
+        flag = _read_yaml(value) if isinstance(value, str) else value
+        if not isinstance(flag, bool):
             raise InvalidInput(f"study: {key}={value}: expected true or false")
-        return read
-    if kind.startswith("str"):
+        return flag
+    if type_name.startswith("str"):
         return str(value)
     if isinstance(value, str) and value[:1] in ("{", "["):
-        return _read(value)
+        return _read_yaml(value)
     return value

@@ -1,4 +1,4 @@
-"""`ringattn simulate -m ranks=8,64 pattern=window,causal`: the comma lists of a command line as the axes of a study."""
+"""`ringattn simulate -m ranks=8,64 pattern=window,causal`: comma lists of a command line as the axes of a study."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from ...config.checks import of_experiment
 from ...config.folders import config_folders
 from ...errors import InvalidInput
 
-#: Hydra's own words for several values.
+#: Hydra's functions that stand for several values.
 FUNCTIONS = re.compile(r"(choice|range|glob)\(")
 FLAGS = ("-m", "--multirun")
 
 
 def as_study(arguments: list[str]) -> list[str]:
-    """The arguments with comma lists gathered in study.axes; unchanged where the mode is not that of a study.
+    """The arguments with their comma lists moved into study.axes; unchanged for modes without studies.
 
-    Raises InvalidInput where nothing has several values, or where Hydra's launchers are asked for.
+    Raises InvalidInput where no key has several values, and where an argument asks for Hydra's launchers or sweepers.
     """
     if _mode(arguments) != "timing":
         return arguments
-    rest, axes = [], {}
+    others, axes = [], {}
     for argument in arguments:
-        key, found, value = argument.partition("=")
+        key, equals, value = argument.partition("=")
         if key.startswith("hydra"):
             if "launcher" in key or "sweep" in key:
                 raise InvalidInput(
-                    f"{argument}: the points of ringattn simulate -m are one study in one process and one folder, not Hydra "
-                    "jobs; leave it out, or run several commands"
+                    f"{argument}: the points of ringattn simulate -m are one study in one process and one folder, not "
+                    "Hydra jobs; leave it out, or run several commands"
                 )
-            rest.append(argument)
-        elif not found or key.lstrip("+~").startswith(("study", "output")):
-            _check_single(argument, key, value)
-            rest += [] if argument in FLAGS else [argument]
+            others.append(argument)
+        elif not equals or key.lstrip("+~").startswith(("study", "output")):
+            _check_single_value(argument, key, value)
+            others += [] if argument in FLAGS else [argument]
         elif len(values := _values(argument, value)) > 1:
             axes[key] = values
         else:
-            rest.append(argument)
-    if not axes and not any(argument.startswith("study=") for argument in rest):
+            others.append(argument)
+    if not axes and not any(argument.startswith("study=") for argument in others):
         raise InvalidInput("-m: no key has several values; write them with commas, such as ranks=8,64,512")
-    text = ", ".join(f"{key}: [{', '.join(map(_quoted, values))}]" for key, values in axes.items())
-    return [*rest, f"+study.axes={{{text}}}"] if axes else rest
+    text = ", ".join(f"{key}: [{', '.join(map(_quote, values))}]" for key, values in axes.items())
+    return [*others, f"+study.axes={{{text}}}"] if axes else others
 
 
-def _check_single(argument: str, key: str, value: str) -> None:
-    """Refuse several values of what all points of a study share."""
+def _check_single_value(argument: str, key: str, value: str) -> None:
+    """Refuse several values of a key that all points of a study share."""
     if len(_values(argument, value)) > 1:
         raise InvalidInput(
-            f"{argument}: the points of -m are one study, which has one {key}; run a command for each value, or write a list "
-            "in brackets where the key takes one"
+            f"{argument}: the points of -m are one study, which has one {key}; run a command for each value, or write a "
+            "list in brackets where the key takes a list"
         )
 
 
-def split(text: str) -> list[str]:
-    """The parts of a text between commas that are in no brackets and no quotes."""
-    found, depth, quote = [""], 0, ""
+def split_commas(text: str) -> list[str]:
+    """The parts of a text between commas outside brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
@@ -64,28 +64,30 @@ def split(text: str) -> list[str]:
         else:
             depth += (letter in "([{") - (letter in ")]}")
             if letter == "," and not depth:
-                found.append("")
+                parts.append("")
                 continue
-        found[-1] += letter
-    return [part.strip() for part in found]
+        parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def _values(argument: str, value: str) -> list[str]:
+    """The values of an argument, of a comma list or of one of Hydra's functions."""
     if FUNCTIONS.match(value):
         parser = import_module("hydra.core.override_parser.overrides_parser").OverridesParser.create()
         override = parser.parse_override(argument)
-        return [str(one) for one in override.sweep_iterator()] if override.is_sweep_override() else [value]
-    return split(value)
+        return [str(each) for each in override.sweep_iterator()] if override.is_sweep_override() else [value]
+    return split_commas(value)
 
 
-def _quoted(value: str) -> str:
-    inner = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
-    return "'" + inner.replace("\\", "\\\\").replace("'", "\\'") + "'"
+def _quote(value: str) -> str:
+    """The value in single quotes, which replace quotes of its own."""
+    bare = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+    return "'" + bare.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _mode(arguments: list[str]) -> str:
-    """The mode that a command line asks for: its own, or that of its experiment."""
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    if "mode" in given:
-        return given["mode"]
-    return of_experiment(given.get("experiment", "null"), "mode", config_folders(arguments)) or "timing"
+    """The mode of a command line: its own override, or the mode of its experiment."""
+    overrides = dict(argument.partition("=")[::2] for argument in arguments)
+    if "mode" in overrides:
+        return overrides["mode"]
+    return of_experiment(overrides.get("experiment", "null"), "mode", config_folders(arguments)) or "timing"

@@ -1,4 +1,4 @@
-"""A window of a pass as trace events that Perfetto and chrome://tracing read."""
+"""A window of a pass as trace events for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -7,40 +7,47 @@ from typing import Any
 
 from ...timing.window import StepWindow
 
-#: Processes of the trace: what ranks do, and the messages that they send.
+#: Processes of the trace: the work of the ranks, and the messages by sender.
 RANKS, LINKS = 0, 1
 #: Traces count microseconds.
-MICRO = 1e6
+MICROSECONDS = 1e6
 
 
-def events(window: StepWindow, pass_name: str) -> list[dict[str, Any]]:
-    """Complete events ("ph": "X") in order of time, after the names of processes and threads. Microseconds, modelled."""
-    named = [_named("process_name", RANKS, 0, f"{pass_name}: ranks")]
-    named += [_named("thread_name", RANKS, rank, f"rank {rank}") for rank in window.ranks]
-    found = []
-    for k, step in enumerate(window.steps):
-        for place, rank in enumerate(window.ranks):
-            begun, busy, then = window.begun[k, place], window.busy[k, place], window.begun[k + 1, place]
+def make_events(window: StepWindow, pass_name: str) -> list[dict[str, Any]]:
+    """The names of processes and threads, then complete events ("ph": "X") in order of time. Microseconds, modelled."""
+    names = [_name("process_name", RANKS, 0, f"{pass_name}: ranks")]
+    names += [_name("thread_name", RANKS, rank, f"rank {rank}") for rank in window.ranks]
+    events = []
+    for row, step in enumerate(window.steps):
+        for column, rank in enumerate(window.ranks):
+            start, busy, following = window.begun[row, column], window.busy[row, column], window.begun[row + 1, column]
             if math.isnan(busy):
                 continue
-            found.append(_event("busy", RANKS, rank, begun, busy, step))
-            if then > begun + busy:
-                found.append(_event("wait", RANKS, rank, begun + busy, then - begun - busy, step))
+            events.append(_event("busy", RANKS, rank, start, busy, step))
+            if following > start + busy:
+                events.append(_event("wait", RANKS, rank, start + busy, following - start - busy, step))
     if window.messages is not None:
-        named.append(_named("process_name", LINKS, 0, f"{pass_name}: messages by sender"))
-        named += [_named("thread_name", LINKS, rank, f"from rank {rank}") for rank in window.ranks]
-        for one in window.messages:
-            found.append(_event(f"to rank {one.target}", LINKS, one.source, one.begun, one.seconds, one.step))
-    found.sort(key=lambda event: (event["ts"], event["pid"], event["tid"], event["name"]))
-    return named + found
+        names.append(_name("process_name", LINKS, 0, f"{pass_name}: messages by sender"))
+        names += [_name("thread_name", LINKS, rank, f"from rank {rank}") for rank in window.ranks]
+        for message in window.messages:
+            target = f"to rank {message.target}"
+            events.append(_event(target, LINKS, message.source, message.begun, message.seconds, message.step))
+    events.sort(key=lambda event: (event["ts"], event["pid"], event["tid"], event["name"]))
+    return names + events
 
 
-def _event(name: str, process: int, thread: int, begun: float, seconds: float, step: int) -> dict[str, Any]:
+def _event(name: str, process: int, thread: int, start: float, seconds: float, step: int) -> dict[str, Any]:
     return {
-        "name": name, "ph": "X", "cat": "modelled", "ts": float(begun) * MICRO, "dur": float(seconds) * MICRO,
-        "pid": process, "tid": thread, "args": {"step": step},
-    }  # fmt: skip
+        "name": name,
+        "ph": "X",
+        "cat": "modelled",
+        "ts": float(start) * MICROSECONDS,
+        "dur": float(seconds) * MICROSECONDS,
+        "pid": process,
+        "tid": thread,
+        "args": {"step": step},
+    }
 
 
-def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "ts": 0, "dur": 0, "pid": process, "tid": thread, "args": {"name": name}}

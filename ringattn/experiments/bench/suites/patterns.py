@@ -1,0 +1,260 @@
+"""Suite "patterns": sparse patterns on one thread against dense attention by the same library call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from ....dtypes import ITEM_BYTES
+from ....functional import attention, virtual_attention
+from ....nn import MultiheadRingAttention
+from ....numerics.row_oracle import oracle_rows, sampled_rows
+from ....pattern import parse_pattern
+from ....planner import make_plan
+from ....runtime.checkpointing import keep_attention
+from ....runtime.memory_pool import LIMIT, memory_pool
+from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run
+
+HEADS, HEAD_DIM, TOKENS = 8, 64, 8192
+#: Tokens of the cases that measure how time and memory scale.
+MOST_TOKENS = 1 << 20
+#: Most relative error against rows in fp64; a result with a larger error is wrong, and is not timed.
+TOLERANCE = 1e-5
+#: Work of a backward in units of its forward: five matrix products against two.
+BACKWARD_WORK = 2.5
+DILATED = "(2048, 4096, 8192), (1, 2, 4)"
+#: Name, pattern, and the promised rate of useful work over the rate of dense attention.
+RATES: tuple[tuple[str, str, float | None], ...] = (
+    ("dilated_group", f"Dilated({DILATED}, mix='group')", 0.85),
+    ("longnet", f"Dilated({DILATED})", 0.80),
+    ("local_window_1_8", "local_window(128, density=0.125)", 0.70),
+    ("strided_blocks_1_8", "strided_blocks(128, stride=8)", 0.70),
+    ("dilated_blocks_1_8", "dilated_blocks(128, density=0.125)", 0.70),
+    ("causal_blocks_1_4", "dilated_blocks(128, density=0.25) & Causal()", None),
+    ("window_256", "Window(255)", 0.50),
+    ("window_1024", "Window(1023)", None),
+    ("documents_16", f"Documents({[512] * 16})", None),
+)
+#: Name and pattern of the cases with MOST_TOKENS tokens.
+LONG: tuple[tuple[str, str], ...] = (
+    ("local_window", "local_window(128, blocks=2)"),
+    ("dilated", f"Dilated({DILATED}, mix='group')"),
+    ("longnet", f"Dilated({DILATED})"),
+)
+RATE_NOTE = (
+    "useful rate: counted pairs of the pattern over the pairs of dense attention, times the ratio of times; of the "
+    "backward: 2.5 times the time of its forward over its own time, five matrix products against two; column backward: "
+    "the backward alone, of a graph that is kept"
+)
+MEMORY_NOTE = (
+    "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds; "
+    "formula: q, k, v and the output"
+)
+SCALING_NOTE = "linear: time of 8,192 tokens, times the ratio of lengths, over the time of the long sequence"
+POOL_NOTE = "pool: one process, columns with the memory pool on and off (limit 0); above 1 the pool helps"
+CHECKPOINT_NOTE = (
+    "checkpoint: forward and backward of 4 layers, formula: input, q, k, v, output and result of every layer"
+)
+
+
+def list_cases() -> list[BenchCase]:
+    """Rates, scaling, memory, the memory pool and checkpointing; targets are the project's promises."""
+    return [
+        *(_rate_case(*row) for row in RATES),
+        *(_scaling_case(name, pattern) for name, pattern in LONG[:2]),  # the third would take minutes per round
+        *(_memory_case(name, pattern) for name, pattern in LONG),
+        _pool_case("pool_longnet_4", f"Dilated({DILATED})", ranks=4, dtype="float32"),
+        _pool_case("pool_longnet_bfloat16", f"Dilated({DILATED})", ranks=1, dtype="bfloat16"),
+        _pool_case("pool_window_8", "Window(255)", ranks=8, dtype="float32"),
+        *(_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
+    ]
+
+
+def _settings(tokens: int, pattern: str, dtype: str = "float32", **more: Any) -> dict[str, Any]:
+    return {
+        "batch": 1,
+        "heads": HEADS,
+        "kv_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "dtype": dtype,
+        "tokens": tokens,
+        "pattern": pattern,
+        **more,
+    }
+
+
+def _make_tensors(context: Context, count: int, tokens: int | None = None) -> list[torch.Tensor]:
+    """`count` tensors [B, H, N, D] in the dtype of the settings, with their tokens or `tokens`."""
+    settings = context.settings
+    source = torch.Generator().manual_seed(1)
+    shape = (settings["batch"], HEADS, tokens or settings["tokens"], HEAD_DIM)
+    dtype: torch.dtype = getattr(torch, settings["dtype"])
+    return [torch.empty(shape, dtype=dtype, device="cpu").normal_(generator=source) for _ in range(count)]
+
+
+def _make_dense(context: Context) -> Run:
+    q, k, v = _make_tensors(context, 3)
+    return lambda: scaled_dot_product_attention(q, k, v)
+
+
+def _make_forward(context: Context) -> Run:
+    q, k, v = _make_tensors(context, 3)
+    pattern = parse_pattern(context.settings["pattern"])
+    return lambda: attention(q, k, v, pattern)
+
+
+def _make_backward(context: Context) -> Run:
+    q, k, v, grad = _make_tensors(context, 4)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(q, k, v, parse_pattern(context.settings["pattern"]))
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """Largest relative error of 16 rows against fp64 softmaxes over the rows of the pattern's dense mask."""
+    tokens, (q, k, v) = context.settings["tokens"], _make_tensors(context, 3)
+    rows = sampled_rows(tokens, 16)
+    pattern = parse_pattern(context.settings["pattern"]).bind(HEADS, tokens)
+    exact = oracle_rows(pattern, tokens, rows, HEAD_DIM**-0.5, np.arange(tokens), q, k, v, lambda x, most: None)
+    exact = exact * pattern.output_scale
+    error = float((results["forward"][:, :, rows].double() - exact).abs().max() / exact.abs().max())
+    assert error < TOLERANCE, f"{context.settings['pattern']} is wrong by {error:.1e}"
+    return {"forward": error}
+
+
+def _rate_case(name: str, pattern: str, target: float | None) -> BenchCase:
+    plan = make_plan(parse_pattern(pattern), tokens=TOKENS, ranks=1, heads=HEADS)
+    return BenchCase(
+        name,
+        1,
+        _settings(TOKENS, pattern, density=plan.density),
+        (
+            BenchColumn("dense", 1, _make_dense),
+            BenchColumn("forward", 1, _make_forward),
+            BenchColumn("backward", 1, _make_backward),
+        ),
+        (
+            Ratio("dense", "forward", target, work=plan.density),
+            Ratio("forward", "backward", 0.8 if target else None, work=BACKWARD_WORK),
+        ),
+        _check,
+        notes=(RATE_NOTE,),
+    )
+
+
+def _scaling_case(name: str, pattern: str) -> BenchCase:
+    def make_attention(tokens: int) -> Callable[[Context], Run]:
+        def make(context: Context) -> Run:
+            q, k, v = _make_tensors(context, 3, tokens)
+            parsed = parse_pattern(pattern)
+            return lambda: attention(q, k, v, parsed)
+
+        return make
+
+    return BenchCase(
+        f"scaling_{name}",
+        1,
+        _settings(MOST_TOKENS, pattern, "bfloat16"),
+        (BenchColumn("short", 1, make_attention(TOKENS)), BenchColumn("long", 1, make_attention(MOST_TOKENS))),
+        (Ratio("short", "long", 0.9, work=MOST_TOKENS / TOKENS),),
+        rounds=3,
+        notes=(SCALING_NOTE,),
+    )
+
+
+def _memory_case(name: str, pattern: str) -> BenchCase:
+    def formula(context: Context) -> int:
+        settings = context.settings
+        return 4 * settings["tokens"] * HEADS * HEAD_DIM * ITEM_BYTES[settings["dtype"]]
+
+    def make(context: Context) -> Run:
+        q, k, v = _make_tensors(context, 3)
+        return lambda: attention(q, k, v, parse_pattern(pattern))
+
+    return BenchCase(
+        f"memory_{name}",
+        1,
+        _settings(MOST_TOKENS, pattern, "bfloat16"),
+        (BenchColumn("forward", 1, make),),
+        formula_bytes=formula,
+        limit=1.25,
+        rounds=2,
+        notes=(MEMORY_NOTE,),
+    )
+
+
+def _pool_case(name: str, pattern: str, *, ranks: int, dtype: str) -> BenchCase:
+    def make_step(limit: int) -> Callable[[Context], Run]:
+        def make(context: Context) -> Run:
+            q, k, v, grad = _make_tensors(context, 4)
+            inputs, parsed = [x.requires_grad_() for x in (q, k, v)], parse_pattern(pattern)
+
+            def run() -> tuple[torch.Tensor, ...]:
+                memory_pool().limit = limit
+                if not limit:
+                    memory_pool().clear()
+                out = virtual_attention(q, k, v, parsed, ranks=ranks)
+                return torch.autograd.grad(out, inputs, grad)
+
+            return run
+
+        return make
+
+    return BenchCase(
+        name,
+        1,
+        _settings(TOKENS, pattern, dtype, virtual_ranks=ranks),
+        (BenchColumn("on", 1, make_step(LIMIT)), BenchColumn("off", 1, make_step(0))),
+        (Ratio("off", "on"),),
+        notes=(POOL_NOTE,),
+    )
+
+
+def _checkpoint_case(recompute: str) -> BenchCase:
+    """Peak memory of forward and backward of 4 layers that recompute nothing, the projections, or everything.
+
+    The formula is what a stack without recomputation keeps: q, k, v, output and input of all layers.
+    """
+    layers, pattern = 4, "local_window(128, blocks=1) & Causal()"
+
+    def formula(context: Context) -> int:
+        return layers * 6 * context.settings["tokens"] * HEADS * HEAD_DIM * 4
+
+    def make(context: Context) -> Run:
+        torch.manual_seed(0)
+        size = HEADS * HEAD_DIM
+        modules = [MultiheadRingAttention(size, HEADS, parse_pattern(pattern), batch_first=True) for _ in range(layers)]
+        x = torch.randn(1, context.settings["tokens"], size, requires_grad=True, device="cpu")
+
+        def apply_layer(module: torch.nn.Module, y: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.gelu(module(y)[0]) + y
+
+        def run() -> None:
+            y = x
+            for module in modules:
+                if recompute == "none":
+                    y = apply_layer(module, y)
+                elif recompute == "projections":
+                    y = checkpoint(apply_layer, module, y, use_reentrant=False, context_fn=keep_attention)
+                else:
+                    y = checkpoint(apply_layer, module, y, use_reentrant=False)
+            y.square().sum().backward()
+
+        return run
+
+    return BenchCase(
+        f"checkpoint_{recompute}",
+        1,
+        _settings(16384, pattern, layers=layers, recompute=recompute),
+        (BenchColumn("step", 1, make),),
+        formula_bytes=formula,
+        notes=(CHECKPOINT_NOTE,),
+    )
+
+
+SUITE = BenchSuite(list_cases)

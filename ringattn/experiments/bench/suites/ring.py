@@ -1,0 +1,239 @@
+"""Suite "ring": the ring against one process that does the same work on the same cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from ....errors import Unsupported
+from ....functional import ring_attention, virtual_attention
+from ....layout.regular import Layout, make_layout
+from ....pattern import Causal, Full
+from ....planner import make_plan
+from ....timing.costs import memory
+from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, relative_error
+
+CORES = 2
+HEADS, HEAD_DIM = 8, 64
+#: Most relative error against the single call; a result with a larger error is wrong, and is not timed.
+TOLERANCE = 1e-5
+#: Columns of torch's own ring by the method that rotates K and V: torch's default, and messages between neighbours.
+TEMPLATES = {"template": "allgather", "template_a2a": "alltoall"}
+NOTE = (
+    "template and template_a2a: torch's private context-parallel ring, on the same CPU flash op, with its rotate "
+    "methods allgather (its default) and alltoall"
+)
+MEMORY_NOTE = (
+    "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds and ranks; "
+    "mallopt makes glibc return freed blocks at once, as glibc would otherwise keep blocks of an earlier round; formula: "
+    "the model of memory of ra.simulate"
+)
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def list_cases() -> list[BenchCase]:
+    """Rings against one call and against torch's template, virtual rings, and peak memory.
+
+    Targets are the project's promises.
+    """
+    table = (
+        ("dense_16384", 16384, False, False, 0.98),
+        ("dense_8192", 8192, False, False, 0.97),
+        ("causal_16384", 16384, True, False, 0.95),
+        ("causal_8192", 8192, True, False, None),
+        ("dense_8192_backward", 8192, False, True, 0.96),
+        ("causal_8192_backward", 8192, True, True, 0.96),
+    )
+    return [
+        *(_ring_case(*row) for row in table),
+        _virtual_case("virtual_dense_8192", False, 0.93),
+        _virtual_case("virtual_causal_8192", True, 0.85),
+        *(_memory_case(ranks, rotate) for rotate in (None, "keys", "queries") for ranks in (2, 4)),
+    ]
+
+
+def _settings(tokens: int, causal: bool, backward: bool, **more: Any) -> dict[str, Any]:
+    return {
+        "batch": 1,
+        "heads": HEADS,
+        "kv_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "dtype": "float32",
+        "tokens": tokens,
+        "causal": causal,
+        "layout": "zigzag" if causal else "contiguous",
+        "backward": backward,
+        **more,
+    }
+
+
+def _make_inputs(settings: dict[str, Any]) -> list[torch.Tensor]:
+    """q, k, v and a gradient of the output for the whole sequence, [B, H, N, D], equal on all ranks."""
+    source = torch.Generator().manual_seed(1)
+    shape = (settings["batch"], HEADS, settings["tokens"], HEAD_DIM)
+    return [torch.randn(shape, generator=source, device="cpu") for _ in range(4)]
+
+
+def _layout(context: Context) -> Layout:
+    return make_layout(context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
+
+
+def _make_shards(context: Context) -> list[torch.Tensor]:
+    return [_layout(context).shard_tensor(x, context.rank).clone() for x in _make_inputs(context.settings)]
+
+
+def _with_backward(
+    attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
+) -> Run:
+    """A run of forward and backward, which returns the output and the gradients."""
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = attend(*inputs)
+        return (out.detach(), *torch.autograd.grad(out, inputs, grad))
+
+    return run
+
+
+def _make_single(context: Context) -> Run | None:
+    """One call on the whole sequence, on rank 0 with all cores; the other ranks wait."""
+    if context.rank:
+        return None
+    q, k, v, grad = _make_inputs(context.settings)
+    causal = context.settings["causal"]
+    if context.settings["backward"]:
+        return _with_backward(partial(scaled_dot_product_attention, is_causal=causal), q, k, v, grad)
+    return lambda: (scaled_dot_product_attention(q, k, v, is_causal=causal),)
+
+
+def _make_ring(context: Context) -> Run:
+    q, k, v, grad = _make_shards(context)
+    pattern = Causal() if context.settings["causal"] else Full()
+    layout = context.settings["layout"]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ring_attention(q, k, v, pattern, layout=layout, schedule="ring")
+
+    if context.settings["backward"]:
+        return _with_backward(attend, q, k, v, grad)
+    return lambda: (attend(q, k, v),)
+
+
+def _make_template(context: Context, rotate: str) -> Run:
+    """torch's `_templated_ring_attention` with the CPU flash op; its head-tail balance equals our zigzag layout.
+
+    `rotate` is the method of torch's `set_rotate_method`.
+    """
+    try:  # a private module, needed only in cases that compare with it
+        import torch.distributed.tensor.experimental._context_parallel._attention as template
+    except ImportError as error:
+        raise Unsupported(
+            f"torch {torch.__version__} has no context-parallel template where torch 2.13 has it ({error}); "
+            "leave its cases out with cases=[...]"
+        ) from error
+    q, k, v, grad = _make_shards(context)
+    causal, scale = context.settings["causal"], HEAD_DIM**-0.5
+    group: Any = dist.group.WORLD
+
+    def run() -> tuple[torch.Tensor, ...]:
+        template.set_rotate_method(rotate)
+        template._cp_options.enable_load_balance = causal
+        out, lse, *_ = template._templated_ring_attention(group, 2, _flash, q, k, v, is_causal=causal, scale=scale)
+        if not context.settings["backward"]:
+            return (out,)
+        grads = template._templated_ring_attention_backward(
+            group, 2, _flash_backward, grad, "grad_out", q, k, v, out, lse, is_causal=causal, dropout_p=0.0, scale=scale
+        )
+        return (out, *grads[:3])
+
+    return run
+
+
+def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """Largest relative error of each column against the single call, over the output and the gradients; on rank 0."""
+    layout, errors = _layout(context), {}
+    for name in ("ring", *TEMPLATES):
+        tensors = []
+        for x in results[name]:
+            shards = [x.new_empty((*x.shape[:2], layout.rows(rank), HEAD_DIM)) for rank in range(context.ranks)]
+            dist.all_gather(shards, x.contiguous())
+            tensors.append(layout.unshard_tensor(shards))
+        if context.rank == 0:
+            errors[name] = max(relative_error(x, exact) for x, exact in zip(tensors, results["single"], strict=True))
+            assert errors[name] < TOLERANCE, f"{name} is wrong by {errors[name]:.1e}"
+    return errors
+
+
+def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: float | None) -> BenchCase:
+    columns = (
+        BenchColumn("single", CORES, _make_single),
+        BenchColumn("ring", 1, _make_ring),
+        *(BenchColumn(column, 1, partial(_make_template, rotate=rotate)) for column, rotate in TEMPLATES.items()),
+    )
+    ratios = (Ratio("single", "ring", target), *(Ratio(column, "ring", 1.0) for column in TEMPLATES))
+    return BenchCase(name, CORES, _settings(tokens, causal, backward), columns, ratios, _check, notes=(NOTE,))
+
+
+def _make_virtual_ring(context: Context) -> Run:
+    q, k, v, _ = _make_inputs(context.settings)
+    pattern = Causal() if context.settings["causal"] else Full()
+    return lambda: (virtual_attention(q, k, v, pattern, ranks=context.settings["virtual_ranks"], schedule="ring"),)
+
+
+def _check_virtual(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    error = relative_error(results["virtual"][0], results["single"][0])
+    assert error < TOLERANCE, f"the virtual ring is wrong by {error:.1e}"
+    return {"virtual": error}
+
+
+def _virtual_case(name: str, causal: bool, target: float) -> BenchCase:
+    settings = {**_settings(8192, causal, False, virtual_ranks=8), "layout": "contiguous"}
+    columns = (BenchColumn("single", CORES, _make_single), BenchColumn("virtual", CORES, _make_virtual_ring))
+    return BenchCase(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
+
+
+def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> BenchCase:
+    """Peak memory of contiguous dense attention with `rows` tokens per rank, forward; with `rotate`, also backward.
+
+    The peak must be what the model of memory predicts, and must not grow with the ranks.
+    """
+    backward = rotate is not None
+
+    def formula(context: Context) -> int:
+        plan = make_plan(
+            Full(),
+            tokens=context.settings["tokens"],
+            ranks=context.ranks,
+            schedule="ring",
+            heads=HEADS,
+            head_dim=HEAD_DIM,
+            dtype=context.settings["dtype"],
+            rotate=rotate or "auto",
+        )
+        return sum(memory(plan, backward=backward).values())
+
+    def make(context: Context) -> Run:
+        shard = context.settings["tokens"] // context.ranks  # fewer tokens than `rows` in the warm-up
+        q, k, v, *grad = (torch.randn(1, HEADS, shard, HEAD_DIM, device="cpu") for _ in range(4 if backward else 3))
+        attend = partial(ring_attention, pattern=Full(), layout="contiguous", schedule="ring", rotate=rotate or "auto")
+        return _with_backward(attend, q, k, v, *grad) if backward else lambda: attend(q, k, v)
+
+    return BenchCase(
+        f"memory_{rotate}_{ranks}_ranks" if rotate else f"memory_{ranks}_ranks",
+        ranks,
+        _settings(rows * ranks, False, backward, **({"rotate": rotate} if rotate else {})),
+        (BenchColumn("ring", 1, make),),
+        formula_bytes=formula,
+        limit=1.1,
+        notes=(MEMORY_NOTE,),
+    )
+
+
+SUITE = BenchSuite(list_cases)

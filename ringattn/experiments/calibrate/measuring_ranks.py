@@ -1,0 +1,99 @@
+"""The ranks of a calibration: their collective operations, and timing that all of them do at the same time."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ...transport.base import Message, Post, Transport
+from ...transport.records import Exchange
+
+T = TypeVar("T")
+
+#: Seconds of repetitions of one measurement beyond the least number of repetitions, and the most repetitions.
+ENOUGH, MOST_REPETITIONS = 0.1, 50
+#: A measurement is spread over this many rounds, so that a moment in which the machine is busy spoils only one of them.
+ROUNDS = 3
+
+
+class MeasuringRanks:
+    """One rank of a calibration and its way to the others; a process alone has transport None.
+
+    All methods are collective except `time_call`, `synchronize`, `start_messages`, `finish_messages` and `make_buffer`.
+    """
+
+    def __init__(self, transport: Transport | None, device: torch.device, ranks_per_node: int | None = None) -> None:
+        """`ranks_per_node` None: all ranks are on one node."""
+        self.transport, self.device = transport, device
+        self.rank, self.size = (0, 1) if transport is None else (transport.rank, transport.size)
+        self.ranks_per_node = ranks_per_node or self.size
+
+    @property
+    def nodes(self) -> int:
+        """The nodes of the ranks."""
+        return self.size // self.ranks_per_node
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.gather(None)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order."""
+        if self.transport is None:
+            return [value]
+        with Exchange(self.transport, "calibration") as exchange:
+            exchange.mine = pickle.dumps(value)
+        return [pickle.loads(record) for record in exchange.records]
+
+    def time_call(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call, until the device has finished its work."""
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def synchronize(self) -> None:
+        """Wait for the work of a CUDA device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def time_repeated(self, call: Callable[[], Any], least: int, enough: float = ENOUGH) -> list[float]:
+        """Seconds of each repetition of a call after a warm-up. All ranks repeat equally often, at the same time."""
+        return self.time_alternating((call,), least, enough)[0]
+
+    def time_alternating(
+        self, calls: Sequence[Callable[[], Any]], least: int, enough: float = ENOUGH
+    ) -> tuple[list[float], ...]:
+        """Seconds of each repetition of each call, after a warm-up of all; the calls alternate A B C A B C.
+
+        They are repeated at least `least` times, and more often while that takes less than `enough` seconds.
+        """
+        self.barrier()
+        first = max(self.gather(sum(self.time_call(call) for call in calls)))
+        count = max(least, min(MOST_REPETITIONS, int(enough / first)))
+        self.barrier()
+        rounds = [[self.time_call(call) for call in calls] for _ in range(count)]
+        return tuple(list(seconds) for seconds in zip(*rounds, strict=True))
+
+    def start_messages(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> Any:
+        """Start one message to and from each peer, by the peers' ranks; returns a ticket for `finish_messages`."""
+        assert self.transport is not None, "a process alone sends nothing"
+        sent, received = (
+            tuple(Message(peer, 0, data) for peer, data in messages.items()) for messages in (sends, recvs)
+        )
+        return self.transport.post(Post(sent, received, "calibration"))
+
+    def finish_messages(self, ticket: Any) -> None:
+        """Block until the messages of a ticket have arrived on the device."""
+        assert self.transport is not None, "a process alone sends nothing"
+        self.transport.wait(ticket)
+        self.synchronize()
+
+    def make_buffer(self, size: int) -> torch.Tensor:
+        """`size` bytes of zeros on the device, whose memory is allocated and not only reserved."""
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
