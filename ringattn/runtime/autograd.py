@@ -15,9 +15,8 @@ from ..transport.base import Transport, drive, numbered
 from ..transport.virtual import Virtual
 from .autocast import autocast_off
 from .checkpointing import computed
-from .executor import Forward, Job
+from .executor import Forward, Job, backward, count_kept, forward
 from .handshake import agree_backward
-from .head_exchange import backward, forward, kept_tensors
 from .memory_pool import empty
 
 Tensors = tuple[torch.Tensor, ...]
@@ -82,7 +81,7 @@ class AllRanks:
         kept = iter(result.kept)
         programs = []
         for rank in self._ranks:
-            mine = tuple(next(kept) for _ in range(kept_tensors(self.plan, rank)))
+            mine = tuple(next(kept) for _ in range(count_kept(self.plan, rank)))
             local = Forward(self._shard(result.out, rank), self._shard(result.lse, rank, -1), mine)
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
             dlse = None if grad_lse is None else self._shard(grad_lse, rank, -1)

@@ -11,7 +11,7 @@ from ...kernels.base import Kernel, finite, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
 from ...plan.work import Work
-from ...runtime.accumulators import KernelInputs, add_, batches
+from ...runtime.accumulators import KernelInputs, accumulate, batches
 from ...runtime.memory_pool import memory_pool
 from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lowered
@@ -81,7 +81,7 @@ def calls(
         clean = banded and finite(k, v)
         for call in split:
             for batch in batches(call, q):
-                x, y, z = inputs.of(call, batch, (q,), (k, v))
+                x, y, z = inputs.select(call, batch, (q,), (k, v))
                 kernel_forward(kernel, x, y, z, call, scale, clean=clean)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
@@ -90,11 +90,11 @@ def calls(
         clean = banded and finite(k, v)
         for call in split:
             for batch in batches(call, q):
-                g, x, o, total, y, z = inputs.of(call, batch, (grad, q, out, lse), (k, v))
+                g, x, o, total, y, z = inputs.select(call, batch, (grad, q, out, lse), (k, v))
                 parts = kernel_backward(kernel, g, x, y, z, o, total, call, scale, clean=clean)
-                add_(dq[batch], call.heads, (call.q,), call, call.q_shift, parts[0])
-                add_(dk[batch], call.kv, call.k, call, call.k_shift, parts[1])
-                add_(dv[batch], call.kv, call.k, call, call.k_shift, parts[2])
+                accumulate(dq[batch], call.heads, (call.q,), call, call.q_shift, parts[0])
+                accumulate(dk[batch], call.kv, call.k, call, call.k_shift, parts[1])
+                accumulate(dv[batch], call.kv, call.k, call, call.k_shift, parts[2])
 
     return backward_ if backward else forward_
 
