@@ -24,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def batches(work: Work, q: torch.Tensor) -> Iterator[slice]:
-    """The slices of the batch that one call each takes; one element each where repetitions of the work fill the batch."""
+    """The slices of the batch, one per kernel call. A work with repetitions takes one element of the batch per call."""
     size = len(q) if work.repeat == 1 else 1
     size = max(1, min(size, BATCH_ROWS // (len(work.q) * len(work.heads))))
     for first in range(0, len(q), size):
@@ -52,7 +52,7 @@ class KernelInputs:
     def select(
         self, work: Work, batch: slice, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The rows of a call in each tensor of query rows and of key rows. Copied keys are valid until the next call."""
+        """The rows of a call in each tensor of query or key rows. Copied keys are valid until the next call."""
         selected = [select(x[batch], work.heads, work.q, work) for x in by_query]
         for place, x in enumerate(by_key):
             runs = [select(x[batch], work.kv, run, work, work.k_shift) for run in work.k]
@@ -108,8 +108,8 @@ def accumulate(
 class OutputAccumulator:
     """The output rows of one rank. A row's only partial is written once; other partials are merged in fp32 or fp64.
 
-    An output of that dtype is its own accumulator; a narrower output has one accumulator per section, for as long as the
-    section is open. lse is summed in fp64: each rounding of lse would be an error of the backward's probabilities.
+    An output of that dtype is its own accumulator; a narrower output has one accumulator per section, for as long as
+    the section is open. lse is summed in fp64: each rounding of lse would be an error of the backward's probabilities.
     Without a given output, a first partial that covers all rows becomes the output without a copy.
     """
 

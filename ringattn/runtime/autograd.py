@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels.base import Kernel
 from ..kernels.pad import HIDDEN
 from ..plan.plan import Plan
-from ..transport.base import Transport, drive, numbered
+from ..transport.base import Transport, drive, number_tags
 from ..transport.virtual import Virtual
 from .autocast import autocast_off
 from .checkpointing import computed
@@ -40,12 +40,12 @@ class OneRank:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
         program = forward(self.job, q, k, v, keep=keep)
-        return drive(numbered(program, self.number, backward=False), self.transport)
+        return drive(number_tags(program, self.number, backward=False), self.transport)
 
     def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
         agree_backward(self.transport, self.number)
         program = backward(self.job, grad, grad_lse, *saved)
-        return drive(numbered(program, self.number, backward=True), self.transport)
+        return drive(number_tags(program, self.number, backward=True), self.transport)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The executor: one generator that runs a rank's plan over any transport.
 
-In each step the generator posts the step's messages, computes the step's visits while the messages travel, then waits for
-the messages that are due. The same code runs on a process group and, for thousands of virtual ranks, in one process.
+In each step the generator posts the step's messages, computes the step's visits while the messages travel, then waits
+for the messages that are due. The same code runs on a process group and, for thousands of virtual ranks, in one
+process.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ def backward(
 ) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
 
-    Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be kept. Where keys
-    rotate, this rank sums dq, and dk and dv travel to the owner of the block. Where queries rotate, this rank sums dk and
-    dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
+    Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be kept. Where
+    keys rotate, this rank sums dq, and dk and dv travel to the owner of the block. Where queries rotate, this rank sums
+    dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
     program = backward_program(job.plan, job.rank, job.kernel)
     buffers = Buffers(job.plan, program.largest_message, q.device)

@@ -17,8 +17,8 @@ from .rank_program import RankProgram
 class HeadExchange(StepMessages):
     """One exchange of a rank with the other members of its group.
 
-    `received` are the tensors that this rank has after the exchange. A subclass allocates `received` and says which rows
-    and heads each member gets (`outgoing`) and gives (`receive`).
+    `received` are the tensors that this rank has after the exchange. A subclass allocates `received` and says which
+    rows and heads each member gets (`outgoing`) and gives (`receive`).
     """
 
     received: Tensors

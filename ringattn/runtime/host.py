@@ -1,4 +1,4 @@
-"""A transport whose other end is storage in host memory: one rank runs alone, reads K/V rows and adds gradients there."""
+"""A carrier between one rank and storage in host memory: K/V rows come from storage, gradients are added there."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class HostFlight:
 class Host:
     """Runs one rank after another and carries their messages. `counters` add up what all ranks sent and received.
 
-    The messages of a CPU rank are copied at once. The messages of a CUDA rank are staged in pinned memory and copied on a
-    separate stream while the visits of the step are computed (written from PyTorch's documentation, not yet run on a GPU).
+    The messages of a CPU rank are copied at once. The messages of a CUDA rank are staged in pinned memory and copied on
+    a separate stream while the visits of the step are computed (written from PyTorch's documentation, not yet run on a
+    GPU).
     """
 
     def __init__(self, plan: Plan, storage: Storage, device: torch.device, counters: Counters) -> None:
@@ -102,7 +103,7 @@ class Host:
         return HostFlight(hop, True, stage, self._copy_async(stage[: message.data.numel()], message.data))
 
     def _copy_stored(self, hop: Hop, data: torch.Tensor, *, add: bool) -> None:
-        """Copy the stored rows of a message's parts to its bytes `data`; with `add`, add the bytes to the stored rows."""
+        """Copy stored rows to the bytes `data` of a message; with `add`, add the bytes to the stored rows."""
         buffer = Buffer(data, hop.parts, self.plan, wire=True)
         for part in hop.parts:
             (rows,) = self.plan.layout.shard(part.owner)

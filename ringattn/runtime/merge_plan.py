@@ -1,4 +1,4 @@
-"""What a rank's forward does to its output rows, planned before it runs: which kernel call is copied, which is merged."""
+"""How a rank's forward writes its output rows, planned before it runs: which kernel call is copied, which is merged."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _gaps(spans: list[range], rows: int) -> Iterator[range]:
 
 
 def _counts(partials: np.ndarray, work: Work, origin: int) -> np.ndarray:
-    """The view of `partials` [H, rows] at the query rows of a work: [repeat, heads, rows]. Row 0 is local row `origin`."""
+    """The view [repeat, heads, rows] of `partials` [H, rows] at a work's query rows. Row 0 is local row `origin`."""
     heads, q = work.heads, work.q
     first = partials[heads.start : heads.stop : heads.step, q.start - origin : q.stop - origin : q.step]
     return np.lib.stride_tricks.as_strided(

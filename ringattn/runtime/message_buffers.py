@@ -25,9 +25,9 @@ ALIGNED = 16
 class Buffer:
     """One message: its parts in one contiguous uint8 tensor, aligned without a byte of padding.
 
-    Parts whose sizes are multiples of ALIGNED bytes come first. Each of these parts then begins at a multiple of ALIGNED
-    bytes, as GPU kernels require of blocks that they read in place. The other parts follow in descending order of their
-    item sizes, so that each part begins at a multiple of its item size.
+    Parts whose sizes are multiples of ALIGNED bytes come first. Each of these parts then begins at a multiple of
+    ALIGNED bytes, as GPU kernels require of blocks that they read in place. The other parts follow in descending order
+    of their item sizes, so that each part begins at a multiple of its item size.
 
     `wire`: the parts have the dtypes of a message, else the dtypes that kernels compute with.
     """
@@ -84,8 +84,8 @@ def _views(data: torch.Tensor, specs: Sequence[TensorSpec]) -> Tensors:
 class Buffers:
     """Hands out message buffers and takes them back.
 
-    Sizes are multiples of an eighth of the largest message, so that the forward and the backward meet the same few sizes
-    again and again. `largest_message` is in bytes.
+    Sizes are multiples of an eighth of the largest message, so that the forward and the backward meet the same few
+    sizes again and again. `largest_message` is in bytes.
     """
 
     def __init__(self, plan: Plan, largest_message: int, device: torch.device) -> None:

@@ -17,8 +17,8 @@ from .rank_program import RankProgram
 class RankState(StepMessages):
     """Parts of blocks and of gradient sums, from step to step of the ring in one forward or backward.
 
-    `own` are this rank's own blocks of the kinds that travel. `kept` are the tensors of `program.kept` at the start of a
-    backward; a forward has none, and with `keep` leaves them in `blocks`.
+    `own` are this rank's own blocks of the kinds that travel. `kept` are the tensors of `program.kept` at the start of
+    a backward; a forward has none, and with `keep` leaves them in `blocks`.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class RankState(StepMessages):
         self.home: dict[Part, Buffer] = {}
         #: The sums of the gradients of this rank's own rows.
         self.own_sums: Tensors | None = None
-        #: Parts whose gradients this rank sums for other ranks, by owner: what arrives for their rows is added. A sum for
-        #: keys travels on in the same parts; a sum for queries is made for the rows that arrived, and travels on in parts.
+        #: Parts whose gradients this rank sums for other ranks, by owner: what arrives for their rows is added. A sum
+        #: for keys travels on in the same parts; a sum for queries is made for the rows that arrived, and travels on in
+        #: parts.
         self.summed: dict[int, list[Part]] = {}
         for part in (part for step in self.steps for hop in step.sends for part in hop.parts):
             if part.kind == "grad":
