@@ -1,4 +1,4 @@
-"""Parts that an installed package adds by entry points, each in one file: patterns, schedules, kernels, bench suites."""
+"""Parts that an installed package adds by entry points, one file each: patterns, schedules, kernels, transports, bench suites."""
 
 from __future__ import annotations
 
@@ -200,3 +200,81 @@ def test_packages_that_cannot_be_used_are_named(tmp_path: Path, points: str, wor
     env = offered(tmp_path / "site", f"[ringattn.patterns]\n{points}\n")
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
+
+
+TRANSPORT = '''
+import os
+import time
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from ringattn.transport.base import Counters
+from ringattn.transport.records import Agreed
+
+
+class Folder:
+    """Messages are files of a folder that all ranks see."""
+
+    def __init__(self, *, timeout):
+        self.folder, self.timeout = Path(os.environ["FOLDER"]), timeout
+        self.rank, self.size = int(os.environ["FOLDER_RANK"]), int(os.environ["FOLDER_SIZE"])
+        self.counters, self.calls, self.agreed = Counters(), count(), Agreed()
+        self.gathered, self.posted = count(), {}
+
+    def check(self, device):
+        assert device.type == "cpu"
+
+    def post(self, post):
+        self.counters.add(post)
+        for message in post.sends:
+            self.write(f"{self.rank}.{message.peer}.{message.tag}", message.data.numpy().tobytes())
+        return post.recvs
+
+    def wait(self, ticket):
+        for message in ticket:
+            raw = self.read(f"{message.peer}.{self.rank}.{message.tag}")
+            message.data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+    def gather(self, record):
+        number = next(self.gathered)
+        for peer in range(self.size):
+            self.write(f"record.{number}.{self.rank}.{peer}", record)
+        return [self.read(f"record.{number}.{peer}.{self.rank}") for peer in range(self.size)]
+
+    def write(self, name, data):
+        while (self.folder / name).exists():  # the message before it under this tag
+            time.sleep(0.001)
+        (self.folder / f"part.{name}").write_bytes(data)
+        (self.folder / f"part.{name}").rename(self.folder / name)
+
+    def read(self, name):
+        deadline = time.monotonic() + self.timeout
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, name
+            time.sleep(0.001)
+        data = (self.folder / name).read_bytes()
+        (self.folder / name).unlink()
+        return data
+'''
+
+
+def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
+    """`ringattn run` compares its output with an oracle, and the bytes of the transport with the plan's."""
+    env = offered(tmp_path / "site", "[ringattn.transports]\nfolder = outside:Folder\n")
+    (tmp_path / "site" / "outside.py").write_text(TRANSPORT)
+    (tmp_path / "messages").mkdir()
+    env |= {"FOLDER": str(tmp_path / "messages"), "FOLDER_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    words = ["run", "transport.spec=folder", "ranks=2", "input=random", "tokens=256", "repeat=1", "timeout=100"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ringattn", *words], cwd=tmp_path, env={**env, "FOLDER_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ends = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    assert "2 folder ranks" in ends[0][0] and "as planned" in ends[0][0], ends[0][0]
+    assert not list((tmp_path / "messages").iterdir()), "every message was received"

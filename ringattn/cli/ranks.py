@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..config.groups import TransportGroup
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
+from ..transport import TRANSPORTS as REGISTERED
 from ..transport.base import Transport
 from ..transport.launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
@@ -40,6 +41,7 @@ Worker = Callable[[Any, Transport], Any]
 
 def check(config: Started, transports: tuple[str, ...] = TRANSPORTS) -> None:
     """Raise InvalidInput where a value about ranks cannot be used."""
+    transports = (*transports, *REGISTERED.installed)
     if config.transport.spec not in transports:
         raise InvalidInput(f"transport={config.transport.spec}: expected one of {', '.join(transports)}")
     if config.ranks < 1:
@@ -83,7 +85,9 @@ def start(config: Any, work: Worker, verb: str, before: Callable[[Any], None] = 
     `before` is called once, in this process, before it starts any.
     """
     launch = detect()
-    if config.transport.spec == "mpi":
+    if config.transport.spec in REGISTERED.installed:
+        work(config, REGISTERED[config.transport.spec](timeout=config.timeout))
+    elif config.transport.spec == "mpi":
         _under_mpi(launch, config, work, verb)
     elif launch.kind != "none":
         from torch.distributed.elastic.multiprocessing.errors import record

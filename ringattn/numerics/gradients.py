@@ -84,7 +84,7 @@ class Backward:
             index = placed_slots(tuple(slots[call.q.start : call.q.stop : call.q.step]))
             here = Work(call.heads, call.kv, range(len(call.q)), call.k)
             mine = tuple(x[:, :, index] for x in (self.grad, self.q, self.out, self.lse))
-            g, x, o, total, y, z = self.inputs.of(here, slice(0, 1), mine, (block.k, block.v))
+            g, x, o, total, y, z = self.inputs.select(here, slice(0, 1), mine, (block.k, block.v))
             dq, dk, dv = backward(self.kernel, g, x, y, z, o, total, here, self.scale, clean=True)
             self.dq[:, heads, index] += dq
             self._gather(block, call.kv, self.kernel.keys(y, z), factor * dk, factor * dv)

@@ -77,7 +77,7 @@ class _Forward:
             for call in self.kernel.split(some):
                 rows = slice(call.q.start, call.q.stop, call.q.step)
                 index = place if rows == slice(0, len(slots), 1) else placed_slots(tuple(slots[rows]))
-                x, y, z = self.inputs.of(call, slice(0, 1), (self.q[:, :, place],), (block.k, block.v))
+                x, y, z = self.inputs.select(call, slice(0, 1), (self.q[:, :, place],), (block.k, block.v))
                 part, part_lse = forward(self.kernel, x, y, z, call, self.scale, clean=False)
                 total, lse = self.out[:, heads, index], self.lse[:, heads, index]
                 merge_(total, lse, part, part_lse)

@@ -11,13 +11,12 @@ from torch.autograd.function import once_differentiable
 from ..kernels.base import Kernel
 from ..kernels.pad import HIDDEN
 from ..plan.plan import Plan
-from ..transport.base import Transport, drive, numbered
+from ..transport.base import Transport, drive, number_tags
 from ..transport.virtual import Virtual
 from .autocast import autocast_off
 from .checkpointing import computed
-from .executor import Forward, Job
+from .executor import Forward, Job, backward, count_kept, forward
 from .handshake import agree_backward
-from .head_exchange import backward, forward, kept_tensors
 from .memory_pool import empty
 
 Tensors = tuple[torch.Tensor, ...]
@@ -41,12 +40,12 @@ class OneRank:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
         program = forward(self.job, q, k, v, keep=keep)
-        return drive(numbered(program, self.number, backward=False), self.transport)
+        return drive(number_tags(program, self.number, backward=False), self.transport)
 
     def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
         agree_backward(self.transport, self.number)
         program = backward(self.job, grad, grad_lse, *saved)
-        return drive(numbered(program, self.number, backward=True), self.transport)
+        return drive(number_tags(program, self.number, backward=True), self.transport)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class AllRanks:
         kept = iter(result.kept)
         programs = []
         for rank in self._ranks:
-            mine = tuple(next(kept) for _ in range(kept_tensors(self.plan, rank)))
+            mine = tuple(next(kept) for _ in range(count_kept(self.plan, rank)))
             local = Forward(self._shard(result.out, rank), self._shard(result.lse, rank, -1), mine)
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
             dlse = None if grad_lse is None else self._shard(grad_lse, rank, -1)

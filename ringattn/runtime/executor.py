@@ -1,12 +1,13 @@
 """The executor: one generator that runs a rank's plan over any transport.
 
-Each step posts its messages, computes its visits while they travel, then waits. The same code runs on a process
-group and, thousands of times in turns, on virtual ranks.
+In each step the generator posts the step's messages, computes the step's visits while the messages travel, then waits
+for the messages that are due. The same code runs on a process group and, for thousands of virtual ranks, in one
+process.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,19 +20,24 @@ from ..plan.plan import Plan
 from ..plan.steps import Part
 from ..plan.work import Work
 from ..transport.base import Program
-from .accumulators import KernelInputs, OutputAccumulator, add_, batches, lined_up
+from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, batches
+from .head_exchange import HeadsToTokens, TokensToHeads
 from .memory_pool import memory_pool, retried
-from .merge_plan import hides, make_script
-from .message_buffers import Tensors
+from .merge_plan import has_band
+from .message_buffers import Buffers, Tensors
+from .rank_program import BackwardProgram, ForwardProgram, backward_program, exchanges_heads, forward_program
 from .rank_state import RankState, zeros
+
+#: q, k, v, out and lse of a member's heads, which a forward with an exchange of heads keeps beside what the ring keeps.
+KEPT_BY_EXCHANGE = 5
 
 
 @dataclass(frozen=True)
 class Job:
     """What one rank computes: its place in a plan, the kernel and the softmax scale.
 
-    `lse`: the loss may depend on lse, on some rank if not on this one. All ranks say the same. `rounded`: gradients are
-    given in the dtype of the inputs, else in the one that they are gathered in, for others to be added to them.
+    `lse`: the loss may depend on lse, on this rank or on another one; equal on all ranks. `cast_grads=False` leaves the
+    gradients in the dtype of their sums, else they are cast to the dtype of the inputs.
     """
 
     plan: Plan
@@ -39,21 +45,26 @@ class Job:
     kernel: Kernel
     scale: float
     lse: bool = False
-    rounded: bool = True
+    cast_grads: bool = True
 
     def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) as the backward gives them, from what it has gathered for the inputs q, k, v."""
-        dq, dk, dv = (x.to(like.dtype) if self.rounded else x for x, like in zip(sums, inputs, strict=True))
+        """(dq, dk, dv) as the backward returns them, from their sums and the inputs q, k, v."""
+        dq, dk, dv = (x.to(like.dtype) if self.cast_grads else x for x, like in zip(sums, inputs, strict=True))
         return dq, dk, dv
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Result of a forward: out [B, H, n, Dv], lse [B, H, n], and tensors kept for the backward."""
+    """Result of a forward: out [B, H, n, Dv], lse [B, H, n], and the tensors kept for the backward."""
 
     out: torch.Tensor
     lse: torch.Tensor
     kept: tuple[torch.Tensor, ...]
+
+
+def count_kept(plan: Plan, rank: int) -> int:
+    """How many tensors the forward of a rank keeps for its backward."""
+    return 2 * len(plan.for_rank(rank).kept) + (KEPT_BY_EXCHANGE if exchanges_heads(plan) else 0)
 
 
 def forward(
@@ -61,36 +72,20 @@ def forward(
 ) -> Program[Forward]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    `keep` holds on to the blocks that the backward starts from. The result is written to `out` where it is given.
+    `keep`: keep what the backward starts from. The result is written to `out` where that is given.
     """
-    rank_plan = job.plan.for_rank(job.rank)
-    steps = rank_plan.forward
-    script = make_script(job.plan, job.rank, job.kernel)
-    visits = iter(script.visits)
-    q, k, v = map(lined_up, (q, k, v))
-    k, v, whole = marked(k, v)
-    query, bad = finite_rows(q)
-    state = RankState(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept if keep else ())
-    rows, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs(memory_pool(q.device))
-    own = Part("kv", job.rank)
-    for index, step in enumerate(steps):
-        yield from state.start(index, f"forward step {index}")
-        for block in step.visits:
-            key, value = state.block(block)
-            portions = next(visits)
-            clean = hides(portions) and (whole if block == own else finite(key, value))
-            for portion in portions:
-                for piece in portion.pieces:
-                    for batch in batches(piece.work, q):
-                        x, y, z = inputs.of(piece.work, batch, (query,), (key, value))
-                        call = partial(kernel_forward, job.kernel, x, y, z, piece.work, job.scale, clean=clean)
-                        rows.add(portion.section, piece, *retried(call, q.device), batch)
-                if portion.last:
-                    rows.close(portion.section)
-        yield from state.finish(index)
-    state.buffers.close()
-    inputs.close()
-    return Forward(*rows.finish(script.empty, bad), tuple(x for part in state.kept for x in state.blocks[part]))
+    program = forward_program(job.plan, job.rank, job.kernel)
+    buffers = Buffers(job.plan, program.largest_message, q.device)
+    if not program.exchanges_heads:
+        return (yield from _forward_ring(job, program, buffers, q, k, v, keep=keep, out=out))
+    to_heads = TokensToHeads(program, buffers, job.rank, (q, k, v))
+    q, k, v = yield from to_heads.run("forward step 0, exchange of q, k and v")
+    ring = yield from _forward_ring(job, program, buffers, q, k, v, keep=keep, out=None)
+    to_tokens = HeadsToTokens(program, buffers, job.rank, (ring.lse.unsqueeze(-1), ring.out))
+    lse, all_heads = yield from to_tokens.run(f"forward step {to_tokens.index}, exchange of the output")
+    buffers.close()
+    kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
+    return Forward(all_heads if out is None else out.copy_(all_heads), lse.squeeze(-1), kept)
 
 
 def backward(
@@ -104,97 +99,186 @@ def backward(
 ) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
 
-    Every visit is differentiated with the *global* out and lse of its rows, so no partial has to be kept. Where keys
-    rotate, dq is gathered here and dk, dv travel to the owner of the block; where queries do, it is the other way
-    round. All are gathered in fp32 (fp64 for fp64 inputs).
+    Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be kept. Where
+    keys rotate, this rank sums dq, and dk and dv travel to the owner of the block. Where queries rotate, this rank sums
+    dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
-    grad, q, k, v, out = map(lined_up, (grad, q, k, v, result.out))
-    result = replace(result, out=out)
-    if job.plan.rotates == "queries":
-        return (yield from _by_queries(job, grad, grad_lse, q, k, v, result))
-    rank_plan = job.plan.for_rank(job.rank)
-    steps = rank_plan.backward
-    held = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
-    state = RankState(job.plan, job.rank, {"kv": (k, v)}, steps, kept=rank_plan.kept, held=held)
-    hidden = result.lse == -torch.inf
-    whole = finite(grad, q, out, result.lse.masked_fill(hidden, 0.0))
-    lse = result.lse.masked_fill(hidden, torch.inf)
+    program = backward_program(job.plan, job.rank, job.kernel)
+    buffers = Buffers(job.plan, program.largest_message, q.device)
+    run_ring = _backward_by_queries if program.ring_plan.rotates == "queries" else _backward_by_keys
+    if not program.exchanges_heads:
+        return (yield from run_ring(job, program, buffers, grad, grad_lse, q, k, v, result))
+    *kept, q, k, v, out, lse = result.kept
+    # The plan counts the bytes of a gradient of lse, whether there is such a gradient or not.
+    column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
+    to_heads = TokensToHeads(program, buffers, job.rank, (column.unsqueeze(-1), grad))
+    column, grad = yield from to_heads.run("backward step 0, exchange of the output's gradient")
+    grad_lse = None if grad_lse is None else column.squeeze(-1)
+    result = Forward(out, lse, tuple(kept))
+    gradients = yield from run_ring(job, program, buffers, grad, grad_lse, q, k, v, result)
+    to_tokens = HeadsToTokens(program, buffers, job.rank, gradients)
+    dq, dk, dv = yield from to_tokens.run(f"backward step {to_tokens.index}, exchange of dq, dk and dv")
+    buffers.close()
+    return dq, dk, dv
+
+
+def _forward_ring(
+    job: Job,
+    program: ForwardProgram,
+    buffers: Buffers,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    keep: bool,
+    out: torch.Tensor | None,
+) -> Program[Forward]:
+    """The forward of the ring: rows of queries as `program.ring_plan` deals them out."""
+    visits = iter(program.merge_plan.visits)
+    q, k, v = map(align_rows, (q, k, v))
+    k, v, own_is_finite = marked(k, v)
+    query, bad = finite_rows(q)
+    own = Part("kv", program.owner)
+    state = RankState(program, buffers, {"kv": (k, v)}, keep=keep)
+    output, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs(memory_pool(q.device))
+    for index in program.ring_steps:
+        yield from state.start(index, f"forward step {index}")
+        for block in program.steps[index].visits:
+            key, value = state.block(block)
+            visit = next(visits)
+            clean = has_band(visit) and (own_is_finite if block == own else finite(key, value))
+            for part in visit:
+                for call in part.calls:
+                    for batch in batches(call.work, q):
+                        x, y, z = inputs.select(call.work, batch, (query,), (key, value))
+                        run = partial(kernel_forward, job.kernel, x, y, z, call.work, job.scale, clean=clean)
+                        output.add(part.section, call, *retried(run, q.device), batch)
+                if part.last:
+                    output.close(part.section)
+        yield from state.finish(index)
+    buffers.close()
+    inputs.close()
+    kept = tuple(x for part in state.kept for x in state.blocks[part])
+    return Forward(*output.finish(program.merge_plan.empty, bad), kept)
+
+
+def _backward_by_keys(
+    job: Job,
+    program: BackwardProgram,
+    buffers: Buffers,
+    grad: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: Forward,
+) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`backward` of the ring where blocks of keys and values come to the queries of this rank."""
+    grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
+    visits = iter(program.visits)
+    kept = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
+    state = RankState(program, buffers, {"kv": (k, v)}, kept=kept)
+    sees_no_key = result.lse == -torch.inf
+    own_is_finite = finite(grad, q, out, result.lse.masked_fill(sees_no_key, 0.0))
+    lse = result.lse.masked_fill(sees_no_key, torch.inf)
     inputs = KernelInputs(memory_pool(q.device))
     dq = retried(partial(torch.zeros, q.shape, dtype=wide(q.dtype), device=q.device), q.device)
     query = q
     if grad_lse is not None:
         query, out = with_column(q, 0.0), with_column(out, 0.0)
         grad = with_column(grad, grad_lse.to(grad.dtype))
-    for index, step in enumerate(steps):
+    for index in program.ring_steps:
         yield from state.start(index, f"backward step {index}")
-        for block in step.visits:
+        for block in program.steps[index].visits:
             key, value = state.block(block)
             if grad_lse is not None:
                 key, value = with_column(key, 0.0), with_column(value, 1.0)
-            dk, dv = state.gathered(Part("grad", block.owner, block.cut))
-            batched = job.plan.demand.batched(job.rank, block.owner, block.cut)
-            works = [call for work in batched for call in job.kernel.split(work)]
-            clean = whole and any(not work.dense for work in works) and finite(key, value)
-            _differentiate(job, works, inputs, (grad, query, out, lse), (key, value), (dq, dk, dv), clean=clean)
+            dk, dv = state.sums(Part("grad", block.owner, block.cut))
+            calls = next(visits)
+            clean = own_is_finite and not _all_dense(calls) and finite(key, value)
+            _differentiate(job, calls, inputs, (grad, query, out, lse), (key, value), (dq, dk, dv), clean=clean)
         yield from state.finish(index)
-    state.buffers.close()
+    buffers.close()
     inputs.close()
-    dk, dv = state.gathered(Part("grad", job.rank))
+    dk, dv = state.sums(Part("grad", program.owner))
     return job.gradients((dq, dk, dv), (q, k, v))
 
 
-def _by_queries(
-    job: Job, grad: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+def _backward_by_queries(
+    job: Job,
+    program: BackwardProgram,
+    buffers: Buffers,
+    grad: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     result: Forward,
-) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
-    """`backward` where queries come to the keys of this rank, with the gradient of their output, lse and delta."""
+) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`backward` of the ring where queries, with their dO, lse and delta, come to the keys of this rank."""
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
-    steps = job.plan.for_rank(job.rank).backward
-    row = (result.lse.unsqueeze(-1), delta(grad, result.out, grad_lse))
-    state = RankState(job.plan, job.rank, {"q": (q, grad), "row": row}, steps)
+    grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
+    visits = iter(program.visits)
+    row = (result.lse.unsqueeze(-1), delta(grad, out, grad_lse))
+    state = RankState(program, buffers, {"q": (q, grad), "row": row}, keep=False)
     inputs = KernelInputs(memory_pool(q.device))
     dk, dv = retried(partial(zeros, (k, v)), q.device)
     key, value = (with_column(k, 0.0), with_column(v, 0.0)) if job.lse else (k, v)
-    whole = finite(k, v)
-    for index, step in enumerate(steps):
+    own_is_finite = finite(k, v)
+    for index in program.ring_steps:
         yield from state.start(index, f"backward step {index}")
-        for block in step.visits:
-            batched = job.plan.transposed.batched(job.rank, block.owner, block.cut)
-            works = [call for work in batched for call in job.kernel.split(work)]
-            if not works:
+        for block in program.steps[index].visits:
+            calls = next(visits)
+            if not calls:
                 continue
-            (dq,) = state.gathered(Part("dq", block.owner, block.cut))
-            tensors, clean = _prepared(state.block(block), state.block(Part("row", block.owner, block.cut)), job.lse)
-            clean = whole and any(not work.dense for work in works) and clean
-            _differentiate(job, works, inputs, tensors, (key, value), (dq, dk, dv), clean=clean)
+            (dq,) = state.sums(Part("dq", block.owner, block.cut))
+            row_part = Part("row", block.owner, block.cut)
+            queries, queries_are_finite = _query_inputs(state.block(block), state.block(row_part), job.lse)
+            clean = own_is_finite and not _all_dense(calls) and queries_are_finite
+            _differentiate(job, calls, inputs, queries, (key, value), (dq, dk, dv), clean=clean)
         yield from state.finish(index)
-    state.buffers.close()
+    buffers.close()
     inputs.close()
-    (dq,) = state.gathered(Part("dq", job.rank))
+    (dq,) = state.sums(Part("dq", program.owner))
     return job.gradients((dq, dk, dv), (q, k, v))
 
 
+def _all_dense(calls: tuple[Work, ...]) -> bool:
+    """Whether no call hides a key from some of its rows."""
+    return all(work.dense for work in calls)
+
+
 def _differentiate(
-    job: Job, works: list[Work], inputs: KernelInputs, queries: Tensors, keys: Tensors, sums: Tensors, *, clean: bool
+    job: Job,
+    calls: tuple[Work, ...],
+    inputs: KernelInputs,
+    queries: Tensors,
+    keys: Tensors,
+    sums: Tensors,
+    *,
+    clean: bool,
 ) -> None:
-    """Add a visit's part of dq, dk and dv to `sums`; `queries` are dO, q, out and lse, `keys` k and v."""
+    """Add a visit's share of dq, dk and dv to `sums`. `queries` are dO, q, out and lse; `keys` are k and v.
+
+    `clean`: all inputs are known to be finite.
+    """
     dq, dk, dv = sums
-    for work in works:
+    for work in calls:
         for batch in batches(work, dq):
-            g, x, o, total, y, z = inputs.of(work, batch, queries, keys)
-            call = partial(kernel_backward, job.kernel, g, x, y, z, o, total, work, job.scale, clean=clean)
-            parts = retried(call, dq.device)
-            add_(dq[batch], work.heads, (work.q,), work, work.q_shift, parts[0])
-            add_(dk[batch], work.kv, work.k, work, work.k_shift, parts[1])
-            add_(dv[batch], work.kv, work.k, work, work.k_shift, parts[2])
-            del parts  # gone before the next call makes its own
+            g, x, o, lse, y, z = inputs.select(work, batch, queries, keys)
+            run = partial(kernel_backward, job.kernel, g, x, y, z, o, lse, work, job.scale, clean=clean)
+            gradients = retried(run, dq.device)
+            accumulate(dq[batch], work.heads, (work.q,), work, work.q_shift, gradients[0])
+            accumulate(dk[batch], work.kv, work.k, work, work.k_shift, gradients[1])
+            accumulate(dv[batch], work.kv, work.k, work, work.k_shift, gradients[2])
+            del gradients  # free them before the next call allocates its own
 
 
-def _prepared(block: Tensors, row: Tensors, lse: bool) -> tuple[Tensors, bool]:
-    """(dO, q, out, lse) of query rows as a kernel takes them, and whether all are known to be finite."""
-    (query, grad), (total, trace) = block, row
-    hidden = total == -torch.inf
-    whole = finite(grad, query, trace, total.masked_fill(hidden, 0.0))
-    grad, out = with_delta(grad, trace, wider=lse)
-    query = with_column(query, 0.0) if lse else query
-    return (grad, query, out, total.masked_fill(hidden, torch.inf).squeeze(-1)), whole
+def _query_inputs(block: Tensors, row: Tensors, lse_column: bool) -> tuple[Tensors, bool]:
+    """(dO, q, out, lse) of query rows as a kernel takes them, and whether all are finite."""
+    (query, grad), (lse, row_delta) = block, row
+    sees_no_key = lse == -torch.inf
+    is_finite = finite(grad, query, row_delta, lse.masked_fill(sees_no_key, 0.0))
+    grad, out = with_delta(grad, row_delta, wider=lse_column)
+    query = with_column(query, 0.0) if lse_column else query
+    return (grad, query, out, lse.masked_fill(sees_no_key, torch.inf).squeeze(-1)), is_finite

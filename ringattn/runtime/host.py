@@ -1,11 +1,11 @@
-"""The other end of every hop is storage in host memory: one rank runs alone, takes K/V rows and adds gradients there."""
+"""A carrier between one rank and storage in host memory: K/V rows come from storage, gradients are added there."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -14,121 +14,127 @@ from ..plan.plan import Plan
 from ..plan.row_overlap import moves
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Message, Post, Program, drive
-from .message_buffers import Buffer, put
+from .message_buffers import Buffer, copy_rows
 
 T = TypeVar("T")
-#: The stored tensors that a part of a message holds rows of.
+#: The names of the stored tensors whose rows a part of a message holds.
 STORED: dict[Kind, tuple[str, str]] = {"kv": ("k", "v"), "grad": ("dk", "dv")}
-#: Pinned tensors that take turns, so that one is filled while the device still reads the other.
+#: Pinned tensors that take turns: the host fills one while the device still reads the other.
 STAGES = 2
 
 
 class Storage(Protocol):
-    """Whole tensors [B, heads, N, D] (lse: [B, H, N]) that live in host memory or in a file."""
+    """Whole tensors [B, heads, N, D] (lse: [B, H, N]) in host memory or in a file."""
 
     def rows(self, name: str, r: range) -> torch.Tensor:
-        """Rows `r` (without a step) of a tensor, on the CPU: a view that is written through, where it may be written."""
+        """A CPU view of consecutive rows `r` of a tensor; writing to the view writes to a writable tensor."""
 
 
 @dataclass(frozen=True)
 class HostFlight:
-    """A message on its way: its bytes on the host, and what a device has recorded behind the copy."""
+    """A message in flight: its bytes in host memory, and the CUDA event that is recorded after its copy."""
 
     hop: Hop
-    sends: bool
+    is_send: bool
     stage: torch.Tensor
-    done: Any
+    copied: torch.cuda.Event | None
 
 
 class Host:
-    """Carries the hops of one rank after another. `counters` hold what all of them sent and received.
+    """Runs one rank after another and carries their messages. `counters` add up what all ranks sent and received.
 
-    A CPU rank's messages are copied at once. A CUDA rank's are gathered in pinned memory and cross on a stream of their
-    own while the visits of the step are computed (written from PyTorch's documentation, not yet run on a GPU).
+    The messages of a CPU rank are copied at once. The messages of a CUDA rank are staged in pinned memory and copied on
+    a separate stream while the visits of the step are computed (written from PyTorch's documentation, not yet run on a
+    GPU).
     """
 
     def __init__(self, plan: Plan, storage: Storage, device: torch.device, counters: Counters) -> None:
         self.plan, self.storage, self.device, self.counters = plan, storage, device, counters
+        #: The planned messages of the running rank by peer, tag, and whether the rank sends the message.
         self._hops: dict[tuple[int, int, bool], Hop] = {}
-        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._capacity = 0
-        self._stages: deque[tuple[torch.Tensor, Any]] = deque()
+        self._copy_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stage_bytes = 0
+        #: Pinned tensors, least recently used first, each with the event that is recorded after its last copy.
+        self._stages: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     def run(self, program: Program[T], steps: Sequence[Step]) -> T:
-        """Run the program of a rank whose plan has these steps, and return its result."""
+        """Run the program of a rank whose plan has these steps, and return the program's result."""
         self._hops = {
-            (hop.peer, hop.tag, sends): hop
+            (hop.peer, hop.tag, is_send): hop
             for step in steps
-            for sends, hops in ((True, step.sends), (False, step.recvs))
+            for is_send, hops in ((True, step.sends), (False, step.recvs))
             for hop in hops
         }
-        capacity = max((sum(map(self.plan.part_bytes, hop.parts)) for hop in self._hops.values()), default=0)
-        if capacity > self._capacity:
-            self._capacity = capacity
+        largest = max((sum(map(self.plan.part_bytes, hop.parts)) for hop in self._hops.values()), default=0)
+        if largest > self._stage_bytes:
+            self._stage_bytes = largest
             self._stages.clear()
         return drive(program, self)
 
     def post(self, post: Post) -> list[HostFlight]:
-        """Start to copy what arrives to the device, and what leaves it from there."""
+        """Start to copy what arrives to the device, and to the host what the rank sends."""
         self.counters.add(post)
-        return [*map(self._fetch, post.recvs), *map(self._bring, post.sends)]
+        return [*map(self._fetch, post.recvs), *map(self._send, post.sends)]
 
     def wait(self, ticket: list[HostFlight]) -> None:
-        """What is computed next sees what has arrived; what has left the device is added to the stored sums."""
+        """Order later computation after what arrived, and add to the stored sums what the rank sent."""
         for flight in ticket:
-            if self._side is not None:
-                if flight.sends:
-                    flight.done.synchronize()
+            if flight.copied is not None:
+                if flight.is_send:
+                    flight.copied.synchronize()
                 else:
-                    torch.cuda.current_stream(self.device).wait_event(flight.done)
-            if flight.sends:
-                self._put(flight.hop, flight.stage, add=True)
-            if self._side is not None:
-                self._stages.append((flight.stage, flight.done))
+                    torch.cuda.current_stream(self.device).wait_event(flight.copied)
+            if flight.is_send:
+                self._copy_stored(flight.hop, flight.stage, add=True)
+            if flight.copied is not None:
+                self._stages.append((flight.stage, flight.copied))
 
     def _fetch(self, message: Message) -> HostFlight:
+        """Start a copy from storage to the device."""
         hop = self._hops[message.peer, message.tag, False]
         stage = self._stage(message.data)
-        self._put(hop, stage, add=False)
-        return HostFlight(hop, False, stage, self._copied(message.data, stage[: message.data.numel()]))
+        self._copy_stored(hop, stage, add=False)
+        return HostFlight(hop, False, stage, self._copy_async(message.data, stage[: message.data.numel()]))
 
-    def _bring(self, message: Message) -> HostFlight:
+    def _send(self, message: Message) -> HostFlight:
+        """Start a copy from the device to host memory."""
         hop = self._hops[message.peer, message.tag, True]
         stage = self._stage(message.data)
-        return HostFlight(hop, True, stage, self._copied(stage[: message.data.numel()], message.data))
+        return HostFlight(hop, True, stage, self._copy_async(stage[: message.data.numel()], message.data))
 
-    def _put(self, hop: Hop, data: torch.Tensor, *, add: bool) -> None:
-        """Copy the stored rows of the parts of a message to its bytes, or add what these hold to the stored rows."""
+    def _copy_stored(self, hop: Hop, data: torch.Tensor, *, add: bool) -> None:
+        """Copy stored rows to the bytes `data` of a message; with `add`, add the bytes to the stored rows."""
         buffer = Buffer(data, hop.parts, self.plan, wire=True)
         for part in hop.parts:
             (rows,) = self.plan.layout.shard(part.owner)
-            to, of = (None, part.cut) if add else (part.cut, None)
-            shared = moves(to, of, self.plan.part_heads(part.kind), len(rows))
-            for name, x in zip(STORED[part.kind], buffer.view(part), strict=True):
+            target, source = (None, part.cut) if add else (part.cut, None)
+            copies = moves(target, source, self.plan.part_heads(part.kind), len(rows))
+            views = buffer.view(part)
+            for name, x in zip(STORED[part.kind], views, strict=True):
                 stored = self.storage.rows(name, rows)
-                for move in shared:
-                    put(*((stored, x) if add else (x, stored)), move, add=add)
+                for shared in copies:
+                    copy_rows(*((stored, x) if add else (x, stored)), shared, add=add)
             if part.kind == "kv":
-                views = buffer.view(part)
-                *found, clean = marked(views[0], views[1])
-                for x, made in zip(views, () if clean else found, strict=not clean):
-                    x.copy_(made)
+                *marked_views, clean = marked(views[0], views[1])
+                if not clean:
+                    for x, with_marks in zip(views, marked_views, strict=True):
+                        x.copy_(with_marks)
 
     def _stage(self, data: torch.Tensor) -> torch.Tensor:
-        """Host memory for the bytes of a message: on a CPU the message itself."""
-        if self._side is None:
+        """Host memory for the bytes of a message: the message itself on a CPU."""
+        if self._copy_stream is None:
             return data
         if len(self._stages) < STAGES:
-            return torch.empty(self._capacity, dtype=torch.uint8, pin_memory=True, device="cpu")
-        stage, done = self._stages.popleft()
-        done.synchronize()  # the copy that used it last
+            return torch.empty(self._stage_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+        stage, copied = self._stages.popleft()
+        copied.synchronize()
         return stage
 
-    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy after all that was launched so far, beside all that is launched from now on; an event behind it."""
-        if self._side is None:
+    def _copy_async(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
+        """Copy after all work launched so far and beside all later work; an event that is recorded after the copy."""
+        if self._copy_stream is None:
             return None
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copy_stream):
             target.copy_(source, non_blocking=True)
-            return self._side.record_event()
+            return self._copy_stream.record_event()

@@ -1,4 +1,4 @@
-"""What a rank's forward does to its output rows, worked out before it runs: which call copies, which merges."""
+"""How a rank's forward writes its output rows, planned before it runs: which kernel call is copied, which is merged."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..kernels.base import Kernel
 from ..plan.plan import Plan
 from ..plan.work import Work, gathered, repeated
 
-#: Query rows times heads that a section holds at least, where it can be chosen: enough for calls to be batched.
+#: Query rows times heads of a section at least, where neighbours can be joined: enough to batch kernel calls.
 SECTION_ROWS = 1 << 17
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the kernel. `first`: its rows have no partial yet, so that the result is copied, not merged."""
+    """One call of the kernel. `first`: its rows have no partial yet, so that its result is copied and not merged."""
 
     work: Work
     first: bool
@@ -25,9 +25,10 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Section:
-    """A run of local rows that no work crosses the ends of, so that it can be finished by itself.
+    """A run of local query rows that every work lies inside or outside of, so that it can be finished by itself.
 
-    `single`: no row has two partials; `filled`: rows without a partial must read 0 and -inf when others are merged.
+    `single`: no row has two partials. `filled`: some rows may be merged before they have a first partial, so that the
+    section must start with out 0 and lse -inf.
     """
 
     rows: range
@@ -37,69 +38,85 @@ class Section:
 
 @dataclass(frozen=True)
 class VisitPart:
-    """The part of a visit in one section; `last`: no later visit touches it."""
+    """The kernel calls of one visit in one section. `last`: no later visit has calls in this section."""
 
     section: Section
-    pieces: tuple[KernelCall, ...]
+    calls: tuple[KernelCall, ...]
     last: bool
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """The portions of every visit, in the order of the visits, and the rows that see no key at all."""
+    """The parts of every visit, in the order of the visits, and the local rows that see no key."""
 
     visits: tuple[tuple[VisitPart, ...], ...]
     empty: tuple[range, ...]
 
 
-def hides(visit: tuple[VisitPart, ...]) -> bool:
-    """Whether some call of a visit has a band, so that a key hidden from some rows is seen by others."""
-    return any(not piece.work.dense for portion in visit for piece in portion.pieces)
+def has_band(visit: tuple[VisitPart, ...]) -> bool:
+    """Whether some call of a visit hides a key from some of its rows and not from others."""
+    return any(not call.work.dense for part in visit for call in part.calls)
 
 
-def make_script(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
-    """The (cached) script of one rank."""
-    return plan.memory.answer(("script", rank, kernel.name), lambda: _write(plan, rank, kernel))
+def make_merge_plan(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
+    """The merge plan of one rank with the calls that `kernel` makes. Cached by the plan."""
+    return plan.memory.answer(("merge plan", rank, kernel.name), lambda: _plan_merges(plan, rank, kernel))
 
 
-def _write(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
+def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     demand = plan.demand
     visits = [demand.works(rank, part.owner, part.cut) for step in plan.for_rank(rank).forward for part in step.visits]
     spans = list(_spans([work for works in visits for work in works], SECTION_ROWS // plan.heads))
-    starts = np.array([span.start for span in spans])
-    parts: list[list[list[Work]]] = [[[] for _ in spans] for _ in visits]
-    for visit, works in enumerate(visits):
-        for work in works:
-            parts[visit][int(np.searchsorted(starts, work.q.start, "right")) - 1].append(work)
-    drafts: list[list[tuple[int, list[KernelCall]]]] = [[] for _ in visits]
-    sections, last = [], {}
+    by_visit = [_by_span(works, spans) for works in visits]
+    planned: list[list[tuple[int, tuple[KernelCall, ...]]]] = [[] for _ in visits]
+    sections: list[Section] = []
+    last_visit: dict[int, int] = {}
     for index, span in enumerate(spans):
-        seen = np.zeros((plan.heads, len(span)), dtype=np.uint16)
-        mixed = False
+        #: How many partials each query row of the span has so far, by head.
+        partials = np.zeros((plan.heads, len(span)), dtype=np.uint16)
+        mixed = False  # some call covers rows with a partial and rows without
         for visit in range(len(visits)):
-            pieces = []
-            for work in repeated(gathered(parts[visit][index])):
-                for call in kernel.split(work):
-                    marks = _marks(seen, call, span.start)
-                    first = not marks.any()
-                    mixed |= not first and not marks.all()
-                    marks += 1
-                    pieces.append(KernelCall(call, first))
-            if pieces:
-                drafts[visit].append((index, pieces))
-                last[index] = visit
-        sections.append(Section(span, bool(seen.max() <= 1), mixed or not seen.all()))
+            calls, call_mixes = _mark_calls(by_visit[visit][index], kernel, partials, span.start)
+            mixed |= call_mixes
+            if calls:
+                planned[visit].append((index, calls))
+                last_visit[index] = visit
+        sections.append(Section(span, bool(partials.max() <= 1), mixed or not partials.all()))
     return MergePlan(
         tuple(
-            tuple(VisitPart(sections[i], tuple(pieces), last[i] == visit) for i, pieces in draft)
-            for visit, draft in enumerate(drafts)
+            tuple(VisitPart(sections[i], calls, last_visit[i] == visit) for i, calls in parts)
+            for visit, parts in enumerate(planned)
         ),
         tuple(_gaps(spans, plan.layout.rows(rank))),
     )
 
 
+def _by_span(works: tuple[Work, ...], spans: list[range]) -> list[list[Work]]:
+    """The works of one visit by the span that they lie in."""
+    starts = np.array([span.start for span in spans])
+    by_span: list[list[Work]] = [[] for _ in spans]
+    for work in works:
+        by_span[int(np.searchsorted(starts, work.q.start, "right")) - 1].append(work)
+    return by_span
+
+
+def _mark_calls(
+    works: list[Work], kernel: Kernel, partials: np.ndarray, origin: int
+) -> tuple[tuple[KernelCall, ...], bool]:
+    """The kernel calls of works, counted in `partials`, and whether a call has rows with and rows without a partial."""
+    calls, mixed = [], False
+    for work in repeated(gathered(works)):
+        for call in kernel.split(work):
+            counts = _counts(partials, call, origin)
+            first = not counts.any()
+            mixed |= not first and not counts.all()
+            counts += 1
+            calls.append(KernelCall(call, first))
+    return tuple(calls), mixed
+
+
 def _spans(works: list[Work], least: int) -> Iterator[range]:
-    """Runs of rows that no work crosses the ends of; neighbours are joined up to `least` rows."""
+    """Runs of rows whose ends no work crosses. Adjacent runs are joined until they have `least` rows."""
     start = stop = None
     for rows in sorted((work.rows for work in works), key=lambda r: r.start):
         if (
@@ -117,6 +134,7 @@ def _spans(works: list[Work], least: int) -> Iterator[range]:
 
 
 def _gaps(spans: list[range], rows: int) -> Iterator[range]:
+    """The runs of rows 0 .. rows - 1 that lie in no span."""
     first = 0
     for span in spans:
         if span.start > first:
@@ -126,10 +144,10 @@ def _gaps(spans: list[range], rows: int) -> Iterator[range]:
         yield range(first, rows)
 
 
-def _marks(seen: np.ndarray, work: Work, origin: int) -> np.ndarray:
-    """The view of `seen` [H, rows] at the rows of a work: [repeat, heads, rows]."""
+def _counts(partials: np.ndarray, work: Work, origin: int) -> np.ndarray:
+    """The view [repeat, heads, rows] of `partials` [H, rows] at a work's query rows. Row 0 is local row `origin`."""
     heads, q = work.heads, work.q
-    one = seen[heads.start : heads.stop : heads.step, q.start - origin : q.stop - origin : q.step]
+    first = partials[heads.start : heads.stop : heads.step, q.start - origin : q.stop - origin : q.step]
     return np.lib.stride_tricks.as_strided(
-        one, (work.repeat, *one.shape), (work.q_shift * seen.strides[1], *one.strides)
+        first, (work.repeat, *first.shape), (work.q_shift * partials.strides[1], *first.strides)
     )

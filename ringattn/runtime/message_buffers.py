@@ -1,72 +1,103 @@
-"""Message buffers of one rank: contiguous bytes, viewed as blocks and gradients, and reused from hop to hop."""
+"""Message buffers of one rank: contiguous bytes, viewed as the tensors of their parts and reused from step to step."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..plan.plan import Plan
 from ..plan.row_overlap import RowCopy
-from ..plan.steps import Part
+from ..plan.steps import BLOCKS, SUMS, Batch, Hop, Part, Step
+from ..transport.base import Message, Post, Program, Wait
 from .memory_pool import empty, memory_pool
 
-#: (K, V), (dK, dV), (q, dO), (lse, delta) or (dQ,).
+#: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
 Tensors = tuple[torch.Tensor, ...]
+#: Shape and dtype of one tensor of a part.
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
 #: Bytes of the widest loads and stores of GPUs.
 ALIGNED = 16
 
 
 class Buffer:
-    """A message: its parts in one contiguous uint8 tensor, aligned without a byte of padding.
+    """One message: its parts in one contiguous uint8 tensor, aligned without a byte of padding.
 
-    First come the parts whose sizes are multiples of ALIGNED bytes, so that all of these begin at such multiples, as the
-    kernels of GPUs want it of blocks that they read in place. The others follow by the sizes of their numbers, widest
-    first, so that each begins at a multiple of its own.
+    Parts whose sizes are multiples of ALIGNED bytes come first. Each of these parts then begins at a multiple of
+    ALIGNED bytes, as GPU kernels require of blocks that they read in place. The other parts follow in descending order
+    of their item sizes, so that each part begins at a multiple of its item size.
+
+    `wire`: the parts have the dtypes of a message, else the dtypes that kernels compute with.
     """
 
     def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan, *, wire: bool) -> None:
         self.store, self.parts = store, parts
+        #: Parts that are still needed. A buffer without a live part is free.
         self.live = set(parts)
         sizes = [plan.part_bytes(part, wire=wire) for part in parts]
-        dtypes: list[torch.dtype] = [getattr(torch, plan.part_dtype(part, wire=wire)) for part in parts]
+        specs = [tensor_specs(plan, part, wire=wire) for part in parts]
         self.data = store[: sum(sizes)]
         self._views: dict[Part, Tensors] = {}
         start = 0
-        for i in sorted(range(len(parts)), key=lambda i: (sizes[i] % ALIGNED != 0, -dtypes[i].itemsize)):
-            self._views[parts[i]] = _views(self.data[start : start + sizes[i]], parts[i], plan, dtypes[i])
+        for i in sorted(range(len(parts)), key=lambda i: (sizes[i] % ALIGNED != 0, -specs[i][0][1].itemsize)):
+            self._views[parts[i]] = _views(self.data[start : start + sizes[i]], specs[i])
             start += sizes[i]
 
     def view(self, part: Part) -> Tensors:
-        """The tensors of a part, [B, heads, rows, D], Dv or 1, contiguous."""
+        """The contiguous tensors of a part, [B, heads, rows, width] each."""
         return self._views[part]
 
 
-def _views(data: torch.Tensor, part: Part, plan: Plan, dtype: torch.dtype) -> Tensors:
-    heads, rows = plan.part_heads(part.kind), plan.layout.rows(part.owner)
-    if part.cut is not None:
-        heads, rows = len(part.cut.heads), part.cut.count
-    flat, found, start = data.view(dtype), [], 0
-    for width in plan.part_widths(part.kind):
-        stop = start + plan.batch * heads * rows * width
-        found.append(flat[start:stop].view(plan.batch, heads, rows, width))
+def tensor_specs(plan: Plan, part: Part, *, wire: bool) -> list[TensorSpec]:
+    """Shapes [B, heads, rows, width] and dtypes of the tensors of a part; see `Plan.part_bytes` for `wire`."""
+    if part.kind in (*BLOCKS, *SUMS):
+        dtype: torch.dtype = getattr(torch, plan.part_dtype(part, wire=wire))
+        ring_plan, _ = plan.ring_plan(0)
+        heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout.rows(part.owner)
+        if part.cut is not None:
+            heads, rows = len(part.cut.heads), part.cut.count
+        return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
+    # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
+    rows = plan.layout.rows(part.owner)
+    heads, kv_heads = plan.heads // plan.ulysses_size, plan.kv_heads // plan.ulysses_size
+    own: torch.dtype = getattr(torch, plan.dtype)
+    if part.kind in ("qkv", "dqkv"):
+        sizes = ((heads, plan.head_dim), (kv_heads, plan.head_dim), (kv_heads, plan.value_dim))
+        return [((plan.batch, count, rows, width), own) for count, width in sizes]
+    accumulated = torch.float64 if own == torch.float64 else torch.float32
+    # lse or its gradient comes first: the wider dtype is then aligned.
+    return [((plan.batch, heads, rows, 1), accumulated), ((plan.batch, heads, rows, plan.value_dim), own)]
+
+
+def _views(data: torch.Tensor, specs: Sequence[TensorSpec]) -> Tensors:
+    """Views of consecutive bytes of `data` as tensors of these shapes and dtypes."""
+    views, start = [], 0
+    for shape, dtype in specs:
+        stop = start + torch.Size(shape).numel() * dtype.itemsize
+        views.append(data[start:stop].view(dtype).view(shape))
         start = stop
-    return tuple(found)
+    return tuple(views)
 
 
 class Buffers:
-    """Hands out buffers and takes them back. Their sizes are eighths of that of the largest message, so that few sizes are
-    met again and again, by the forward and by the backward."""
+    """Hands out message buffers and takes them back.
 
-    def __init__(self, plan: Plan, largest: int, device: torch.device) -> None:
-        unit = max(1, -(-largest // 8))
-        # Rounded up by a sixteenth at most, so that messages of nearly the same size find each other's buffers.
+    Sizes are multiples of an eighth of the largest message, so that the forward and the backward meet the same few
+    sizes again and again. `largest_message` is in bytes.
+    """
+
+    def __init__(self, plan: Plan, largest_message: int, device: torch.device) -> None:
+        unit = max(1, -(-largest_message // 8))
+        # Rounded up by at most a sixteenth, so that messages of nearly equal sizes share buffers.
         self.plan, self.unit = plan, unit + -unit % (1 << max(unit.bit_length() - 5, 0))
         self.pool = memory_pool(device)
         self.free: list[torch.Tensor] = []
 
     def take(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:
-        """A buffer for these parts, with arbitrary contents; `wire`: as a message carries them."""
-        size = -(-sum(self.plan.part_bytes(part, wire=wire) for part in parts) // self.unit) * self.unit
+        """A reused buffer for these parts, with arbitrary contents; see `Buffer` for `wire`."""
+        size = -(-self._size(parts, wire=wire) // self.unit) * self.unit
         fitting = [i for i, store in enumerate(self.free) if store.numel() >= size]
         if fitting:
             store = self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))
@@ -74,13 +105,13 @@ class Buffers:
             store = self.pool.take(size)
         return Buffer(store, parts, self.plan, wire=wire)
 
-    def fresh(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:
-        """A buffer of its own, for parts that outlive the run: the pool never sees it."""
-        size = sum(self.plan.part_bytes(part, wire=wire) for part in parts)
+    def allocate(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:
+        """A newly allocated buffer for parts that outlive the run; the pool never reuses its memory."""
+        size = self._size(parts, wire=wire)
         return Buffer(empty((size,), torch.uint8, self.pool.device), parts, self.plan, wire=wire)
 
     def drop(self, buffer: Buffer, part: Part) -> None:
-        """One part is not needed any more; a buffer without a live part is free again."""
+        """Mark one part of a buffer as not needed any more; the buffer is free when no live part is left."""
         buffer.live.discard(part)
         if not buffer.live:
             self.free.append(buffer.store)
@@ -90,18 +121,88 @@ class Buffers:
         while self.free:
             self.pool.give(self.free.pop())
 
+    def _size(self, parts: tuple[Part, ...], *, wire: bool) -> int:
+        return sum(self.plan.part_bytes(part, wire=wire) for part in parts)
 
-def put(target: torch.Tensor, x: torch.Tensor, move: RowCopy, *, add: bool) -> None:
-    """Write, or add, rows of x [B, heads, rows, D] to rows of the target."""
-    to = target[:, _slice(move.to_heads)]
-    of = x[:, _slice(move.from_heads)]
-    if isinstance(move.from_rows, range) and isinstance(move.to_rows, range):
-        to, of = to[:, :, _slice(move.to_rows)], of[:, :, _slice(move.from_rows)]
+
+@dataclass(frozen=True)
+class _OpenBatch:
+    """Messages that are in flight until the end of step `until`.
+
+    Each sent buffer is listed with those of its parts that are copies and can be dropped after the send.
+    """
+
+    until: int
+    ticket: object
+    sent: list[tuple[Buffer, list[Part]]]
+    received: list[tuple[Hop, Buffer]]
+
+
+class StepMessages:
+    """Posts the messages of a rank's steps, and waits for each message at the end of the step that it is due in.
+
+    A subclass says what is sent (`pack`), where messages arrive (`make_room`) and what becomes of them (`unpack`).
+    """
+
+    def __init__(self, steps: Sequence[Step], buffers: Buffers) -> None:
+        self.steps, self.buffers = steps, buffers
+        #: Buffers that are being sent and must not change.
+        self.sending: list[Buffer] = []
+        self._open: list[_OpenBatch] = []
+
+    def start(self, index: int, label: str) -> Program[None]:
+        """Post the messages of step `index`. `label` names the step in errors."""
+        for batch in self.steps[index].posts:
+            self._open.append((yield from self._post(batch, label)))
+
+    def wait(self, index: int) -> Program[None]:
+        """Wait for the messages that are due at the end of step `index`, and unpack what has arrived."""
+        due = [batch for batch in self._open if batch.until <= index]
+        self._open = [batch for batch in self._open if batch.until > index]
+        for batch in due:
+            yield Wait(batch.ticket)
+            for buffer, copies in batch.sent:
+                self.sending.remove(buffer)
+                for part in copies:
+                    self.buffers.drop(buffer, part)
+            for hop, buffer in batch.received:
+                self.unpack(hop, buffer)
+
+    def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
+        """The buffer that holds the message to send, and those of its parts that are needed for the send only."""
+        raise NotImplementedError
+
+    def make_room(self, hop: Hop) -> Buffer:
+        """The buffer that a message is received in."""
+        return self.buffers.take(hop.parts, wire=True)
+
+    def unpack(self, hop: Hop, buffer: Buffer) -> None:
+        """Take in a message that has arrived."""
+        raise NotImplementedError
+
+    def _post(self, batch: Batch, label: str) -> Program[_OpenBatch]:
+        packed: list[tuple[Buffer, list[Part]]] = []
+        for hop in batch.sends:  # before the receives: packing can free buffers for them
+            packed.append(self.pack(hop))
+            self.sending.append(packed[-1][0])
+        received = [(hop, self.make_room(hop)) for hop in batch.recvs]
+        sends = tuple(Message(hop.peer, hop.tag, b.data) for hop, (b, _) in zip(batch.sends, packed, strict=True))
+        recvs = tuple(Message(hop.peer, hop.tag, buffer.data) for hop, buffer in received)
+        return _OpenBatch(batch.until, (yield Post(sends, recvs, label)), packed, received)
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowCopy, *, add: bool) -> None:
+    """Copy rows of `source` [B, heads, rows, D] to rows of `target`, or add them to the rows of `target`."""
+    to = target[:, _slice(rows.to_heads)]
+    of = source[:, _slice(rows.from_heads)]
+    if isinstance(rows.from_rows, range) and isinstance(rows.to_rows, range):
+        to, of = to[:, :, _slice(rows.to_rows)], of[:, :, _slice(rows.from_rows)]
         to.add_(of) if add else to.copy_(of)
         return
-    rows = of.index_select(2, torch.as_tensor(np.asarray(move.from_rows), device=x.device)).to(target.dtype)
-    index = torch.as_tensor(np.asarray(move.to_rows), device=x.device)
-    to.index_add_(2, index, rows) if add else to.index_copy_(2, index, rows)
+    from_index = torch.as_tensor(np.asarray(rows.from_rows), device=source.device)
+    selected = of.index_select(2, from_index).to(target.dtype)
+    to_index = torch.as_tensor(np.asarray(rows.to_rows), device=source.device)
+    to.index_add_(2, to_index, selected) if add else to.index_copy_(2, to_index, selected)
 
 
 def _slice(r: range) -> slice:

@@ -148,7 +148,7 @@ class HostStream:
         return [(rank, rows) for rank in range(layout.ranks) for rows in layout.shard(rank)]
 
     def _job(self, rank: int) -> Job:
-        return Job(self.plan, rank, self.kernel, positive(self.scale)[1], rounded=False)
+        return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False)
 
     def _here(self, storage: Storage, name: str, rows: range) -> torch.Tensor:
         return storage.rows(name, rows).to(self.device)

@@ -1,9 +1,9 @@
-"""What an executor asks of a transport, and what a transport counts."""
+"""The interface between a rank's program and a transport: messages, requests, counters and record exchanges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from .records import Agreed
 
 @dataclass(frozen=True)
 class Message:
-    """A contiguous uint8 tensor to send to, or to receive from, `peer`; `tag` is equal on both sides."""
+    """A contiguous uint8 tensor to send to `peer`, or to receive from `peer`. Both sides use the same `tag`."""
 
     peer: int
     tag: int
@@ -23,7 +23,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Post:
-    """Start these messages; resumed at once with a ticket. Their tensors are in flight until it is waited for."""
+    """Request to start these messages. The program resumes at once with a ticket.
+
+    The tensors are in flight until the program has waited for the ticket. `label` names the messages in errors.
+    """
 
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
@@ -32,13 +35,13 @@ class Post:
 
 @dataclass(frozen=True)
 class Wait:
-    """Resume when all messages of the ticket are done."""
+    """Request to resume when all messages of the ticket are done."""
 
     ticket: Any
 
 
 T = TypeVar("T")
-#: A rank's program: yields Post and Wait requests, returns its result.
+#: A rank's program: yields Post and Wait requests, and returns its result.
 Program = Generator[Post | Wait, Any, T]
 
 
@@ -52,49 +55,60 @@ class Counters:
     received_bytes: int = 0
 
     def add(self, post: Post) -> None:
+        """Count the messages of a request."""
         self.sent_messages += len(post.sends)
         self.sent_bytes += sum(message.data.numel() for message in post.sends)
         self.received_messages += len(post.recvs)
         self.received_bytes += sum(message.data.numel() for message in post.recvs)
 
     def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        """Set all counters to 0."""
+        self.sent_messages = self.sent_bytes = self.received_messages = self.received_bytes = 0
 
 
 class Carrier(Protocol):
-    """Starts messages, and waits for them: all that a program needs."""
+    """Starts messages and waits for them: all that a program needs. A ticket is whatever `post` returns."""
 
     def post(self, post: Post) -> Any:
         """Start the messages of a step and return a ticket."""
 
     def wait(self, ticket: Any) -> None:
-        """Block until the messages of a ticket are done; CommFailure where they do not within the timeout."""
+        """Block until the messages of a ticket are done. Raises CommFailure after the timeout."""
 
 
 class Transport(Carrier, Protocol):
-    """Point-to-point messages of one rank among `size` ranks."""
+    """Point-to-point messages of one rank among `size` ranks, and the exchange of records among all ranks."""
 
     rank: int
     size: int
     counters: Counters
-    #: The numbers of the calls of the ring, 0, 1, 2 ..., in the order in which all ranks make them.
+    #: The numbers of the ring's calls: 0, 1, 2 ... in the order in which all ranks call.
     calls: Iterator[int]
-    #: The last handshakes of these ranks; filled by `agreement.agree`.
+    #: The latest handshakes of these ranks; `runtime.handshake.agree` fills the table.
     agreed: Agreed
 
     def check(self, device: torch.device) -> None:
-        """Raise InvalidInput where this transport does not carry tensors of `device`."""
+        """Raise InvalidInput if this transport does not carry tensors of `device`."""
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
 
 
-#: The tags of messages of numbered calls are below TAGS, and the first ones of two calls in a row are SPAN apart.
+#: Tags of numbered calls are below TAGS. The tags of consecutive calls start SPAN apart.
 TAGS, SPAN = 1 << 28, 1 << 16
 
 
-def readdressed(program: Program[T], change: Callable[[Message], Message]) -> Program[T]:
-    """The same program with every message that it posts replaced by `change(message)`."""
+def number_tags(program: Program[T], number: int, *, backward: bool) -> Program[T]:
+    """The same program with tags that differ from the tags of all other calls and of the other pass.
+
+    `number` is the number of the call. Tags repeat after TAGS / SPAN calls. The tags of a plan are unique only between
+    two ranks within one pass.
+    """
+    first = number * SPAN + backward
+
+    def renumber(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(Message(m.peer, (first + 2 * m.tag) % TAGS, m.data) for m in messages)
+
     reply: Any = None
     while True:
         try:
@@ -103,52 +117,45 @@ def readdressed(program: Program[T], change: Callable[[Message], Message]) -> Pr
             result: T = stop.value
             return result
         if isinstance(request, Post):
-            sends, recvs = (tuple(map(change, messages)) for messages in (request.sends, request.recvs))
-            request = Post(sends, recvs, request.label)
+            request = Post(renumber(request.sends), renumber(request.recvs), request.label)
         reply = yield request
 
 
-def numbered(program: Program[T], number: int, *, backward: bool) -> Program[T]:
-    """The program of a call, with tags that tell its messages from those of all other calls and of the other pass.
-
-    Tags repeat after TAGS / SPAN calls. A program alone has the tags of its plan, which are unique between two ranks.
-    """
-    first = number * SPAN + backward
-    return readdressed(program, lambda message: replace(message, tag=(first + 2 * message.tag) % TAGS))
-
-
-#: Bytes that tell the length of a record, and the most bytes of a record.
+#: Bytes of the length that precedes a record, and the most bytes of a record.
 HEAD, LONGEST = 8, 1 << 32
-#: The name of an exchange of records in errors.
+#: The name of a record exchange in errors.
 RECORDS = "records of all ranks, before the first message"
 
 
 def check_timeout(timeout: float | None) -> None:
-    """Raise InvalidInput where `timeout` is neither None nor a number of seconds."""
+    """Raise InvalidInput unless `timeout` is None or a number of seconds above 0."""
     if timeout is not None and not timeout > 0:
-        raise InvalidInput(f"timeout={timeout}: must be a number of seconds above 0")
+        raise InvalidInput(
+            f"timeout={timeout}: must be a number of seconds above 0; leave it out for the transport's default"
+        )
 
 
 def gather_in_rounds(exchange: Callable[[bytes], list[bytes]], record: bytes, short: int) -> list[bytes]:
-    """Every rank's record, by an `exchange` of equally long ones: one round where none is longer than `short` bytes.
+    """Every rank's record, in rank order, by an `exchange` that takes records of equal length on all ranks.
 
-    The first round carries each record's length and its start; a second one, as long as the longest, the rest.
+    The first round carries each record's length and its first `short` bytes. A second round follows if a record is
+    longer than `short` bytes. Raises Mismatch if a length is implausible.
     """
     first = exchange(len(record).to_bytes(HEAD, "little") + record[:short].ljust(short, b"\0"))
     sizes = [int.from_bytes(raw[:HEAD], "little") for raw in first]
     for rank, size in enumerate(sizes):
-        if size > LONGEST:  # on all ranks alike, which see the same bytes
+        if size > LONGEST:  # all ranks see the same bytes, so that all ranks raise
             raise Mismatch(
-                f"rank {rank} announces a record of {size:,} bytes, where at most {LONGEST:,} are expected: what it sent "
-                "is no record; nothing else may use this transport meanwhile"
+                f"rank {rank} announces a record of {size:,} bytes, where at most {LONGEST:,} are expected: other "
+                "messages than records were received; let nothing else use this transport meanwhile"
             )
-    more = max(sizes) - short
-    rest = exchange(record[short:].ljust(more, b"\0")) if more > 0 else [b""] * len(sizes)
+    longest_rest = max(sizes) - short
+    rest = exchange(record[short:].ljust(longest_rest, b"\0")) if longest_rest > 0 else [b""] * len(sizes)
     return [(a[HEAD:] + b)[:size] for a, b, size in zip(first, rest, sizes, strict=True)]
 
 
-def drive(program: Program[T], transport: Carrier) -> T:
-    """Run one rank's program on a transport."""
+def drive(program: Program[T], carrier: Carrier) -> T:
+    """Run one rank's program and return its result."""
     reply: Any = None
     while True:
         try:
@@ -156,12 +163,12 @@ def drive(program: Program[T], transport: Carrier) -> T:
         except StopIteration as stop:
             return stop.value
         if isinstance(request, Post):
-            reply = transport.post(request)
+            reply = carrier.post(request)
         else:
-            transport.wait(request.ticket)
+            carrier.wait(request.ticket)
             reply = None
 
 
-def by_tag(messages: tuple[Message, ...]) -> list[Message]:
-    """In tag order, in which both sides of a pair list their messages."""
+def sort_by_tag(messages: tuple[Message, ...]) -> list[Message]:
+    """The messages in tag order, which is the same on both sides of a pair of ranks."""
     return sorted(messages, key=lambda message: (message.tag, message.peer))

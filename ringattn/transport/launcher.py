@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of a job, and ranks started by this process itself."""
+"""This process's place among the ranks of a job, and local ranks that this process starts itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,15 @@ from ..errors import InvalidInput, LaunchFailure
 
 #: Lines of a failed rank's stderr that the error repeats.
 TAIL = 30
-#: Exit statuses after SIGTERM, and where nobody reads standard output any more, as of a shell.
+#: Exit statuses, as a shell reports them, after SIGTERM and after SIGPIPE (nobody reads standard output any more).
 TERMINATED, UNREAD = 143, 141
-#: Seconds in which new ranks must find each other, however short their messages may take: they import torch meanwhile.
+#: Seconds that new ranks have to find each other, even if the timeout of messages is shorter: they first import torch.
 MEETING = 60.0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher seen in the environment, and this process's place in the job."""
+    """The launcher ("none" without one) that started this process, and this process's place in the job."""
 
     kind: str
     rank: int = 0
@@ -42,36 +44,43 @@ class Launch:
     local_world: int = 1
 
 
-#: (launcher, rank, world, local rank, local world), in order of trust: SLURM_PROCID is also set in a plain batch script,
-#: where one task is no job of ranks. Of two names the first that is set counts: MPICH's mpirun tells the place on the
-#: node, and srun, which may speak the same PMI, tells it in its own variables.
+_OPENMPI = "OMPI_COMM_WORLD_"
+#: The variables of (launcher, rank, world, local rank, local world), the most reliable launcher first: SLURM_PROCID is
+#: also set in a plain batch script. Of two names the first that is set counts: MPICH's mpirun sets variables for the
+#: place on the node, while srun, which may speak the same PMI, sets its own.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("openmpi", f"{_OPENMPI}RANK", f"{_OPENMPI}SIZE", f"{_OPENMPI}LOCAL_RANK", f"{_OPENMPI}LOCAL_SIZE"),
     ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID SLURM_LOCALID", "MPI_LOCALNRANKS SLURM_NTASKS_PER_NODE"),
     ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)  # fmt: skip
+)
 
 
 def detect(env: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that started this process: torchrun, openmpi, mpich, slurm, or none."""
+    """The launcher that started this process: torchrun, openmpi, mpich, slurm or none. Raises InvalidInput.
+
+    `env` defaults to the environment of this process.
+    """
     env = os.environ if env is None else env
     for kind, rank, world, local_rank, local_world in _VARIABLES:
         if rank in env and world in env:
-            numbers = []
+            place = []
             for names, default in ((rank, "0"), (world, "1"), (local_rank, "0"), (local_world, "1")):
                 name = next((name for name in names.split() if name in env), "")
                 try:
-                    numbers.append(int(env.get(name, default)))
+                    place.append(int(env.get(name, default)))
                 except ValueError:
                     raise InvalidInput(f"{name}={env[name]!r} in the environment is not a number; unset it") from None
-            if kind != "slurm" or numbers[1] > 1:
-                return Launch(kind, *numbers)
+            if kind != "slurm" or place[1] > 1:
+                return Launch(kind, *place)
     return Launch("none")
 
 
 def init_process_group(launch: Launch, *, backend: str, timeout: float) -> None:
-    """Join the process group of a torchrun job (env://), after a restart by `torchrun --max-restarts` too."""
+    """Join the process group of a torchrun job (env://), also after a restart by `torchrun --max-restarts`.
+
+    `timeout` (seconds) bounds the meeting and every later collective.
+    """
     if launch.kind != "torchrun":
         raise InvalidInput(
             f"{launch.kind} started this job, which transport={backend} cannot join; start it with torchrun, use "
@@ -80,20 +89,23 @@ def init_process_group(launch: Launch, *, backend: str, timeout: float) -> None:
     dist = importlib.import_module("torch.distributed")
     within = timedelta(seconds=timeout)
     store, rank, world = next(dist.rendezvous("env://", timeout=within))
-    # torchrun's store outlives the ranks: after a restart Gloo would find in it where the ranks before listened.
+    # torchrun's store outlives the ranks: after a restart Gloo would find the addresses of the previous ranks there.
     store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=within)
 
 
 @dataclass
 class _LocalRank:
-    process: Any
-    pipe: Any
+    """A process that runs one rank, the pipe of its result, and what is known of its end."""
+
+    process: SpawnProcess
+    pipe: Connection
     log: Path
     result: Any = None
     done: bool = False
     ended_well: bool = False
-    waits: list[Any] = field(default_factory=list)
+    #: The handles that become ready at the result (the pipe) and at the end of the process (its sentinel).
+    waits: list[Connection | int] = field(default_factory=list)
 
 
 def run_local(
@@ -107,16 +119,20 @@ def run_local(
     passthrough: Sequence[int] = (),
     grace: float = 3.0,
 ) -> list[Any]:
-    """Run fn(rank, *args) on `ranks` new processes joined in a Gloo group; their return values in rank order.
+    """The return values, in rank order, of fn(rank, *args) on `ranks` new processes joined in a Gloo group.
 
     `fn` is a function of an importable module; arguments and results are pickled. `timeout` (seconds) bounds the
-    whole run and `group_timeout` (default: the same) every collective in it. `threads` is torch's thread count
-    per rank. After one rank has failed the others get `grace` seconds to end by themselves. stderr and
-    stdout of a rank go to `log_dir`/rank_0001.log, but for the stdout of the ranks in `passthrough`.
+    whole run, and `group_timeout` (default: the same) bounds every collective in the run. `threads` is torch's thread
+    count per rank. After one rank has failed, the other ranks get `grace` seconds to end by themselves. stderr and
+    stdout of a rank go to `log_dir`/rank_0001.log, except the stdout of the ranks in `passthrough`.
 
-    Raises LaunchFailure with the stderr of the rank that failed first; no process is left behind, nor any file, also
-    where this process gets a SIGTERM, which ends it with SystemExit.
+    Raises LaunchFailure with the stderr of the rank that failed first. Neither a process nor a temporary file is left
+    behind, even if this process receives SIGTERM, which ends it with SystemExit.
     """
+    # Not torch.distributed.elastic.multiprocessing: its ranks get only SIGINT when their parent is killed, which a rank
+    # inside a collective does not act on, and it terminates all ranks at the first failure, so that the rank to blame
+    # cannot be told from a rank that lost its peer. It also replaces this process's signal handlers and needs torch
+    # here.
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
     context = get_context("spawn")
@@ -129,36 +145,36 @@ def run_local(
             "timeout": group_timeout or timeout,
             "threads": threads,
         }
-        team: list[_LocalRank] = []
+        local_ranks: list[_LocalRank] = []
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 log = logs / f"rank_{rank:04d}.log"
                 shown = rank in passthrough
                 process = context.Process(
-                    target=_child,
+                    target=_run_rank,
                     args=(os.getpid(), theirs, str(log), shown, group, rank, pickle.dumps((fn, args))),
                     daemon=True,
                 )
                 with _uninterrupted():
                     process.start()
                 theirs.close()
-                team.append(_LocalRank(process, ours, log, waits=[ours, process.sentinel]))
-            _watch(team, timeout, grace)
-            return [member.result for member in team]
+                local_ranks.append(_LocalRank(process, ours, log, waits=[ours, process.sentinel]))
+            _watch(local_ranks, timeout, grace)
+            return [local.result for local in local_ranks]
         finally:
-            for member in team:
-                if member.process.is_alive():
-                    member.process.kill()
-                member.process.join()
-                member.pipe.close()
+            for local in local_ranks:
+                if local.process.is_alive():
+                    local.process.kill()
+                local.process.join()
+                local.pipe.close()
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """SIGINT waits for the end of the block, and does not reach processes that are started in it.
+    """SIGINT waits for the end of the block and never reaches processes that are started in the block.
 
-    Ctrl-C goes to every process of a terminal: the one that started the ranks tells of it, and ends them.
+    Ctrl-C goes to every process of a terminal. The process that started the ranks reports it and ends the ranks.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -169,91 +185,108 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the block, so that what it holds is given back; unless somebody else handles it."""
+    """SIGTERM raises SystemExit in the block, so that the block cleans up, unless SIGTERM has another handler."""
 
     def end(number: int, frame: Any) -> None:
         raise SystemExit(TERMINATED)
 
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if ours:
+    is_main = threading.current_thread() is threading.main_thread()
+    is_unhandled = is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if is_unhandled:
         signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        if ours:
+        if is_unhandled:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def drop_output() -> None:
-    """Let what is still to be written to standard output vanish: its reader is gone, as `head` is."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+    """Discard all further standard output. For a process whose reader, such as `head`, has ended."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
 
 
-def _watch(team: list[_LocalRank], timeout: float, grace: float) -> None:
-    """Collect results until every rank has ended well, one has failed, or the time is over."""
+def _watch(local_ranks: list[_LocalRank], timeout: float, grace: float) -> None:
+    """Collect results until every rank has ended. Raises LaunchFailure if a rank fails or the time is over."""
     failed: list[int] = []
     deadline = time.monotonic() + timeout
-    while not all(member.done for member in team):
-        left = deadline - time.monotonic()
-        if left <= 0:
+    while not all(local.done for local in local_ranks):
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
             break
-        ready = connection.wait([w for m in team if not m.done for w in m.waits], min(left, 3600.0))
-        for rank, member in enumerate(team):
-            if member.done or not any(w in ready for w in member.waits):
-                continue
-            if member.pipe in ready and member.pipe in member.waits:
-                member.waits.remove(member.pipe)
-                try:
-                    member.result = pickle.loads(member.pipe.recv_bytes())
-                    member.ended_well = True
-                except EOFError:
-                    pass  # it ended without a result; its exit code says more
-            if member.process.sentinel in ready:
-                member.process.join()
-                member.done = True
-                if member.process.exitcode or not member.ended_well:
-                    failed.append(rank)
-                    deadline = min(deadline, time.monotonic() + grace)
+        handles = [handle for local in local_ranks if not local.done for handle in local.waits]
+        ready = connection.wait(handles, min(seconds, 3600.0))
+        for rank, local in enumerate(local_ranks):
+            if not local.done and _update(local, ready):
+                failed.append(rank)
+                deadline = min(deadline, time.monotonic() + grace)
     if failed:
-        first = _first(team, failed)
-        raise LaunchFailure(_report(team, failed, first), team[first].process.exitcode)
-    late = [rank for rank, member in enumerate(team) if not member.done]
+        first = _find_first_failure(local_ranks, failed)
+        raise LaunchFailure(_describe_failure(local_ranks, failed, first), local_ranks[first].process.exitcode)
+    late = [rank for rank, local in enumerate(local_ranks) if not local.done]
     if late:
-        parts = [f"rank {rank} still ran{tail(team[rank].log)}" for rank in late[:4]]
-        raise LaunchFailure(f"the ranks did not end within {timeout:g} s: " + "\n".join(parts))
+        parts = [f"rank {rank} still ran{tail(local_ranks[rank].log)}" for rank in late[:4]]
+        raise LaunchFailure(
+            f"the ranks did not end within {timeout:g} s (a longer timeout= allows more): " + "\n".join(parts)
+        )
 
 
-def _first(team: list[_LocalRank], failed: list[int]) -> int:
-    """The rank to blame: a killed one first, then one that does not itself complain of a lost peer."""
+def _update(local: _LocalRank, ready: Sequence[object]) -> bool:
+    """Take in what a rank has sent, and whether its process has ended. True if the rank has failed."""
+    if local.pipe in ready and local.pipe in local.waits:
+        local.waits.remove(local.pipe)
+        # A pipe that ends without a result belongs to a failed rank, whose exit code says more.
+        with suppress(EOFError):
+            local.result = pickle.loads(local.pipe.recv_bytes())
+            local.ended_well = True
+    if local.process.sentinel not in ready:
+        return False
+    local.process.join()
+    local.done = True
+    return bool(local.process.exitcode) or not local.ended_well
 
-    def innocent(rank: int) -> bool:
-        return "CommFailure" in tail(team[rank].log)
 
-    return min(failed, key=lambda rank: (team[rank].process.exitcode >= 0, innocent(rank)))
+def _find_first_failure(local_ranks: list[_LocalRank], failed: list[int]) -> int:
+    """The rank to blame: first a killed rank, then a rank that does not itself complain of a lost peer."""
+
+    def blame(rank: int) -> tuple[bool, bool]:
+        local = local_ranks[rank]
+        return _exit_code(local) >= 0, "CommFailure" in tail(local.log)
+
+    return min(failed, key=blame)
 
 
-def _report(team: list[_LocalRank], failed: list[int], first: int) -> str:
-    code = team[first].process.exitcode
+def _exit_code(local: _LocalRank) -> int:
+    """The exit code of a process that has ended."""
+    assert local.process.exitcode is not None
+    return local.process.exitcode
+
+
+def _describe_failure(local_ranks: list[_LocalRank], failed: list[int], first: int) -> str:
+    """The text of a LaunchFailure: how rank `first` ended, the other failed ranks, and its last output."""
+    code = _exit_code(local_ranks[first])
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
     if code == 0:
         how = "ended before it gave a result"
     others = [rank for rank in failed if rank != first]
     also = f" (then also failed: {', '.join(map(str, others))})" if others else ""
-    return f"rank {first} of {len(team)} {how}{also}{tail(team[first].log)}"
+    return f"rank {first} of {len(local_ranks)} {how}{also}{tail(local_ranks[first].log)}"
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log, as an error repeats them; empty where there are none."""
+    """The last lines of a log as an error repeats them; empty if the log has no lines."""
     if not log.exists():
         return ""
     lines = log.read_text(errors="replace").strip().splitlines()[-TAIL:]
     return "; its last output:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
 
-def _child(parent: int, pipe: Any, log: str, shown: bool, group: dict[str, Any], rank: int, work: bytes) -> None:
-    """A rank's process: die with the parent, join the group, run, report."""
+def _run_rank(
+    parent: int, pipe: Connection, log: str, shown: bool, group: dict[str, Any], rank: int, work: bytes
+) -> None:
+    """The main function of a rank's process: join the group, run, send the result. The process dies with its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
@@ -280,12 +313,12 @@ def _child(parent: int, pipe: Any, log: str, shown: bool, group: dict[str, Any],
         pipe.close()
     finally:
         failure = sys.exc_info()[1]
-        if failure is not None and not isinstance(failure, SystemExit):  # that has said what there is to say
+        if failure is not None and not isinstance(failure, SystemExit):  # a SystemExit comes after its own message
             traceback.print_exception(failure)
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by way of the interpreter's end: there torch's Gloo threads abort the process now and then.
+        # Without the interpreter's shutdown, in which torch's Gloo threads sometimes abort the process.
         code = failure.code if isinstance(failure, SystemExit) else failure and 1
         os._exit(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""Messages over MPI, by mpi4py: tensors in host memory, or on a device where the MPI library reads device memory."""
+"""A transport over MPI, by mpi4py: tensors in host memory, or in device memory if the MPI library reads it."""
 
 from __future__ import annotations
 
@@ -17,38 +17,40 @@ import numpy as np
 import torch
 
 from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
-from .base import HEAD, RECORDS, Counters, Message, Post, by_tag, check_timeout, gather_in_rounds
+from .base import HEAD, RECORDS, Counters, Message, Post, check_timeout, gather_in_rounds, sort_by_tag
 from .records import Agreed
 
 INSTALL = "pip install 'ringattn[mpi]'"
-#: Seconds between two looks at messages that are not done: MPI moves most bytes while it is asked about them, so
-#: the first looks follow each other at once; sleeping then leaves the core to the rank that is waited for.
+#: MPI moves most bytes while it is polled. The first BUSY polls therefore follow each other at once. Later polls sleep
+#: between SLEEP and LONGEST_SLEEP seconds, which leaves the core to the rank that is waited for.
 BUSY, SLEEP, LONGEST_SLEEP = 200, 2e-5, 1e-3
-#: Bytes of a record that the first round of `gather` carries: that of the few bytes before every call, one cache line.
+#: Bytes of a record that the first round of `gather` carries. With HEAD they are one cache line, which is enough for
+#: the few bytes before every call.
 SHORT = 64 - HEAD
-#: Messages that an error names.
+#: Messages that an error names at most.
 NAMED = 8
-#: Seconds from the words of a failing rank to the abort: MPICH's mpirun drops what it has not yet read by then.
+#: Seconds between the message of a failing rank and the abort: at the abort MPICH's mpirun drops what it has not yet
+#: read.
 HEARD = 0.5
 
 
 def load() -> Any:
-    """The module mpi4py.MPI; the first call starts MPI in this process."""
+    """The module mpi4py.MPI. The first call starts MPI in this process. Raises Unsupported if MPI is missing."""
     try:
         return importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and finds no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
         reason = str(error).strip().splitlines()[0]
         raise Unsupported(f"the MPI transport needs mpi4py and an MPI library ({reason}); try: {INSTALL}") from error
 
 
 class Mpi:
-    """One rank of an MPI communicator, `MPI.COMM_WORLD` by default. Making one is collective; make it once and keep it.
+    """One rank of an MPI communicator, by default `MPI.COMM_WORLD`. The constructor is collective: call it once.
 
-    Messages travel in a duplicate of `comm`, apart from the program's own. `timeout` (seconds) bounds every wait; it is
-    30 minutes by default, as that of torch's process groups: a rank that writes a checkpoint may be late by minutes.
-    `gpu_aware=True` hands CUDA tensors to an MPI library built for them (by __cuda_array_interface__; not measured
-    yet); without it tensors must be on the CPU. An exception on one rank alone leaves the others in MPI_Finalize:
-    start programs with `mpirun -n 4 python -m mpi4py program.py`, or wrap them in `AbortOnError`.
+    Messages travel in a duplicate of `comm`, separate from the program's own messages. `timeout` (seconds) bounds every
+    wait. The default is 30 minutes, as for torch's process groups: a rank that writes a checkpoint may be late by
+    minutes. `gpu_aware=True` hands CUDA tensors to an MPI library built for CUDA (by __cuda_array_interface__; not
+    measured yet); without it tensors must be on the CPU. An exception on one rank leaves the other ranks waiting in
+    MPI_Finalize: start programs with `mpirun -n 4 python -m mpi4py program.py`, or wrap them in `AbortOnError`.
     """
 
     def __init__(self, comm: Any = None, *, timeout: float = 1800.0, gpu_aware: bool = False) -> None:
@@ -56,24 +58,24 @@ class Mpi:
         comm = self._mpi.COMM_WORLD if comm is None else comm
         if not isinstance(comm, self._mpi.Intracomm) or comm == self._mpi.COMM_NULL:
             raise InvalidInput(
-                f"comm={comm!r} is not an intra-communicator that this process belongs to; pass one, such as "
-                "MPI.COMM_WORLD or MPI.COMM_WORLD.Split(color), on its members only"
+                f"comm={comm!r} is not an intra-communicator that this process belongs to; pass an intra-communicator, "
+                "such as MPI.COMM_WORLD or MPI.COMM_WORLD.Split(color), on its members only"
             )
         check_timeout(timeout)
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout, self.gpu_aware, self.counters = timeout, gpu_aware, Counters()
         self.calls: Iterator[int] = count()
         self.agreed = Agreed()
-        # Requests hold their buffers. All that are not done are kept, also after an error, so that memory that MPI
-        # may still write to is not handed out again.
-        self._flying: dict[int, list[Any]] = {}
+        # Requests hold their buffers. Open requests are kept, also after an error, so that memory that MPI may still
+        # write to is not reused.
+        self._open_requests: dict[int, list[Any]] = {}
         self._lost = False
         self._comm, request = comm.Idup()
         self._finish([request], ["the other ranks of the communicator"])
-        self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB))  # the last one is that of records
+        self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB))  # the last tag is for records
 
     def check(self, device: torch.device) -> None:
-        """Raise where this transport does not carry tensors of `device`."""
+        """Raise InvalidInput or Unsupported if this transport does not carry tensors of `device`."""
         if device.type == "cpu":
             return
         if device.type != "cuda" or not self.gpu_aware:
@@ -82,19 +84,22 @@ class Mpi:
                 "Mpi(gpu_aware=True) for CUDA tensors where the MPI library is built for them"
             )
         if self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED:
-            # Autograd runs the backward of CUDA tensors on a thread of its own.
-            raise Unsupported("CUDA tensors need MPI with MPI_THREAD_SERIALIZED; leave mpi4py.rc.thread_level alone")
+            raise Unsupported(
+                "CUDA tensors need MPI with MPI_THREAD_SERIALIZED, as autograd runs their backward on a separate "
+                "thread; leave mpi4py.rc.thread_level alone"
+            )
 
     def post(self, post: Post) -> tuple[list[Any], list[str]]:
-        self._usable()
-        # Each in tag order, the same on both sides of a pair: messages whose tags are equal modulo the bound match
-        # in the order in which they are posted.
-        order = [("receive from", self._comm.Irecv, m, self._buffer(m, post.label)) for m in by_tag(post.recvs)]
-        order += [("send to", self._comm.Isend, m, self._buffer(m, post.label)) for m in by_tag(post.sends)]
+        """Start the messages of a step and return MPI's requests with their names in errors."""
+        self._check_usable()
+        # In tag order, which is the same on both sides of a pair: messages whose tags are equal modulo MPI's largest
+        # tag match in the order in which they are posted.
+        order = [("receive from", self._comm.Irecv, m, self._buffer(m, post.label)) for m in sort_by_tag(post.recvs)]
+        order += [("send to", self._comm.Isend, m, self._buffer(m, post.label)) for m in sort_by_tag(post.sends)]
         self.counters.add(post)
         requests: list[Any] = []
         names: list[str] = []
-        self._flying[id(requests)] = requests
+        self._open_requests[id(requests)] = requests
         for verb, start, m, buffer in order:
             names.append(f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes")
             try:
@@ -104,33 +109,35 @@ class Mpi:
         return requests, names
 
     def wait(self, ticket: tuple[list[Any], list[str]]) -> None:
+        """Wait for the messages of a ticket. Raises CommFailure after the timeout."""
         self._finish(*ticket)
 
     def gather(self, record: bytes) -> list[bytes]:
+        """Every rank's record, in rank order. Collective."""
         return gather_in_rounds(self._exchange, record, SHORT)
 
     def _exchange(self, record: bytes) -> list[bytes]:
-        """Every rank's record; all are equally long."""
-        self._usable()
-        found = np.empty((self.size, len(record)), dtype=np.uint8)
+        """Every rank's record, in rank order. All records are equally long."""
+        self._check_usable()
+        records = np.empty((self.size, len(record)), dtype=np.uint8)
         mine = np.frombuffer(record, dtype=np.uint8)
-        found[self.rank] = mine
-        # Straight from rank to rank: what is not done in time names the ranks that are missing.
+        records[self.rank] = mine
+        # Straight from rank to rank, so that messages that are late name the missing ranks.
         peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         names = [f"{RECORDS}: {verb} rank {p}" for verb in ("receive from", "send to") for p in peers]
         try:
-            requests = [self._comm.Irecv([found[p], self._mpi.BYTE], p, self._tags) for p in peers]
+            requests = [self._comm.Irecv([records[p], self._mpi.BYTE], p, self._tags) for p in peers]
             requests += [self._comm.Isend([mine, self._mpi.BYTE], p, self._tags) for p in peers]
         except self._mpi.Exception as error:
             raise self._failure(names, str(error)) from error
         self._finish(requests, names)
-        return [row.tobytes() for row in found]
+        return [row.tobytes() for row in records]
 
     def _buffer(self, message: Message, label: str) -> Any:
-        """The memory of a message, as mpi4py takes it, without a copy."""
+        """The memory of a message as mpi4py takes it, without a copy."""
         data = message.data
         if data.dtype != torch.uint8 or not data.is_contiguous():
-            # mpi4py takes a transposed tensor for a Fortran array and sends its memory as it lies.
+            # mpi4py takes a transposed tensor for a Fortran array and sends its memory in another order.
             raise InvalidInput(
                 f"{label}: a message is a contiguous uint8 tensor, got {data.dtype} of shape {tuple(data.shape)} with "
                 f"strides {data.stride()}; pass x.contiguous().view(torch.uint8)"
@@ -142,22 +149,22 @@ class Mpi:
         return data
 
     def _finish(self, requests: list[Any], names: list[str]) -> None:
-        """Wait until all are done, and no longer than the timeout."""
-        self._usable()
-        self._flying[id(requests)] = requests
-        deadline, looks = time.monotonic() + self.timeout, 0
+        """Wait until all requests are done. Raises CommFailure, with the `names` of late requests, after the timeout."""
+        self._check_usable()
+        self._open_requests[id(requests)] = requests
+        deadline, polls = time.monotonic() + self.timeout, 0
         try:
             while not self._mpi.Request.Testall(requests):
-                looks += 1
-                if looks > BUSY:
+                polls += 1
+                if polls > BUSY:
                     if time.monotonic() > deadline:
                         late = [name for name, r in zip(names, requests, strict=True) if not r.Test()]
                         if late:
                             raise self._failure(late, "timeout")
-                    time.sleep(min(SLEEP * (looks - BUSY), LONGEST_SLEEP))
+                    time.sleep(min(SLEEP * (polls - BUSY), LONGEST_SLEEP))
         except self._mpi.Exception as error:
             raise self._failure(names, str(error)) from error
-        del self._flying[id(requests)]
+        del self._open_requests[id(requests)]
 
     def _failure(self, names: list[str], reason: str) -> CommFailure:
         self._lost = True
@@ -168,17 +175,19 @@ class Mpi:
             "ring_attention with other arguments than before, or in another order, also end here"
         )
 
-    def _usable(self) -> None:
+    def _check_usable(self) -> None:
+        """Raise CommFailure if a message was lost."""
         if self._lost:
             raise CommFailure(
-                f"rank {self.rank} of {self.size}: an earlier message of this transport was lost, and a later one could "
-                "be taken for it; end the job, or make a new Mpi() on all ranks"
+                f"rank {self.rank} of {self.size}: an earlier message of this transport was lost, and a later message "
+                "could be taken for the lost message; end the job, or make a new Mpi() on all ranks"
             )
 
 
 class AbortOnError:
-    """Ends all ranks of the job where its block raises on one: at the end of the interpreter MPI_Finalize would wait
-    for the others, and they for a message, forever. What was raised is printed first.
+    """Ends all ranks of the job if the block raises on one rank, after the exception is printed.
+
+    Without it MPI_Finalize, at the end of the interpreter, waits forever for ranks that wait for a message.
     """
 
     def __enter__(self) -> AbortOnError:
@@ -189,20 +198,20 @@ class AbortOnError:
     ) -> None:
         if error is None:
             return
-        world, told = load().COMM_WORLD, isinstance(error, RingAttentionError)
+        world, is_ours = load().COMM_WORLD, isinstance(error, RingAttentionError)
         if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # mpirun passes on what the terminal has sent already
-            if world.Get_rank() == 0:  # Ctrl-C reaches all of them
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # mpirun sends a second SIGINT
+            if world.Get_rank() == 0:  # Ctrl-C reaches all ranks
                 sys.stderr.write("ringattn: interrupted\n")
                 sys.stderr.flush()
             time.sleep(HEARD)
             world.Abort(130)
             os._exit(130)  # Abort may return before the job has ended
-        if told:
+        if is_ours:
             sys.stderr.write(f"ringattn: rank {world.Get_rank()}: {error}\n")
-        if not told or os.environ.get("RINGATTN_TRACEBACK") == "1":
+        if not is_ours or os.environ.get("RINGATTN_TRACEBACK") == "1":
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(HEARD)
-        world.Abort(2 if told else 1)
+        world.Abort(2 if is_ours else 1)

@@ -1,10 +1,12 @@
-"""What ranks tell each other beside a plan's messages: framed records, exceptions, and which handshakes are remembered.
+"""Records that ranks exchange beside a plan's messages: frames, errors of other ranks, and remembered handshakes.
 
-An exchange has a stage, a name such as "plan". Each rank sends exactly one frame: magic bytes, the version of this
-protocol, whether the frame holds a value, an error of ours or another exception, the name of the stage, and a body of
-bounded length. A frame that cannot be decoded, or that belongs to another stage, is a Mismatch that names its rank. The
-stage matters where one rank has left a call early: its next frame meets the others' frames of the old call, and every
-rank raises in that one exchange, so that the next call finds the ranks in step.
+Every exchange has a stage: a name such as "plan". Each rank sends exactly one frame per exchange: magic bytes, the
+version of this protocol, the kind of the frame (a value, an error of ringattn or another exception), the name of the
+stage, and a body of bounded length. A frame that cannot be decoded, or that belongs to another stage, is a Mismatch
+that names its rank.
+
+The stage matters when a rank has left a call early: the rank's next frame meets the other ranks' frames of the old
+call. All ranks raise in that exchange, so that the next call finds the ranks in step.
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAGIC, VERSION = b"ra", 1
-#: What a frame holds: a value, the text of an error of ours, or another exception's name and text.
+#: Kinds of frames: a value, the text of a RingAttentionError, or the name and text of another exception.
 VALUE, WRONG, FAILED = range(3)
 #: Bytes of a frame before the name of its stage: magic, version, kind, length of the name.
 PREFIX = 5
 #: Characters of an error that other ranks repeat.
 QUOTED = 1500
-#: Bytes of the digests by which ranks compare what they are about to do and what they have done.
+#: Bytes of a digest: ranks compare digests of what they are about to do and of what they have done.
 MARK = 8
-#: Handshakes that a transport remembers, each with its plan. All ranks have the same number, see `Agreed`.
+#: Handshakes that a transport remembers, each with its plan. The number is equal on all ranks, see `Agreed`.
 REMEMBERED = 64
 
 
 class Gatherer(Protocol):
-    """What an exchange needs of a transport."""
+    """The part of a transport that an exchange uses."""
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
@@ -46,9 +48,10 @@ def digest(data: bytes) -> bytes:
 
 
 class Telling:
-    """`with Telling(transport, stage): ...` tells the other ranks, in their exchange of that stage, what the block raises.
+    """`with Telling(transport, stage): ...` reports an exception of the block to the other ranks.
 
-    Where the block raises nothing, nothing is sent. The exception goes on, also where the others cannot be told.
+    The other ranks receive the report in their exchange of that stage. The exception propagates on this rank, even if
+    the report fails. If the block raises nothing, nothing is sent.
     """
 
     def __init__(self, transport: Gatherer, stage: str) -> None:
@@ -63,23 +66,24 @@ class Telling:
         if error is None:
             self._finish()
             return
-        wrong = isinstance(error, RingAttentionError)
-        text = str(error) if wrong else f"{type(error).__name__}: {error}"
-        told = frame(self.stage, text[:QUOTED].encode(errors="replace"), WRONG if wrong else FAILED)
+        is_ours = isinstance(error, RingAttentionError)
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        report = frame(self.stage, text[:QUOTED].encode(errors="replace"), WRONG if is_ours else FAILED)
         try:
-            self.transport.gather(told)
+            self.transport.gather(report)
         except RingAttentionError:
-            return  # this rank's own exception is the one to look at
+            return  # the exception of the block propagates: it is the cause
 
     def _finish(self) -> None:
-        """The block has raised nothing."""
+        """Called if the block has raised nothing."""
 
 
 class Exchange(Telling):
-    """`with Exchange(transport, stage) as told: told.mine = b"..."` leaves every rank's bytes in `told.records`.
+    """`with Exchange(transport, stage) as exchange: exchange.mine = b"..."` exchanges one record per rank. Collective.
 
-    Collective. Whatever the block of one rank raises is told to all: that rank raises its own exception, the others a
-    Mismatch that names the rank. `limit` is the most bytes of a record.
+    After the block `exchange.records` holds the records of all ranks, in rank order. If the block of one rank raises,
+    that rank raises its exception and the other ranks raise a Mismatch that names the rank. `limit`: most bytes of a
+    record.
     """
 
     def __init__(self, transport: Gatherer, stage: str, limit: int | None = None) -> None:
@@ -89,22 +93,22 @@ class Exchange(Telling):
 
     def _finish(self) -> None:
         assert self.limit is None or len(self.mine) <= self.limit, f"{self.stage}: {len(self.mine):,} bytes"
-        raw = self.transport.gather(frame(self.stage, self.mine, VALUE))
-        self.records = [opened(record, rank, self.stage, self.limit) for rank, record in enumerate(raw)]
+        frames = self.transport.gather(frame(self.stage, self.mine, VALUE))
+        self.records = [open_frame(raw, rank, self.stage, self.limit) for rank, raw in enumerate(frames)]
 
 
 def frame(stage: str, body: bytes, kind: int) -> bytes:
-    """A record of a stage, as it is sent."""
+    """A frame of a stage, as it is sent. `kind` is VALUE, WRONG or FAILED."""
     name = stage.encode()
     return MAGIC + bytes((VERSION, kind, len(name))) + name + body
 
 
-def opened(raw: bytes, rank: int, stage: str, limit: int | None = None) -> bytes:
-    """The body of a rank's frame; a Mismatch that names the rank where the frame holds no value of this stage."""
+def open_frame(raw: bytes, rank: int, stage: str, limit: int | None = None) -> bytes:
+    """The body of a rank's frame. Raises a Mismatch that names the rank if the frame holds no value of this stage."""
     if len(raw) < PREFIX or not raw.startswith(MAGIC):
         raise Mismatch(
-            f"rank {rank} sent {plural(len(raw), 'byte')} that are no record of a handshake, where the ranks exchange "
-            f"{stage!r}; all ranks must make the same calls in the same order, and nothing else may use this transport "
+            f"rank {rank} sent {plural(len(raw), 'byte')} where the ranks exchange handshake records of stage "
+            f"{stage!r}; make the same calls in the same order on all ranks, and let nothing else use this transport "
             "meanwhile"
         )
     if raw[2] != VERSION:
@@ -118,26 +122,30 @@ def opened(raw: bytes, rank: int, stage: str, limit: int | None = None) -> bytes
         raise Mismatch(f"rank {rank} cannot take part: {body.decode(errors='replace')}")
     if kind == FAILED:
         raise Mismatch(
-            f"rank {rank} cannot take part: it raised {body.decode(errors='replace')}. Look at that rank's own traceback"
+            f"rank {rank} cannot take part: it raised {body.decode(errors='replace')}. Look at that rank's own "
+            "traceback"
         )
     if kind != VALUE or name != stage:
         raise Mismatch(
             f"rank {rank} is at stage {name!r} of a call where others are at stage {stage!r}: the ranks make different "
-            "calls, or an exception took one of them out of an earlier call; all ranks must make the same calls in the "
-            "same order, and go on together after an error"
+            "calls, or an exception took this rank out of an earlier call; make the same calls in the same order on "
+            "all ranks, and continue together after an error"
         )
     if limit is not None and len(body) > limit:
-        raise Mismatch(f"rank {rank} sent {len(body):,} bytes at stage {stage!r}, where at most {limit:,} are expected")
+        raise Mismatch(
+            f"rank {rank} sent {len(body):,} bytes at stage {stage!r}, where at most {limit:,} are expected; install "
+            "the same ringattn on all ranks"
+        )
     return body
 
 
 class Agreed:
-    """The last handshakes of a transport, by the marks of all ranks: a table that is the same on every rank.
+    """The latest handshakes of a transport, by the marks of all ranks: a table that is equal on every rank.
 
-    It changes by `begin` and `end` alone, which depend only on what all ranks have seen. `history` is a digest of all
-    changes. Ranks exchange their histories with their marks; where these differ (a rank has left a call in the middle,
-    or has made its transport anew) all ranks forget everything in the same call. So whether a handshake is remembered is
-    the same fact on all ranks, and the least recently used one is dropped on all at once.
+    The table changes only by `begin` and `end`, which depend only on what all ranks have seen. `history` is a digest of
+    all changes. Ranks exchange their histories with their marks. If the histories differ, because a rank has left a
+    call in the middle or has made its transport anew, all ranks clear their tables in the same call. All ranks
+    therefore know alike whether a handshake is remembered, and all ranks drop the same least recently used handshake.
     """
 
     def __init__(self) -> None:
@@ -148,16 +156,17 @@ class Agreed:
         return len(self._plans)
 
     def begin(self, marks: tuple[bytes, ...], histories: tuple[bytes, ...]) -> Any:
-        """What was remembered under these marks, or None; after it all ranks hold the same table."""
+        """The plan remembered under these marks, or None. Afterwards all ranks hold the same table."""
         if any(history != self.history for history in histories):
             self._plans.clear()
             self.history = digest(b"".join(histories))
         return self._plans.get(marks)
 
     def end(self, marks: tuple[bytes, ...], plan: Any) -> None:
-        """The handshake of these marks has ended well; `plan` is remembered, unless it is None."""
+        """Record that the handshake of these marks has succeeded. `plan` is remembered unless it is None."""
         after = digest(self.history + b"".join(marks))
-        self.history = os.urandom(MARK)  # that of no other rank, should an interruption come before the last line
+        # Until the last line the history is unique to this rank, so that an interruption here clears all tables.
+        self.history = os.urandom(MARK)
         if plan is not None:
             self._plans[marks] = plan
             self._plans.move_to_end(marks)

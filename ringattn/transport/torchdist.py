@@ -1,10 +1,11 @@
-"""Messages over torch.distributed: Gloo for CPU tensors, NCCL for CUDA tensors."""
+"""A transport over torch.distributed: Gloo for CPU tensors, NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -14,28 +15,28 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CommFailure, InvalidInput, raised_below
-from .base import HEAD, RECORDS, Counters, Message, Post, by_tag, check_timeout, gather_in_rounds
+from .base import HEAD, RECORDS, Counters, Message, Post, check_timeout, gather_in_rounds, sort_by_tag
 from .records import Agreed
 
-#: Bytes of a record that the first round of `gather` carries: all of most.
+#: Bytes of a record that the first round of `gather` carries: most records fit.
 SHORT = 1024 - HEAD
-#: Tags on Gloo begin here: those below are for the program's own messages. A tag is below 2^31.
+#: The first tag on Gloo. Lower tags are for the program's own messages. A tag is below 2^31.
 FIRST_TAG = 1 << 30
-#: Tag of records on Gloo, apart from those of messages.
+#: The tag of records on Gloo, which no message has.
 RECORD_TAG = 0x52410000
-#: Seconds that a wait may take at least: what has arrived already is found also after the deadline.
+#: Seconds of a wait at least: data that has arrived is found even after the deadline.
 LEAST = 0.01
 #: Packages whose Python code runs between this module and a backend.
 BETWEEN = ("torch.distributed", "contextlib")
 #: The numbers of the calls of a group, which all transports of the group share.
-_calls: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class WeakGroup:
-    """A ProcessGroup, given itself or by a one-dimensional DeviceMesh, that is not kept alive.
+    """A weak reference to a ProcessGroup, or to the group of a one-dimensional DeviceMesh.
 
-    A group's threads and sockets last as long as anything refers to the group, so that only its owner may: after
-    `destroy_process_group` they are gone. torch itself refers to a group until then.
+    The threads and sockets of a group live as long as anything refers to the group. With a weak reference they end in
+    `destroy_process_group`; torch itself refers to the group until then.
     """
 
     def __init__(self, group: Any = None, *, mesh: Any = None) -> None:
@@ -48,15 +49,15 @@ class WeakGroup:
                 names: tuple[Any, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
                 raise InvalidInput(f"mesh has axes {names}; give one of them, such as mesh[{names[-1]!r}]")
             group = mesh.get_group()
-        # On a process that is not a member torch gives a number in place of the group.
-        self._counted = dist.is_available() and isinstance(group, dist.ProcessGroup)
-        self._group = ref(group) if self._counted else lambda: group
+        # torch gives a process that is not a member of a group a number instead of the group.
+        self._is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
+        self._group: Callable[[], Any] = ref(group) if self._is_group else lambda: group
 
     @property
     def group(self) -> Any:
-        """The group. Raises InvalidInput where it was destroyed."""
+        """The group. Raises InvalidInput if the group was destroyed."""
         group = self._group()
-        if self._counted and (group is None or not _registered(group)):
+        if self._is_group and (group is None or not _is_registered(group)):
             raise InvalidInput(
                 "the process group of this call or module was destroyed; run every backward before "
                 "destroy_process_group, and make modules and transports anew after init_process_group"
@@ -64,8 +65,8 @@ class WeakGroup:
         return group
 
 
-def _registered(group: Any) -> bool:
-    """Whether torch.distributed knows the group: it was made there, and not destroyed."""
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed knows the group, which was then made there and not destroyed."""
     try:
         dist.get_backend(group)
     except ValueError:
@@ -74,15 +75,16 @@ def _registered(group: Any) -> bool:
 
 
 class TorchDist:
-    """One rank of a ProcessGroup, or of a one-dimensional DeviceMesh. The group is not kept alive, see `WeakGroup`.
+    """One rank of a ProcessGroup or of a one-dimensional DeviceMesh. The group is not kept alive, see `WeakGroup`.
 
-    On Gloo the tags of messages are 2^30 and above: a program's own messages on the group may have any tags below.
-    NCCL has no tags, and matches the messages between two ranks in the order in which they are posted: there nothing
-    else may be sent on the group between the first and the last message of a call, so give ring attention a group of its own
-    where your program sends, too. That all ranks run the same pass is compared before the first message of every pass.
+    On Gloo the tags of messages are 2^30 and above; a program's own messages on the group may have any lower tags. NCCL
+    has no tags and matches messages between two ranks in the order in which they are posted: on NCCL nothing else may
+    be sent on the group between the first and the last message of a call. Give ring attention a group of its own if
+    your program sends messages, too. Before the first message of every pass all ranks compare that they run the same
+    pass.
 
-    `timeout` (seconds) bounds every wait on Gloo; by default it is the group's own, as given to init_process_group or
-    new_group. On NCCL a wait only orders streams; there the group's own timeout aborts a hung message.
+    `timeout` (seconds) bounds every wait on Gloo. The default is the group's timeout, as given to init_process_group or
+    new_group. On NCCL a wait only orders streams, and the group's timeout aborts a hung message.
     """
 
     def __init__(self, group: Any = None, *, mesh: Any = None, timeout: float | None = None) -> None:
@@ -105,15 +107,15 @@ class TorchDist:
     @property
     def timeout(self) -> float:
         """Seconds that a wait may take."""
-        return _own_timeout(self.group) if self._timeout is None else self._timeout
+        return _group_timeout(self.group) if self._timeout is None else self._timeout
 
     @property
     def group(self) -> Any:
-        """The process group. Raises InvalidInput where it was destroyed."""
+        """The process group. Raises InvalidInput if the group was destroyed."""
         return self._group.group
 
     def check(self, device: torch.device) -> None:
-        """Raise InvalidInput where the group's backend does not carry tensors of `device`."""
+        """Raise InvalidInput if the group's backend does not carry tensors of `device`."""
         names = str(self.backend)
         if device.type == "cuda" and "nccl" not in names:
             raise InvalidInput(f"tensors are on {device} but the group's backend is {names}; try an nccl group")
@@ -121,79 +123,75 @@ class TorchDist:
             raise InvalidInput("tensors are on the cpu but the group's backend is nccl; try a gloo group")
 
     def post(self, post: Post) -> list[tuple[Any, str]]:
+        """Start the messages of a step and return torch's works with their names in errors."""
         group = self.group
         self.counters.add(post)
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
-        order: list[tuple[str, Any, Message]] = [("receive from", dist.irecv, m) for m in by_tag(post.recvs)]
-        order += [("send to", dist.isend, m) for m in by_tag(post.sends)]
+        order: list[tuple[str, Any, Message]] = [("receive from", dist.irecv, m) for m in sort_by_tag(post.recvs)]
+        order += [("send to", dist.isend, m) for m in sort_by_tag(post.sends)]
         operations = [
             dist.P2POp(op, m.data, group=group, tag=FIRST_TAG + m.tag, group_peer=m.peer) for _, op, m in order
         ]
         names = [f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes" for verb, _, m in order]
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            if not raised_below(error, BETWEEN):
-                raise
-            raise self._failure("; ".join(names), error) from error
+        works = self._call("; ".join(names), partial(dist.batch_isend_irecv, operations))
         if len(works) != len(names):  # NCCL coalesces a batch into one work
             names = ["; ".join(names)] * len(works)
         return list(zip(works, names, strict=True))
 
     def wait(self, ticket: list[tuple[Any, str]]) -> None:
+        """Wait for the messages of a ticket. Raises CommFailure after the timeout."""
         for work, name in ticket:
             self._wait(work, name)
 
     def gather(self, record: bytes) -> list[bytes]:
+        """Every rank's record, in rank order. Collective."""
         return gather_in_rounds(self._exchange, record, SHORT)
 
     def _exchange(self, record: bytes) -> list[bytes]:
-        """Every rank's record; all are equally long."""
+        """Every rank's record, in rank order. All records are equally long."""
         if "nccl" in str(self.backend):
-            return self._collected(record)
+            return self._all_gather(record)
         group = self.group
-        # Straight from rank to rank: the wait that fails is for a rank that is missing. After an all-gather, which goes
-        # around a ring, nobody could say which one is.
+        # Straight from rank to rank, so that a failing wait names the missing rank. An all-gather goes around a ring,
+        # and its failure names nobody.
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        found = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        records = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        starts: list[tuple[str, Any, torch.Tensor, int]] = [("receive from", dist.irecv, found[p], p) for p in peers]
+        starts: list[tuple[str, Any, torch.Tensor, int]] = [("receive from", dist.irecv, records[p], p) for p in peers]
         starts += [("send to", dist.isend, mine, p) for p in peers]
         works: list[tuple[Any, str]] = []
         deadline = time.monotonic() + self.timeout
         for verb, start, data, peer in starts:
             name = f"{RECORDS}: {verb} rank {peer}"
-            try:
-                works.append((start(data, None, group, RECORD_TAG, peer), name))
-            except RuntimeError as error:
-                if not raised_below(error, BETWEEN):
-                    raise
-                raise self._failure(name, error) from error
+            works.append((self._call(name, partial(start, data, None, group, RECORD_TAG, peer)), name))
         for work, name in works:
             self._wait(work, name, deadline)
-        return [x.numpy().tobytes() for x in found]
+        return [x.numpy().tobytes() for x in records]
 
-    def _collected(self, record: bytes) -> list[bytes]:
-        """`_exchange` on NCCL, where a message between each two ranks would cost a connection between each two."""
+    def _all_gather(self, record: bytes) -> list[bytes]:
+        """`_exchange` on NCCL, where messages from rank to rank would need a connection between every two ranks."""
         group = self.group
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to("cuda")
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
-            work = dist.all_gather(found, mine, group=group, async_op=True)
-        except RuntimeError as error:
-            if not raised_below(error, BETWEEN):
-                raise
-            raise self._failure(RECORDS, error) from error
+        records = [torch.empty_like(mine) for _ in range(self.size)]
+        work = self._call(RECORDS, partial(dist.all_gather, records, mine, group=group, async_op=True))
         self._wait(work, RECORDS)
-        return [r.cpu().numpy().tobytes() for r in found]
+        return [x.cpu().numpy().tobytes() for x in records]
 
     def _wait(self, work: Any, name: str, deadline: float | None = None) -> None:
+        """Wait for a work: until `deadline` if that is given, else for the timeout."""
+        if "nccl" in str(self.backend):
+            self._call(name, work.wait)
+            return
+        seconds = self.timeout if deadline is None else max(deadline - time.monotonic(), LEAST)
+        self._call(name, partial(work.wait, timedelta(seconds=seconds)))
+
+    def _call(self, name: str, call: Callable[[], Any]) -> Any:
+        """`call()`, where an error of the backend becomes a CommFailure with the name of the messages.
+
+        `call` must add no Python frame of its own (a partial adds none), as `raised_below` reads the traceback.
+        """
         try:
-            if "nccl" in str(self.backend):
-                work.wait()
-            else:
-                left = self.timeout if deadline is None else max(deadline - time.monotonic(), LEAST)
-                work.wait(timedelta(seconds=left))
+            return call()
         except RuntimeError as error:
             if not raised_below(error, BETWEEN):
                 raise
@@ -202,17 +200,17 @@ class TorchDist:
     def _failure(self, name: str, error: RuntimeError) -> CommFailure:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return CommFailure(
-            f"rank {self.rank} of {self.size}: {name}: not done within {self.timeout:g} s or the peer is gone ({reason}). "
-            "Look for the first error among the other ranks; ranks that call ring_attention with other arguments "
-            "than before, or in another order, also end here"
+            f"rank {self.rank} of {self.size}: {name}: not done within {self.timeout:g} s or the peer is gone "
+            f"({reason}). Look for the first error among the other ranks; ranks that call ring_attention with other "
+            "arguments than before, or in another order, also end here"
         )
 
 
-def _own_timeout(group: Any) -> float:
+def _group_timeout(group: Any) -> float:
     """Seconds of the timeout that a process group was made with, or was given since."""
     for device in ("cpu", "cuda"):
         if torch.device(device) in group._device_types:
             options = getattr(group._get_backend(torch.device(device)), "options", None)
             if options is not None:
                 return float(options._timeout.total_seconds())
-    return float(dist.default_pg_timeout.total_seconds())  # of a backend that does not tell its own
+    return float(dist.default_pg_timeout.total_seconds())  # the backend does not tell its timeout

@@ -1,25 +1,39 @@
-"""All ranks in one process: their programs take turns, and messages are copies."""
+"""A transport that runs all ranks in one process: their programs take turns, and messages are copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from ..errors import CommFailure
-from .base import Counters, Message, Post, Program, Wait
+from .base import Counters, Message, Post, Program
+
+#: A buffer in flight is checked, or poisoned, as a whole up to SMALL bytes; of a larger buffer the first WATCHED bytes
+#: of every PAGE are. This catches a block that is read too early or written too late, at 1 / 1024 of the cost of all
+#: bytes.
+SMALL, PAGE, WATCHED = 1 << 16, 1 << 16, 64
+#: Messages that an error names at most.
+NAMED = 8
+
+
+class VirtualTicket(Protocol):
+    """What a program of this process waits for."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the program can go on."""
+
 
 T = TypeVar("T")
-#: A small buffer in flight is watched, or poisoned, as a whole, a larger one in the first WATCHED bytes of every PAGE:
-#: enough to catch a block read too early or written too late, at 1 / 1024 of the cost of touching all of it.
-SMALL, PAGE, WATCHED = 1 << 16, 1 << 16, 64
+K = TypeVar("K", bound=VirtualTicket)
 
 
 @dataclass
 class _PostedMessage:
-    """A message with one or both sides posted."""
+    """A message with one or both sides posted. `snapshot` holds the watched bytes of `source` at its post."""
 
     source: torch.Tensor | None = None
     snapshot: torch.Tensor | None = None
@@ -28,9 +42,11 @@ class _PostedMessage:
 
     @property
     def matched(self) -> bool:
+        """Whether both sides are posted."""
         return self.source is not None and self.target is not None
 
     def deliver(self, name: str) -> None:
+        """Copy the message to its receiver, unless that is done. `name` names the message in errors."""
         if self.done:
             return
         assert self.source is not None and self.target is not None and self.snapshot is not None
@@ -41,33 +57,38 @@ class _PostedMessage:
 
 
 @dataclass
-class _VirtualTicket:
-    label: str
-    flights: list[tuple[str, _PostedMessage]] = field(default_factory=list)
+class _RankTicket:
+    """The messages of one request, by their names in errors."""
+
+    messages: list[tuple[str, _PostedMessage]] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
         """Whether both sides of every message are posted."""
-        return all(flight.done or flight.matched for _, flight in self.flights)
+        return all(message.done or message.matched for _, message in self.messages)
+
+
+def _ignore(ticket: object) -> None:
+    """Do nothing before a program resumes."""
 
 
 def in_turns(
     programs: Sequence[Program[T]],
-    post: Callable[[int, Post], Any],
-    stuck: Callable[[Mapping[int, Any]], str],
-    resume: Callable[[Any], None] = lambda ticket: None,
+    post: Callable[[int, Post], K],
+    stuck: Callable[[Mapping[int, K]], str],
+    resume: Callable[[K], None] = _ignore,
 ) -> list[T]:
-    """Run programs of one process to the end, in turns, and return their results in order.
+    """Run the programs of one process to the end, in turns, and return their results in order.
 
-    `post` takes a program's number and its request, and gives a ticket, whose `ready` says whether a wait for it ends;
-    `resume` is called with it right before its program goes on. Where nobody can, CommFailure is raised with what `stuck`
-    says of the tickets that are waited for.
+    `post(index, request)` starts the messages of program number `index` and returns a ticket. `resume(ticket)` is
+    called right before the program that waits for a ready ticket goes on. Raises CommFailure if no program can go on,
+    with the text that `stuck` makes of the tickets that are waited for.
     """
-    results: list[Any] = [None] * len(programs)
-    waiting: dict[int, Any] = {}
-    free = list(range(len(programs)))
-    while free:
-        for index in free:
+    results: dict[int, T] = {}
+    waiting: dict[int, K] = {}
+    runnable = list(range(len(programs)))
+    while runnable:
+        for index in runnable:
             if index in waiting:
                 resume(waiting.pop(index))
             try:
@@ -77,69 +98,79 @@ def in_turns(
             except StopIteration as stop:
                 results[index] = stop.value
                 continue
-            assert isinstance(request, Wait)
             waiting[index] = request.ticket
-        free = [index for index, ticket in waiting.items() if ticket.ready]
+        runnable = [index for index, ticket in waiting.items() if ticket.ready]
     if waiting:
-        raise CommFailure(f"the virtual ranks wait for each other forever: {stuck(waiting)}")
-    return results
+        raise CommFailure(
+            f"the virtual ranks wait for each other forever, which is an error of the plan; please report it: "
+            f"{stuck(waiting)}"
+        )
+    return [results[index] for index in range(len(programs))]
 
 
 class Virtual:
-    """`size` ranks of one process. A receive buffer is poisoned from its post to its wait, and a send buffer
-    must not change in between, so that a program that would race on a real fabric fails here.
+    """`size` ranks of one process.
+
+    A receive buffer is poisoned from its post to its wait, and a send buffer must not change in between, so that a
+    program that would race on a real fabric fails here.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.counters = [Counters() for _ in range(size)]
+        #: Messages with one side posted, by sender, receiver and tag.
         self._open: dict[tuple[int, int, int], _PostedMessage] = {}
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """Run one program per rank to the end, in turns, and return their results in rank order."""
         assert len(programs) == self.size
-        results = in_turns(programs, self._post, self._stuck, self._deliver)
+        results = in_turns(programs, self._post, self._name_unmatched, self._deliver)
         assert not self._open, f"messages that nobody received: {sorted(self._open)}"
         return results
 
-    def _post(self, rank: int, post: Post) -> _VirtualTicket:
+    def _post(self, rank: int, post: Post) -> _RankTicket:
+        """Match every message of a request with its other side, where that is posted."""
         self.counters[rank].add(post)
-        ticket = _VirtualTicket(post.label)
+        ticket = _RankTicket()
         for message in post.recvs:
-            flight = self._flight((message.peer, rank, message.tag), message)
-            assert flight.target is None, f"rank {rank}, {post.label}: two receives share peer and tag"
+            key = message.peer, rank, message.tag
+            posted = self._posted(key, message)
+            assert posted.target is None, f"rank {rank}, {post.label}: two receives share peer and tag"
             _watched(message.data).fill_(255)
-            flight.target = message.data
-            ticket.flights.append((f"rank {rank}, {post.label}: receive from rank {message.peer}", flight))
-            self._close(flight, (message.peer, rank, message.tag))
+            posted.target = message.data
+            ticket.messages.append((f"rank {rank}, {post.label}: receive from rank {message.peer}", posted))
+            self._close(key, posted)
         for message in post.sends:
-            flight = self._flight((rank, message.peer, message.tag), message)
-            assert flight.source is None, f"rank {rank}, {post.label}: two sends share peer and tag"
-            flight.source, flight.snapshot = message.data, _watched(message.data).clone()
-            ticket.flights.append((f"rank {rank}, {post.label}: send to rank {message.peer}", flight))
-            self._close(flight, (rank, message.peer, message.tag))
+            key = rank, message.peer, message.tag
+            posted = self._posted(key, message)
+            assert posted.source is None, f"rank {rank}, {post.label}: two sends share peer and tag"
+            posted.source, posted.snapshot = message.data, _watched(message.data).clone()
+            ticket.messages.append((f"rank {rank}, {post.label}: send to rank {message.peer}", posted))
+            self._close(key, posted)
         return ticket
 
-    def _flight(self, key: tuple[int, int, int], message: Message) -> _PostedMessage:
+    def _posted(self, key: tuple[int, int, int], message: Message) -> _PostedMessage:
         assert message.data.numel() > 0 and message.data.is_contiguous()
         return self._open.setdefault(key, _PostedMessage())
 
-    def _close(self, flight: _PostedMessage, key: tuple[int, int, int]) -> None:
-        if flight.matched:
+    def _close(self, key: tuple[int, int, int], posted: _PostedMessage) -> None:
+        if posted.matched:
             del self._open[key]
 
-    def _deliver(self, ticket: _VirtualTicket) -> None:
-        # Messages of one rank at a time, right before it runs: what it reads next is still in the cache.
-        for name, flight in ticket.flights:
-            flight.deliver(name)
+    def _deliver(self, ticket: _RankTicket) -> None:
+        """Deliver the messages of one rank right before it resumes, so that the rank reads them from the cache."""
+        for name, message in ticket.messages:
+            message.deliver(name)
 
-    def _stuck(self, waiting: Mapping[int, _VirtualTicket]) -> str:
-        names = [n for ticket in waiting.values() for n, f in ticket.flights if not f.done and not f.matched]
-        return "; ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+    def _name_unmatched(self, waiting: Mapping[int, _RankTicket]) -> str:
+        """The names of the messages whose other side is not posted."""
+        messages = [named for ticket in waiting.values() for named in ticket.messages]
+        names = [name for name, message in messages if not message.done and not message.matched]
+        return "; ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 
 def _watched(data: torch.Tensor) -> torch.Tensor:
-    """The view of the bytes that are watched. All bits set is NaN in every floating dtype."""
+    """The view of the bytes that are checked or poisoned. All bits set is NaN in every floating dtype."""
     if data.numel() <= SMALL:
         return data
     pages = data.numel() // PAGE

@@ -86,7 +86,7 @@ def tags(transport: Mpi) -> list[int]:
 
 
 def checks(transport: Mpi) -> list[Any]:
-    return [records(transport), shapes(transport), tags(transport), len(transport._flying)]
+    return [records(transport), shapes(transport), tags(transport), len(transport._open_requests)]
 
 
 def passes(transport: Mpi) -> list[list[str]]:

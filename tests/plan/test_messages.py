@@ -20,8 +20,7 @@ from ringattn.plan.key_demand import KeyDemand
 from ringattn.plan.row_overlap import moves
 from ringattn.plan.row_sets import RowSet, cover, decode, minus, places, total
 from ringattn.plan.steps import Part
-from ringattn.runtime.executor import Job
-from ringattn.runtime.head_exchange import forward
+from ringattn.runtime.executor import Job, forward
 from ringattn.transport.virtual import Virtual
 
 

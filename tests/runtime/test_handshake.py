@@ -65,9 +65,9 @@ def test_ranks_that_are_out_of_step_are_told_and_go_on(run_ranks: Run) -> None:
         now, after = told[1][number]
         assert f"rank 0 is at stage '{stage}' of a call where others are at stage 'call'" in now and after == "fine"
     words = (
-        "sent 0 bytes that are no record",
-        "sent 1 byte that are no record",
-        "sent 1,400 bytes",
+        "sent 0 bytes where the ranks exchange",
+        "sent 1 byte where the ranks exchange",
+        "sent 1,400 bytes where",
         "speaks version 7",
         "sent 1 byte that cannot be decoded",
     )

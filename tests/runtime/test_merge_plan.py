@@ -1,4 +1,4 @@
-"""Works and scripts: gathered keys, repetitions, sections, and which partial is copied."""
+"""Works and merge plans: gathered keys, repetitions, sections, and which partial is copied."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.kernels.reference import Reference
 from ringattn.plan import work
 from ringattn.plan.work import Work, gathered, repeated
-from ringattn.runtime import merge_plan as script
+from ringattn.runtime import merge_plan
 
 
 @pytest.fixture
 def small_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "SECTION_ROWS", 8)
+    monkeypatch.setattr(merge_plan, "SECTION_ROWS", 8)
 
 
 def rows_of(call: Work) -> list[np.ndarray]:
@@ -34,7 +34,7 @@ def rows_of(call: Work) -> list[np.ndarray]:
 
 
 @given(problems(), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([1, 40, 1 << 17]))
-def test_a_script_copies_first_and_merges_after(
+def test_a_merge_plan_copies_first_and_merges_after(
     case: tuple[Pattern, int, int, str], counts: tuple[int, int], least: int
 ) -> None:
     pattern, tokens, ranks, layout = case
@@ -42,45 +42,45 @@ def test_a_script_copies_first_and_merges_after(
     plan = make_plan(
         pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=heads, kv_heads=kv_heads
     )
-    before, script.SECTION_ROWS = script.SECTION_ROWS, least
+    before, merge_plan.SECTION_ROWS = merge_plan.SECTION_ROWS, least
     try:
         plan.memory.clear()
         for rank in range(ranks):
             for kernel in (AtenCpu(), Reference()):
-                check(script.make_script(plan, rank, kernel), plan, rank)
+                check(merge_plan.make_merge_plan(plan, rank, kernel), plan, rank)
     finally:
-        script.SECTION_ROWS = before
+        merge_plan.SECTION_ROWS = before
         plan.memory.clear()
 
 
-def check(found: script.MergePlan, plan: ra.Plan, rank: int) -> None:
+def check(found: merge_plan.MergePlan, plan: ra.Plan, rank: int) -> None:
     size = plan.layout.rows(rank)
     partials = np.zeros((plan.heads, size), dtype=int)
     closed: set[range] = set()
     sections = set()
     for visit in found.visits:
-        for portion in visit:
-            section = portion.section
+        for part in visit:
+            section = part.section
             sections.add(section)
-            assert section.rows not in closed, "nothing comes after the last portion"
-            for piece in portion.pieces:
-                for index in rows_of(piece.work):
+            assert section.rows not in closed, "nothing comes after the last part"
+            for call in part.calls:
+                for index in rows_of(call.work):
                     assert section.rows.start <= index[:, 1].min() and index[:, 1].max() < section.rows.stop
                     seen = partials[index[:, 0], index[:, 1]]
-                    if piece.first:
+                    if call.first:
                         assert (seen == 0).all()
                     elif not (seen > 0).all():
                         assert section.filled, "rows without a partial are merged with zeros"
                     np.add.at(partials, (index[:, 0], index[:, 1]), 1)
-            if portion.last:
+            if part.last:
                 closed.add(section.rows)
     assert {section.rows for section in sections} == closed
     covered = sorted([*(s.rows for s in sections), *found.empty], key=lambda r: r.start)
     assert [row for rows in covered for row in rows] == list(range(size))
     for section in sections:
-        part = partials[:, section.rows.start : section.rows.stop]
-        assert section.single == (part.max() <= 1)
-        assert section.filled or (part > 0).all()
+        counts = partials[:, section.rows.start : section.rows.stop]
+        assert section.single == (counts.max() <= 1)
+        assert section.filled or (counts > 0).all()
     for rows in found.empty:
         assert not partials[:, rows.start : rows.stop].any()
 
@@ -104,10 +104,10 @@ def test_sections_change_no_number(pattern: Pattern, dtype: torch.dtype, monkeyp
         plan = make_plan(pattern, tokens=128, ranks=ranks, heads=4, kv_heads=2, head_dim=16, batch=2, dtype=dtype)
         plan.memory.clear()
         many = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
-        sections = {p.section for visit in script.make_script(plan, 0, AtenCpu()).visits for p in visit}
+        sections = {p.section for visit in merge_plan.make_merge_plan(plan, 0, AtenCpu()).visits for p in visit}
         assert len(sections) > 1 or ranks > 1
         with monkeypatch.context() as patch:
-            patch.setattr(script, "SECTION_ROWS", 1 << 30)
+            patch.setattr(merge_plan, "SECTION_ROWS", 1 << 30)
             plan.memory.clear()
             one = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
             assert error(many, one.double()) <= (1e-14 if dtype == torch.float64 else 1e-2)

@@ -12,8 +12,7 @@ from strategies import problems
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Pattern, Sinks, Window, make_plan
 from ringattn.kernels import get_kernel
-from ringattn.runtime.executor import Job
-from ringattn.runtime.head_exchange import backward, forward
+from ringattn.runtime.executor import Job, backward, forward
 from ringattn.transport.virtual import Virtual
 
 SCHEDULES = st.sampled_from(["ring", "direct", "allgather", "double_ring", "ulysses"])

@@ -10,7 +10,7 @@ import group_cases
 import pytest
 import torch
 
-from ringattn.transport.base import SPAN, TAGS, Message, Post, drive, numbered
+from ringattn.transport.base import SPAN, TAGS, Message, Post, drive, number_tags
 
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
@@ -63,9 +63,9 @@ def test_tags_tell_calls_and_passes_apart() -> None:
     heard = Heard()
     for number in (0, 1, 2, TAGS // SPAN - 1):
         for backward in (False, True):
-            drive(numbered(program(), number, backward=backward), heard)
+            drive(number_tags(program(), number, backward=backward), heard)
     assert heard.tags[::2] == heard.tags[1::2] and len(set(heard.tags)) == len(heard.tags) // 2 == 32
     assert min(heard.tags) >= 0 and max(heard.tags) < TAGS
     again = Heard()
-    drive(numbered(program(), TAGS // SPAN, backward=False), again)
+    drive(number_tags(program(), TAGS // SPAN, backward=False), again)
     assert again.tags == heard.tags[:8]

@@ -9,7 +9,7 @@ import pytest
 from ringattn import Mismatch
 from ringattn.transport import records
 from ringattn.transport.base import HEAD, LONGEST, gather_in_rounds
-from ringattn.transport.records import REMEMBERED, VALUE, Agreed, Exchange, digest, frame, opened
+from ringattn.transport.records import REMEMBERED, VALUE, Agreed, Exchange, digest, frame, open_frame
 
 
 def test_whether_a_handshake_is_remembered_is_the_same_on_all_ranks() -> None:
@@ -50,13 +50,13 @@ def test_the_least_recently_used_handshake_goes_first(monkeypatch: pytest.Monkey
 
 
 def test_frames() -> None:
-    assert opened(frame("plan", b"\x00\xff", VALUE), 3, "plan") == b"\x00\xff"
+    assert open_frame(frame("plan", b"\x00\xff", VALUE), 3, "plan") == b"\x00\xff"
     with pytest.raises(Mismatch, match="rank 3 sent 9 bytes at stage 'plan', where at most 8 are expected"):
-        opened(frame("plan", bytes(9), VALUE), 3, "plan", 8)
+        open_frame(frame("plan", bytes(9), VALUE), 3, "plan", 8)
     with pytest.raises(Mismatch, match="rank 3 is at stage 'plan' of a call where others are at stage 'call'"):
-        opened(frame("plan", b"", VALUE), 3, "call")
-    with pytest.raises(Mismatch, match="rank 3 sent 1 byte that are no record"):
-        opened(b"r", 3, "call")
+        open_frame(frame("plan", b"", VALUE), 3, "call")
+    with pytest.raises(Mismatch, match="rank 3 sent 1 byte where the ranks exchange"):
+        open_frame(b"r", 3, "call")
 
 
 class Lost:

@@ -11,7 +11,7 @@ from ...kernels.base import Kernel, finite, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
 from ...plan.work import Work
-from ...runtime.accumulators import KernelInputs, add_, batches
+from ...runtime.accumulators import KernelInputs, accumulate, batches
 from ...runtime.memory_pool import memory_pool
 from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lower_to_tiles
@@ -86,7 +86,7 @@ def make_call(
         clean = check_finite and finite(k, v)
         for call in kernel_calls:
             for batch in batches(call, q):
-                q_rows, k_rows, v_rows = inputs.of(call, batch, (q,), (k, v))
+                q_rows, k_rows, v_rows = inputs.select(call, batch, (q,), (k, v))
                 kernel_forward(kernel, q_rows, k_rows, v_rows, call, scale, clean=clean)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
@@ -95,15 +95,15 @@ def make_call(
         clean = check_finite and finite(k, v)
         for call in kernel_calls:
             for batch in batches(call, q):
-                grad_rows, q_rows, out_rows, lse_rows, k_rows, v_rows = inputs.of(
+                grad_rows, q_rows, out_rows, lse_rows, k_rows, v_rows = inputs.select(
                     call, batch, (grad, q, out, lse), (k, v)
                 )
                 grads = kernel_backward(
                     kernel, grad_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, call, scale, clean=clean
                 )
-                add_(dq[batch], call.heads, (call.q,), call, call.q_shift, grads[0])
-                add_(dk[batch], call.kv, call.k, call, call.k_shift, grads[1])
-                add_(dv[batch], call.kv, call.k, call, call.k_shift, grads[2])
+                accumulate(dq[batch], call.heads, (call.q,), call, call.q_shift, grads[0])
+                accumulate(dk[batch], call.kv, call.k, call, call.k_shift, grads[1])
+                accumulate(dv[batch], call.kv, call.k, call, call.k_shift, grads[2])
 
     return run_backward if backward else run_forward
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...config.build import asked_machine, asked_plan
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported
-from ...machine.machine import Machine
+from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...plan.plan import Plan
 from ...timing.simulation import simulate
 from ...timing.solvers.recurrence import Stall
