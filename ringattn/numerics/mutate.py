@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..errors import InvalidInput, did_you_mean
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
-from ..plan.row_sets import WHOLE, RowSet, RowSets
+from ..plan.row_sets import ALL_ROWS, WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ..plan.steps import Part, RankPlan, Step
 from ..plan.work import Work
 from .lockstep import Batched
@@ -83,29 +84,29 @@ class Mutation:
         return (self.owner + way * nearer) % ranks
 
     def visits(self, found: Iterator[tuple[int, RowSets]]) -> Iterator[tuple[int, RowSets]]:
-        """The (owner, cuts) that the rank visits, with the fault."""
-        for owner, cuts in found:
+        """The (owner, row sets) that the rank visits, with the fault."""
+        for owner, row_sets in found:
             if owner != self.owner or self.fault not in ("drop", "duplicate", "owner"):
-                yield owner, cuts
+                yield owner, row_sets
             elif self.fault == "duplicate":
-                yield owner, cuts
-                yield owner, cuts
+                yield owner, row_sets
+                yield owner, row_sets
             elif self.fault == "owner":
-                yield self.rank, WHOLE
+                yield self.rank, WHOLE_BLOCK
 
 
-@dataclass(frozen=True)
 class _Skewed(KeyDemand):
     """A demand in which the works of one visit have a wrong band."""
 
-    mutation: Mutation | None = None
+    def __init__(self, demand: KeyDemand, mutation: Mutation) -> None:
+        super().__init__(demand.pattern, demand.layout, demand.heads, demand.kv_heads)
+        self.mutation = mutation
 
-    def works(self, rank: int, owner: int, cut: RowSet | None = None) -> tuple[Work, ...]:
-        found = super().works(rank, owner, cut)
-        assert self.mutation is not None
-        if cut is not None or (rank, owner) != (self.mutation.rank, self.mutation.owner):
-            return found  # those of a cut are made from those of the whole block
-        return tuple(map(_off_by_one, found))
+    def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+        works = super().works(rank, owner, row_set)
+        if isinstance(row_set, RowSet) or (rank, owner) != (self.mutation.rank, self.mutation.owner):
+            return works  # the works of a row set are made from the works of the whole block
+        return tuple(map(_off_by_one, works))
 
 
 def _off_by_one(work: Work) -> Work:
@@ -124,6 +125,11 @@ class Tampered(Batched):
     """A plan with a fault."""
 
     mutation: Mutation | None = None
+
+    @cached_property
+    def demand(self) -> KeyDemand:
+        demand = super().demand
+        return _Skewed(demand, self.mutation) if self.mutation is not None and self.mutation.fault == "band" else demand
 
     def for_rank(self, rank: int) -> RankPlan:
         found = super().for_rank(rank)
@@ -149,7 +155,4 @@ def tampered(plan: Plan, mutation: Mutation) -> Plan:
     """The plan with a fault; the plan itself where the fault is one of what arrives."""
     if mutation.fault not in _PLANNED:
         return plan
-    made, d = Tampered.of(plan, mutation=mutation), plan.demand
-    if mutation.fault == "band":
-        vars(made)["demand"] = _Skewed(d.pattern, d.layout, d.heads, d.kv_heads, mutation)
-    return made
+    return Tampered.of(plan, mutation=mutation)

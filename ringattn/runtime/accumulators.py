@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from ..kernels.base import wide
-from ..plan.work import Work, moved
+from ..plan.work import Work, shift_range
 from .memory_pool import Pool, empty, memory_pool
 from .merge_plan import KernelCall, Section
 from .softmax import merge_
@@ -94,7 +94,7 @@ def add_(x: torch.Tensor, heads: range, runs: tuple[range, ...], work: Work, shi
         for turn in range(turns):
             mine = piece[turn::turns] if turns > 1 else piece
             place = replace(work, repeat=len(mine) if work.repeat > 1 else 1)
-            select(x, heads, moved(run, turn * shift), place, turns * shift).add_(mine)
+            select(x, heads, shift_range(run, turn * shift), place, turns * shift).add_(mine)
 
 
 class OutputAccumulator:
@@ -119,7 +119,7 @@ class OutputAccumulator:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
             self.open[section] = part, None
             return
-        work = replace(piece.work, q=moved(piece.work.q, -section.rows.start))
+        work = replace(piece.work, q=shift_range(piece.work.q, -section.rows.start))
         total, lse = (select(x[batch], work.heads, work.q, work) for x in self._section(section))
         if piece.first:
             total.copy_(part)

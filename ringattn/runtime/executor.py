@@ -131,8 +131,8 @@ def backward(
             key, value = state.block(block)
             if grad_lse is not None:
                 key, value = with_column(key, 0.0), with_column(value, 1.0)
-            dk, dv = state.gathered(Part("grad", block.owner, block.cut))
-            batched = job.plan.demand.batched(job.rank, block.owner, block.cut)
+            dk, dv = state.gathered(Part("grad", block.owner, block.row_set))
+            batched = job.plan.demand.batched(job.rank, block.owner, block.row_set)
             works = [call for work in batched for call in job.kernel.split(work)]
             clean = whole and any(not work.dense for work in works) and finite(key, value)
             _differentiate(job, works, inputs, (grad, query, out, lse), (key, value), (dq, dk, dv), clean=clean)
@@ -159,12 +159,14 @@ def _by_queries(
     for index, step in enumerate(steps):
         yield from state.start(index, f"backward step {index}")
         for block in step.visits:
-            batched = job.plan.transposed.batched(job.rank, block.owner, block.cut)
+            batched = job.plan.query_demand.batched(job.rank, block.owner, block.row_set)
             works = [call for work in batched for call in job.kernel.split(work)]
             if not works:
                 continue
-            (dq,) = state.gathered(Part("dq", block.owner, block.cut))
-            tensors, clean = _prepared(state.block(block), state.block(Part("row", block.owner, block.cut)), job.lse)
+            (dq,) = state.gathered(Part("dq", block.owner, block.row_set))
+            tensors, clean = _prepared(
+                state.block(block), state.block(Part("row", block.owner, block.row_set)), job.lse
+            )
             clean = whole and any(not work.dense for work in works) and clean
             _differentiate(job, works, inputs, tensors, (key, value), (dq, dk, dv), clean=clean)
         yield from state.finish(index)

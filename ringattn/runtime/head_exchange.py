@@ -160,4 +160,4 @@ def _places(plan: Plan, place: int) -> list[torch.Tensor]:
             torch.from_numpy(order[np.searchsorted(held, plan.layout.positions(rank), sorter=order)]) for rank in ranks
         ]
 
-    return plan.memory.answer(("ulysses", place), find)
+    return plan.cache.answer((_places, place), find)

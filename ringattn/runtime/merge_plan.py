@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernels.base import Kernel
 from ..plan.plan import Plan
-from ..plan.work import Work, gathered, repeated
+from ..plan.work import Work, join_keys, join_repetitions
 
 #: Query rows times heads that a section holds at least, where it can be chosen: enough for calls to be batched.
 SECTION_ROWS = 1 << 17
@@ -59,12 +59,14 @@ def hides(visit: tuple[VisitPart, ...]) -> bool:
 
 def make_script(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     """The (cached) script of one rank."""
-    return plan.memory.answer(("script", rank, kernel.name), lambda: _write(plan, rank, kernel))
+    return plan.cache.answer((make_script, rank, kernel.name), lambda: _write(plan, rank, kernel))
 
 
 def _write(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     demand = plan.demand
-    visits = [demand.works(rank, part.owner, part.cut) for step in plan.for_rank(rank).forward for part in step.visits]
+    visits = [
+        demand.works(rank, part.owner, part.row_set) for step in plan.for_rank(rank).forward for part in step.visits
+    ]
     spans = list(_spans([work for works in visits for work in works], SECTION_ROWS // plan.heads))
     starts = np.array([span.start for span in spans])
     parts: list[list[list[Work]]] = [[[] for _ in spans] for _ in visits]
@@ -78,7 +80,7 @@ def _write(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
         mixed = False
         for visit in range(len(visits)):
             pieces = []
-            for work in repeated(gathered(parts[visit][index])):
+            for work in join_repetitions(join_keys(parts[visit][index])):
                 for call in kernel.split(work):
                     marks = _marks(seen, call, span.start)
                     first = not marks.any()

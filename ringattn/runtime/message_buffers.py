@@ -7,6 +7,7 @@ import torch
 
 from ..plan.plan import Plan
 from ..plan.row_overlap import RowCopy
+from ..plan.row_sets import RowSet
 from ..plan.steps import Part
 from .memory_pool import empty, memory_pool
 
@@ -43,8 +44,8 @@ class Buffer:
 
 def _views(data: torch.Tensor, part: Part, plan: Plan, dtype: torch.dtype) -> Tensors:
     heads, rows = plan.part_heads(part.kind), plan.layout.rows(part.owner)
-    if part.cut is not None:
-        heads, rows = len(part.cut.heads), part.cut.count
+    if isinstance(part.row_set, RowSet):
+        heads, rows = len(part.row_set.heads), part.row_set.count
     flat, found, start = data.view(dtype), [], 0
     for width in plan.part_widths(part.kind):
         stop = start + plan.batch * heads * rows * width

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.base import wide
 from ..plan.plan import Plan
-from ..plan.row_overlap import RowCopy, moves
+from ..plan.row_overlap import RowCopy, find_copies
 from ..plan.steps import BLOCKS, SUMS, Batch, Hop, Kind, Part, Step
 from ..transport.base import Message, Post, Program, Wait
 from .message_buffers import Buffer, Buffers, Tensors, put
@@ -51,7 +51,7 @@ class RankState:
                 self.sums.setdefault(part.owner, []).append(part)
         for part in (part for step in steps for hop in step.recvs for part in hop.parts):
             if part.kind == "q":
-                self.sums.setdefault(part.owner, []).append(Part("dq", part.owner, part.cut))
+                self.sums.setdefault(part.owner, []).append(Part("dq", part.owner, part.row_set))
         self.buffers = Buffers(self.plan, _largest(plan, rank), next(iter(own.values()))[0].device)
         self.last = _last_uses(steps)
 
@@ -157,9 +157,9 @@ class RankState:
 
         def find() -> list[tuple[RowCopy, ...]]:
             heads, rows = self.plan.part_heads(target.kind), self.plan.layout.rows(target.owner)
-            return [moves(target.cut, source.cut, heads, rows) for source in sources]
+            return [find_copies(target.row_set, source.row_set, heads, rows) for source in sources]
 
-        return self.plan.memory.answer(("moves", target, sources), find)
+        return self.plan.cache.answer((find_copies, target, sources), find)
 
     def _arrived(self, part: Part, buffer: Buffer) -> None:
         if self.plan.comm_dtype is not None:
@@ -227,7 +227,7 @@ def _largest(plan: Plan, rank: int) -> int:
         sizes += [plan.part_bytes(part, wire=False) for hop in hops for part in hop.parts]
         return max(sizes, default=0)
 
-    return plan.memory.answer(("largest", rank), find)
+    return plan.cache.answer((_largest, rank), find)
 
 
 def _use(part: Part) -> tuple[bool, int]:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
+from ..cache import cached
 from ..errors import Unsupported
 from ..machine.machine import Machine
-from ..plan.block_demand import remembered
 from ..plan.choice import Prediction
 from ..plan.key_demand import KeyDemand
 from ..plan.query_demand import QueryDemand
-from ..plan.row_sets import RowSet
-from ..plan.schedules import planner
+from ..plan.row_sets import ONE_ROW
+from ..plan.schedules import make_schedule
 from ..plan.schedules.allgather import AllGatherSchedule
 from ..plan.schedules.direct import DirectSchedule
 from ..plan.schedules.double_ring import DoubleRingSchedule
@@ -111,20 +111,20 @@ def _seconds(machine: Machine, sizes: list[int], near: bool, crowd: int) -> floa
     return alone * crowd if machine.shared_nic and not near else alone
 
 
-@remembered
+@cached
 def _pairs(demand: KeyDemand, rank: int) -> int:
     """(query, key, head, branch) pairs of a rank."""
     whole, heads = range(demand.layout.tokens), range(demand.heads)
     return sum(demand.pattern.count(q, whole, heads) for q in demand.layout.shard(rank))
 
 
-@remembered
+@cached
 def busiest(demand: KeyDemand) -> int:
     """The rank with the most pairs of COUNTED evenly spaced ones."""
     return max(_spaced(demand), key=lambda rank: _pairs(demand, rank))
 
 
-@remembered
+@cached
 def mean_pairs(demand: KeyDemand) -> float:
     """The mean pairs of COUNTED evenly spaced ranks."""
     spaced = _spaced(demand)
@@ -137,13 +137,13 @@ def _spaced(demand: KeyDemand) -> list[int]:
     return [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
 
 
-@remembered
+@cached
 def _merged(demand: KeyDemand, rank: int, owner: int) -> int:
     """(query row, head)s of a rank that see a key of the block of `owner`."""
     rows = demand.layout.rows(rank) * demand.heads
     if demand.pairs(rank, owner) == rows * demand.layout.rows(owner):
         return rows
-    return QueryDemand(demand).size((range(owner, owner + 1),), rank)
+    return QueryDemand(demand).count_needed((range(owner, owner + 1),), rank)
 
 
 class _Between:
@@ -151,14 +151,14 @@ class _Between:
 
     def __init__(self, plan: Plan, machine: Machine, demand: KeyDemand, crowd: int, steps: int) -> None:
         self.plan, self.machine, self.demand, self.crowd, self.most = plan, machine, demand, crowd, steps
-        schedule = planner(plan.schedule, demand)
+        schedule = make_schedule(plan.schedule, demand)
         self.gathers = isinstance(schedule, AllGatherSchedule)
         if isinstance(schedule, AllGatherSchedule):
             schedule = DirectSchedule(demand)
         if not isinstance(schedule, Route):
             raise Unsupported(f"there is no estimate of the schedule {plan.schedule}, which has no routes")
         self.route: Route = schedule
-        self.row = plan.part_bytes(Part("kv", 0, RowSet((0,), ((range(1),),))))
+        self.row = plan.part_bytes(Part("kv", 0, ONE_ROW))
         self.rates = Rates(plan, machine, backward=False)
         self.pair = pair_seconds(plan, machine, backward=False)
         #: By rank and step: seconds of the rank's visits, seconds of the messages that it receives, and their edges.
@@ -172,7 +172,7 @@ class _Between:
         looked |= set(range(ranks)) if ranks <= ALL else set()
         arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in sorted(looked)}
         few = max(map(len, arrivals.values())) <= self.most
-        last = max((edges[0].time for edges in arrivals.values() if edges), default=0)
+        last = max((edges[0].step for edges in arrivals.values() if edges), default=0)
         each = [
             self._one(rank, self._listed(rank, edges) if few else self._sampled(rank, last))
             for rank, edges in arrivals.items()
@@ -270,10 +270,10 @@ class _Between:
         seconds = {(near, whole): 0.0 for near in (True, False) for whole in (True, False)}
         for edge in step.posted:
             near = self._near(edge)
-            whole = isinstance(self.route, DoubleRingSchedule) and edge.lane > 0
+            whole = isinstance(self.route, DoubleRingSchedule) and edge.ring > 0
             sizes = [self._size(edge)]
             if not near and self.machine.shared_nic and self.machine.ranks_per_node > 1:
-                sizes = self._of_node(rank, edge.time)
+                sizes = self._of_node(rank, edge.step)
             seconds[near, whole] += _seconds(self.machine, sizes, near, self.crowd)
         return tuple(max(seconds[near, whole] for near in (True, False)) for whole in (False, True))  # type: ignore[return-value]
 
@@ -284,17 +284,20 @@ class _Between:
         """Bytes of the messages that come to the node of a rank from other nodes for one step."""
         node = self.machine.node(rank, self.plan.ranks)
         if isinstance(self.route, RingSchedule):
-            ends = [edge for end in sorted({node[0], node[-1]}) for edge in self.route.at(end, time)]
+            ends = [edge for end in sorted({node[0], node[-1]}) for edge in self.route.edges_at(end, time)]
             return [self._size(edge) for edge in ends if not self._near(edge)]
         # Those of a few ranks stand for all.
         looked = sorted({node[len(node) * i // MEMBERS] for i in range(MEMBERS)} | {rank})
         far = [
-            self._size(edge) for ring_plan in looked for edge in self.route.at(ring_plan, time) if not self._near(edge)
+            self._size(edge)
+            for ring_plan in looked
+            for edge in self.route.edges_at(ring_plan, time)
+            if not self._near(edge)
         ]
         return [round(sum(far) / len(far))] * max(round(len(far) * len(node) / len(looked)), 1)
 
     def _size(self, edge: Edge) -> int:
-        return self.row * self.demand.size(self.route.behind(edge), edge.owner)
+        return self.row * self.demand.count_needed(self.route.served(edge), edge.owner)
 
     def _blocks(self, rank: int) -> tuple[list[int], list[int]]:
         """Bytes of the block of a rank for each rank of another node, and for each other rank of its own."""
@@ -306,7 +309,7 @@ class _Between:
         """All steps of a rank at which a block arrives, or a message is posted for one."""
         known: dict[int, list[Edge]] = {}
         for edge in arrivals:
-            known.setdefault(edge.time, []).append(edge)
+            known.setdefault(edge.step, []).append(edge)
         times = {0, *known, *(edge.post for edge in arrivals)}
         return [self._step(rank, time, 1.0, lambda at: tuple(known.get(at, ()))) for time in sorted(times)]
 
@@ -317,15 +320,15 @@ class _Between:
             inner = self.route.inner
             inside = _spread(inner, INSIDE)
             chosen = [(t * inner + j, a * b) for t, a in _spread(last // inner + 1, CYCLES) for j, b in inside]
-        return [self._step(rank, time, weight, lambda at: self.route.at(rank, at)) for time, weight in chosen]
+        return [self._step(rank, time, weight, lambda at: self.route.edges_at(rank, at)) for time, weight in chosen]
 
     def _step(self, rank: int, time: int, weight: float, at: Callable[[int], tuple[Edge, ...]]) -> _SampledStep:
         owners = [edge.owner for edge in at(time)] if time else [rank]
         posted = at(time + 1)
         if isinstance(self.route, DoubleRingSchedule):
-            posted = tuple(edge for edge in posted if not edge.lane)
+            posted = tuple(edge for edge in posted if not edge.ring)
             if time % self.route.inner == 0:
-                posted += tuple(edge for edge in at(time + self.route.inner) if edge.lane)
+                posted += tuple(edge for edge in at(time + self.route.inner) if edge.ring)
         return _SampledStep(time, weight, tuple(dict.fromkeys(owners)), posted)
 
 

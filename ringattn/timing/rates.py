@@ -136,7 +136,7 @@ class Rates:
             every = np.arange(count)
             return np.asarray(every // inner == (every + sign) % count // inner)
 
-        return self.plan.memory.answer(("near", inner, sign), find)
+        return self.plan.cache.answer((Rates.near, inner, sign), find)
 
     def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(seconds, seconds of them that occupy the link) of messages of some bytes."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ...cache import cached
 from ...config.build import asked_machine, asked_plan
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported
@@ -95,8 +96,9 @@ def _simulated(plan: Plan, machine: Machine, backward: bool, options: dict[str, 
     return {"values": values, "not modelled": [*found[0].unmodelled, *found[0].notes]}
 
 
+@cached
 def _pairs(plan: Plan) -> int:
-    return plan.memory.answer("pairs", plan.pairs)
+    return plan.pairs()
 
 
 def numbers(one: Timeline, plan: Plan) -> dict[str, Any]:
