@@ -165,4 +165,4 @@ def test_repetitions_need_equal_distances() -> None:
     assert [part.repeat for part in chain.batches(2)] == [2, 1]
     assert len(join_repetitions([at(0, 0), at(4, 6), at(8, 0)])) == 2  # keys do not go back
     assert len(join_repetitions([at(0, 0), at(2, 6)])) == 2  # query rows overlap
-    assert work.moved(range(1, 9, 2), 3) == range(4, 12, 2)
+    assert work.shift_range(range(1, 9, 2), 3) == range(4, 12, 2)
