@@ -92,7 +92,7 @@ Owner = TypeVar("Owner", bound=HasCache)
 
 
 def cached(compute: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """A function of an object and of hashable arguments that computes each answer once, and keeps it in the object's cache.
+    """A function of an object and of hashable arguments whose answers are kept in the cache of the object.
 
     The function and its arguments are the key, so that the answers of two functions cannot meet. An argument that is
     left out and the same argument given make two keys.

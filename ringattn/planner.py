@@ -41,15 +41,17 @@ def make_plan(
 ) -> Plan:
     """The (cached) plan of attention with `pattern` (or its text) over `tokens` positions on `ranks` ranks.
 
-    `heads` query heads share `kv_heads` (default: as many) key/value heads; `head_dim` is that of q and k, `value_dim`
-    that of v (default: the same). `dtype` names the dtype of q, k and v. `comm_dtype` is the dtype in which keys, values
-    and their gradients travel between ranks: by default, K/V in their own dtype and gradients in fp32 (fp64 for fp64);
-    a narrower dtype rounds them, gradients in every hop. `rotate` says what travels in the backward: "keys" (with values
-    and their gradients), "queries" (with out's gradient, lse and their own gradient), or "auto", the one that sends fewer
-    bytes; with a `comm_dtype` that is "keys", as rounded queries would give other weights than the forward's.
+    `heads` query heads share `kv_heads` (default: as many) key/value heads. `head_dim` is the width of q and k,
+    `value_dim` (default: the same) the width of v, and `dtype` the dtype of q, k and v. `comm_dtype` is the dtype in
+    which keys, values and their gradients travel between ranks: by default, K/V in their own dtype and gradients in
+    fp32 (fp64 for fp64 inputs); a narrower dtype rounds K/V once, and gradients in every hop.
 
-    layout="auto" and schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in the
-    forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
+    `rotate` says what travels in the backward: "keys" (with values and the gradients of both), "queries" (with the
+    gradients of out and of q, and with lse), or "auto", whichever sends fewer bytes. With a `comm_dtype`, "auto" is
+    "keys": rounded queries would give other weights than the forward's.
+
+    layout="auto" and schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
+    the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
     Raises InvalidInput.
     """
     pattern = as_pattern(pattern)

@@ -30,8 +30,8 @@ def draw_steps(
     `steps(rank)` gives the steps of a rank. `level(rank, step)` is the share of computed pairs: 0 for none, 1 for less
     than half, 2 for less than all, 3 for all pairs of the visited blocks.
 
-    A cell shows the level, and a second mark says whether the rank sends meanwhile. Of many ranks, the picture shows ranks
-    that exchange messages at a few places; of many steps, the first and the last. A line below says what is left out.
+    A cell shows the level, and a second mark says whether the rank sends meanwhile. Of many ranks, the picture shows
+    ranks that exchange messages at a few places; of many steps, the first and the last. A line says what is left out.
     Raises InvalidInput where `width` is below LEAST.
     """
     width = max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns) if width is None else width
@@ -67,7 +67,7 @@ def draw_steps(
 
 
 def choose_ranks(ranks: int, steps: Callable[[int], tuple[Step, ...]]) -> list[int]:
-    """The ranks to draw: all, or of many, ranks around a few places together with the ranks that they exchange messages with."""
+    """The ranks to draw: all; of many, ranks at a few places and the ranks that they exchange messages with."""
     if ranks <= MAX_ROWS:
         return list(range(ranks))
     chosen: set[int] = set()
@@ -88,7 +88,7 @@ def choose_ranks(ranks: int, steps: Callable[[int], tuple[Step, ...]]) -> list[i
 
 
 def _choose_steps(count: int, room: int) -> list[int | None]:
-    """The steps to draw, of `count` steps; None stands for the steps that are left out between the first and the last."""
+    """The steps to draw, of `count` steps; None stands for the steps that are left out in the middle."""
     if count <= room:
         return list(range(count))
     last = max(1, (room - 1) // 3)

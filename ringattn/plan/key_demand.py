@@ -34,7 +34,7 @@ MAX_SYMBOLIC = 4
 
 
 class KeyDemand(BlockDemand):
-    """Which keys each rank of `layout` needs: `pattern` for `heads` query heads that share `kv_heads` key/value heads."""
+    """Which keys each rank of `layout` needs under `pattern`: `heads` query heads share `kv_heads` key/value heads."""
 
     def __init__(self, pattern: Pattern, layout: Layout, heads: int = 1, kv_heads: int = 1) -> None:
         super().__init__(layout, kv_heads)
@@ -125,7 +125,7 @@ class KeyDemand(BlockDemand):
         return self._clip(k, run)
 
     def queries(self, q: range, k: range) -> Iterator[tuple[range, range]]:
-        """(query heads, queries): all queries of `q` that see some key of `k`; pieces may overlap, and none is empty."""
+        """(query heads, queries): all queries of `q` that see a key of `k`; pieces may overlap, and none is empty."""
         run = self.pattern.query_run(k[0], k[-1]) if q.step == k.step == 1 else None
         if run is None:
             return self.pattern.queries(q, k, range(self.heads))
@@ -219,7 +219,7 @@ class KeyDemand(BlockDemand):
         return tuple(Work(heads, kv, range(rows), (range(keys),)) for heads, kv in parts)
 
     def _local_tiles(self, rank: int, owner: int) -> Iterator[Tile]:
-        """Tiles over local row indices, with their bands in local indices; a tile with a band has equal q and k steps."""
+        """Tiles and their bands in local row indices; a tile with a band has equal q and k steps."""
         heads = range(self.heads)
         first_q = 0
         for q_rows in self.layout.shard(rank):
@@ -244,7 +244,7 @@ def _kv_heads(heads: range, group: int) -> Iterator[range]:
 
 
 def _localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
-    """A tile over positions of `q_rows` x `k_rows`, whose local indices begin at `first_q` and `first_k`, in local indices."""
+    """A tile of positions in `q_rows` x `k_rows` in local indices, which begin at `first_q` and `first_k`."""
     q, k = locate(tile.q, q_rows), locate(tile.k, k_rows)
     q = range(q.start + first_q, q.stop + first_q, q.step)
     k = range(k.start + first_k, k.stop + first_k, k.step)

@@ -1,4 +1,4 @@
-"""The sizes of a plan, checked, and what follows from them: heads, widths, dtypes and bytes of the parts of messages."""
+"""The checked sizes of a plan, and the heads, widths, dtypes and bytes of the parts of its messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PlanSizes(NamedTuple):
         return self.batch * rows * sum(self.widths_of(kind)) * ITEM_BYTES[self.dtype_of(kind, wire=wire)]
 
     def exchange_bytes(self, kind: Kind, rows: int, ulysses_size: int) -> int:
-        """Bytes of a message of `rows` rows for the heads of one rank, inside a Ulysses group of `ulysses_size` ranks."""
+        """Bytes of a message inside a Ulysses group of `ulysses_size` ranks: `rows` rows for the heads of one rank."""
         item = ITEM_BYTES[self.dtype]
         heads, kv_heads = self.heads // ulysses_size, self.kv_heads // ulysses_size
         if kind in ("qkv", "dqkv"):

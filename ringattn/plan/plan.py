@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FORMAT = 4
 #: What `ringattn plan` writes beside the inputs and the hash of a plan.
 ADDED = ("counted", "choice")
+FOREIGN = "this text was not written by Plan.to_json or ringattn plan; make the plan anew"
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ class Plan(Value):
 
     @cached_property
     def demand(self) -> KeyDemand:
-        """Which rank needs which keys. With Ulysses groups, ask the demand of `ring_plan`."""
+        """Which rank needs which keys. With Ulysses groups, ask `ring_plan`'s."""
         return KeyDemand(self.pattern, self.layout, self.heads, self.kv_heads)
 
     @cached_property
     def query_demand(self) -> QueryDemand:
-        """Which rank needs which queries, where blocks of queries travel. With Ulysses groups, ask that of `ring_plan`."""
+        """Which rank needs which queries, where blocks of queries travel. With Ulysses groups, ask `ring_plan`'s."""
         return QueryDemand(self.demand)
 
     def with_choice(self, choice: Choice) -> Plan:
@@ -134,7 +135,7 @@ class Plan(Value):
         return split_ulysses(self.schedule)[0]
 
     def ring_plan(self, rank: int) -> tuple[Plan, int]:
-        """The plan between the Ulysses groups in which `rank` takes part, and its rank there; (self, rank) without groups."""
+        """(plan between the Ulysses groups in which `rank` takes part, its rank there); (self, rank) without groups."""
         if self.ulysses_size == 1:
             return self, rank
         return self._ring_plans[rank % self.ulysses_size], rank // self.ulysses_size
@@ -231,7 +232,7 @@ class Plan(Value):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json`, or `ringattn plan output.path=`, wrote. Raises InvalidInput on an edited or foreign text."""
+        """The plan that `to_json` or `ringattn plan output.path=` wrote. Raises InvalidInput on any other text."""
         try:
             data = json.loads(text)
             claimed, version = data.pop("hash"), data.pop("format")
@@ -246,15 +247,19 @@ class Plan(Value):
         except InvalidInput:
             raise
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InvalidInput(f"this is no plan written by Plan.to_json ({type(error).__name__}: {error})") from None
+            raise InvalidInput(f"{FOREIGN} ({type(error).__name__}: {error})") from None
         if version != FORMAT:
-            raise InvalidInput(f"the plan has format {version}, this ringattn reads format {FORMAT}; make it anew")
+            raise InvalidInput(
+                f"the plan has format {version}, this ringattn reads format {FORMAT}; make the plan anew"
+            )
         try:
             plan = build_plan(parse_pattern(pattern), **arguments)
         except TypeError as error:
-            raise InvalidInput(f"this is no plan written by Plan.to_json ({error})") from None
+            raise InvalidInput(f"{FOREIGN} ({error})") from None
         if plan.hash != claimed:
-            raise InvalidInput(f"the plan's inputs give hash {plan.hash}, the text says {claimed}: it was edited")
+            raise InvalidInput(
+                f"the plan's inputs give hash {plan.hash}, the text says {claimed}: it was edited; make the plan anew"
+            )
         return plan
 
     def picture(self, *, ascii: bool = False, width: int | None = None) -> str:

@@ -18,7 +18,7 @@ HeadPairs = list[tuple[int, int]]
 
 
 class QueryDemand(BlockDemand):
-    """The demand `keys` seen from the keys: blocks are the query rows of their owners, and row sets have query heads."""
+    """Which queries each rank needs for its keys: the demand `keys` the other way round. Row sets have query heads."""
 
     def __init__(self, keys: KeyDemand) -> None:
         super().__init__(keys.layout, keys.heads)

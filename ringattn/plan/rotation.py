@@ -13,10 +13,10 @@ from .steps import Part, RankPlan, Step
 class Rotation:
     """The steps of ranks by a schedule without Ulysses groups, in one of the two forms of the backward.
 
-    `keys` and `queries` are the schedule of blocks of keys and of blocks of queries, and `size` gives the bytes of a part
-    of a message. `rotate="auto"` takes the form that sends fewer bytes, and keys where both send as many; for a double
-    ring, which is there to spare the links between nodes, it compares the bytes on these links first. Where `rounds` says
-    that messages are rounded, it takes keys: weights computed from rounded queries would differ from the forward's.
+    `keys` is the schedule of blocks of keys, `queries` the schedule of blocks of queries, and `size` gives the bytes of
+    a part of a message. `rotate="auto"` takes the form that sends fewer bytes, and keys where both send as many; for a
+    double ring, which is there to spare the links between nodes, it compares the bytes on these links first. Where
+    messages are rounded (`rounds`), it takes keys: rounded queries would give other weights than the forward's.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Rotation:
     def count_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(between nodes, all) bytes of a backward in which keys travel, and of a backward in which queries travel.
 
-        Up to `schedules.base.EXACT` ranks the bytes of all blocks; above, the bytes of the same few blocks in both forms,
-        which tell the form that sends fewer.
+        Up to `schedules.base.EXACT` ranks, the bytes of all blocks; above, the bytes of the same few blocks in both
+        forms, which tell the form that sends fewer.
         """
         kv, grad, q, row, dq = (self.size(Part(kind, 0, ONE_ROW)) for kind in ("kv", "grad", "q", "row", "dq"))
         keys = self.keys.count_backward_bytes(kv, grad, queries=False)

@@ -291,7 +291,7 @@ def _count(ranges: frozenset[range]) -> int:
 
 
 def _mark_members(ranges: frozenset[range]) -> tuple[int, np.ndarray]:
-    """(first, mask): the least member of the union of ranges, and whether first + i is a member: bool [last - first + 1]."""
+    """(first, mask) of the union of ranges: its least member, and which first + i are members: bool [span]."""
     first, stop = min(r.start for r in ranges), max(r[-1] for r in ranges) + 1
     mask = np.zeros(stop - first, dtype=bool)
     for r in ranges:

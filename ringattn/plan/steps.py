@@ -11,8 +11,8 @@ from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 #: - "kv": keys and values of a block, in the input dtype; "grad": the sums of dK and dV of a block so far.
 #: - Where queries travel, "q": q and dO of a block, in the input dtype; "row": lse and delta of its rows, as sums;
 #:   "dq": the sums of dQ so far.
-#: - Inside a Ulysses group, for the heads of one rank, "qkv": q, k and v of the rows of `owner`; "out": their output and
-#:   lse; "dout" and "dqkv": the gradients of these.
+#: - Inside a Ulysses group, for the heads of one rank, "qkv": q, k and v of the rows of `owner`; "out": output and lse
+#:   of these rows; "dout" and "dqkv": the gradients of "out" and "qkv".
 Kind = Literal["kv", "grad", "q", "row", "dq", "qkv", "out", "dout", "dqkv"]
 #: Parts of these kinds are passed on as they arrived.
 BLOCKS: tuple[Kind, ...] = ("kv", "q", "row")

@@ -10,7 +10,7 @@ from ..cache import Value
 
 #: Dense works of the same query rows are joined into one work up to this many query rows.
 GATHER_ROWS = 1024
-#: Works with more keys than this multiple of their query rows are not joined: a merge costs less than the copy of the keys.
+#: Works with more keys than this multiple of their query rows are not joined: merging costs less than copying the keys.
 GATHER_KEYS = 4
 
 
@@ -57,7 +57,7 @@ class Work(Value):
         return range(self.q[0], self.q[-1] + 1 + (self.repeat - 1) * self.q_shift)
 
     def narrow(self, q: tuple[int, int], k: tuple[int, int]) -> Work:
-        """The part of the work in rows q[0] .. q[1]-1 and keys k[0] .. k[1]-1: indices into the work's rows and keys."""
+        """The part of the work in its rows number q[0] .. q[1]-1 and its keys number k[0] .. k[1]-1."""
         shift = q[0] - k[0]
         rows, keys = q[1] - q[0], k[1] - k[0]
         lo = None if self.lo is None or self.lo - shift <= 1 - keys else self.lo - shift

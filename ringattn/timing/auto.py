@@ -20,7 +20,7 @@ from .metered import Metered, TooMany
 
 #: Layouts that `auto` compares; the first of equally fast layouts is taken.
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
-#: Above this many ranks neither all-gather, which needs P - 1 messages, nor balanced, which counts 8 P chunks, is tried.
+#: Above this many ranks `auto` tries neither all-gather (P - 1 messages) nor balanced (which counts 8 P chunks).
 MANY = 256
 #: An estimate that takes more than LOOKUPS lookups of tiles is made again from FEWER steps; where that takes as many,
 #: there is no estimate.
@@ -32,7 +32,7 @@ EQUAL = 1.02
 
 
 def list_schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """Schedules that `auto` compares for the sizes of a plan, the ring first; the first of equally fast ones is taken."""
+    """Schedules that `auto` compares for the sizes of a plan, the ring first; of equally fast ones, the first wins."""
     ranks, inner = plan.ranks, machine.ranks_per_node
     double_ring = (f"double_ring({inner})",) if 1 < inner < ranks and ranks % inner == 0 else ()
     ulysses = tuple(f"ulysses({size}, ring)" for size in list_ulysses_sizes(plan, machine))
@@ -65,8 +65,8 @@ def choose(
 ) -> Plan:
     """The best plan of all `layouts` with the schedules `names` (None: those of `auto`), with its `choice`. Pure.
 
-    `make` makes the plan of a layout and a schedule. No clock is read, so that all ranks choose alike. A schedule is taken
-    only where the ring on the same layout was estimated, too, or where the schedule was named.
+    `make` makes the plan of a layout and a schedule. No clock is read, so that all ranks choose alike. A schedule is
+    taken only where the ring on the same layout was estimated, too, or where the schedule was named.
     """
     first = make(layouts[0], names[0] if names else "ring")
     reason = _explain_idle(first)
@@ -102,7 +102,7 @@ class _Comparison:
         self.make, self.machine = make, machine
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
-        #: By layout and size of the Ulysses groups. Schedules of one key ask the same questions; the chosen plan, too.
+        #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
         self._demands: dict[tuple[Layout, int], tuple[KeyDemand, Metered]] = {}
 
     def leave_out(self, layout: Layout, name: str, why: str) -> None:

@@ -1,7 +1,7 @@
 """The estimated time of a forward from few ranks and few steps: `auto` compares plans by it, at a bounded cost.
 
-Where few blocks come to a rank, the estimate looks at all steps of the rank. Of other ranks, evenly spaced steps stand for
-the steps between them, and the time of the visits is scaled to the exact number of the rank's pairs.
+Where few blocks come to a rank, the estimate looks at all steps of the rank. Of other ranks, evenly spaced steps stand
+for the steps between them, and the time of the visits is scaled to the exact number of the rank's pairs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _SampledStep:
 
 @dataclass(frozen=True)
 class _StepTime:
-    """Seconds that a rank works in a step, seconds of the messages that it receives, and the edges of these messages."""
+    """Seconds that a rank works in a step, seconds of the messages that it receives, and their edges."""
 
     worked: float = 0.0
     received: float = 0.0
@@ -77,7 +77,7 @@ class _StepTime:
 def estimate(plan: Plan, machine: Machine, demand: KeyDemand, steps: int = SAMPLED_STEPS) -> Estimate:
     """The time of a forward of `plan` on `machine`. Pure.
 
-    `demand` answers in place of the demand of the plan, or with Ulysses groups, of the plan between their first members.
+    `demand` answers in place of the plan's demand; with Ulysses groups, of the demand between their first members.
     Raises Unsupported where the schedule has no routes.
     """
     size, ring_plan = plan.ulysses_size, plan.ring_plan(0)[0]
@@ -167,7 +167,7 @@ class _RingEstimate:
             schedule = DirectSchedule(demand)
         if not isinstance(schedule, Route):
             raise Unsupported(
-                f"the schedule {plan.schedule} has no routes, from which auto estimates times; name a layout and a schedule"
+                f"the schedule {plan.schedule} has no routes, from which auto estimates its time; name the layout, too"
             )
         self.route: Route = schedule
         self.row_bytes = plan.part_bytes(Part("kv", 0, ONE_ROW))
@@ -292,7 +292,7 @@ class _RingEstimate:
         return float(self.rates.merge(rows))
 
     def _message_seconds(self, rank: int, step: _SampledStep) -> tuple[float, float]:
-        """Seconds of the messages that end with a step, and of the messages that may take its whole cycle (double ring)."""
+        """Seconds of the messages that end with a step, and of the messages that end with its cycle (double ring)."""
         seconds = {(near, outer): 0.0 for near in (True, False) for outer in (True, False)}
         for edge in step.posted:
             near = self._near(edge)
@@ -361,7 +361,7 @@ class _RingEstimate:
 
 
 def _spread(count: int, most: int) -> list[tuple[int, float]]:
-    """(number, weight) pairs that stand for 0 .. count - 1: all of `most` numbers, else the first, the last and some between.
+    """(number, weight) pairs that stand for 0 .. count - 1: all up to `most`, else first, last and some between.
 
     The weights add up to `count`: each number between stands for an equal part of the numbers between.
     """

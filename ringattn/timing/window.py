@@ -25,7 +25,7 @@ REACHED = 1 << 31
 
 @dataclass(frozen=True)
 class TimedMessage:
-    """A message of the window: `begun`, the second at which it begins as both ends are ready, and the `seconds` it takes."""
+    """A message of the window: the time at which both ends are ready and it begins, and its duration, in seconds."""
 
     step: int
     source: int
@@ -70,8 +70,8 @@ def window(
     """
     if not ranks or ranks.start < 0 or ranks.stop > plan.ranks or not steps or steps.start < 0:
         raise InvalidInput(
-            f"a window of ranks {ranks.start} .. {ranks.stop - 1} and steps {steps.start} .. {steps.stop - 1}: the pass "
-            f"has ranks 0 .. {plan.ranks - 1} and steps from 0 on"
+            f"a window of ranks {ranks.start} .. {ranks.stop - 1} and steps {steps.start} .. {steps.stop - 1}: the "
+            f"pass has ranks 0 .. {plan.ranks - 1} and steps from 0 on; try a window inside them"
         )
     rates = Rates(plan, machine, backward)
     faults = Faults(factors("slow", slow, plan.ranks), factors("slow_links", slow_links, plan.ranks), tuple(stalls))
@@ -80,7 +80,8 @@ def window(
         return _simulate_window(rates, faults, ranks, steps, ring_problem)
     if ring_problem.bound:
         raise Unsupported(
-            f"{plan.ranks:,} ranks hide their messages under the busiest rank, and only its time is known; try fewer ranks"
+            f"{plan.ranks:,} ranks hide their messages under the busiest rank, and only its time is known; "
+            "try fewer ranks"
         )
     steps = range(steps.start, min(steps.stop, ring_problem.steps))
     if not steps:
@@ -103,7 +104,7 @@ def _solve_window(
     ring = ring_problem.whole()
     if ring.ranks * steps.stop > REACHED:
         raise Unsupported(
-            f"{ring.ranks:,} ranks x {steps.stop:,} steps lie before the end of the window, of which at most {REACHED:,} "
+            f"{ring.ranks:,} ranks x {steps.stop:,} steps lie before the end of the window, and at most {REACHED:,} "
             "are computed; try an earlier window"
         )
     state, done = Delay(ring), 0
@@ -132,7 +133,7 @@ def _select(values: np.ndarray, ranks: range) -> np.ndarray:
 
 
 def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range) -> list[TimedMessage]:
-    """The messages that `ranks` send at a step. With one receive buffer, a message begins when both ends begin the step."""
+    """The messages that `ranks` send at a step; with one receive buffer, each begins when both ends begin the step."""
     messages = []
 
     def add(source: int, target: int, seconds: float) -> None:
@@ -152,7 +153,7 @@ def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: 
 
 
 def _simulate_window(rates: Rates, faults: Faults, ranks: range, steps: range, why: str) -> StepWindow:
-    """The window by the event solver, which simulates the plan step by step: steps are the steps of each rank's plan."""
+    """The window by the event solver, whose steps are the steps of each rank's plan."""
 
     def simulate(faults: Faults) -> tuple[np.ndarray, np.ndarray]:
         begun = np.full((len(steps) + 1, len(ranks)), np.nan)

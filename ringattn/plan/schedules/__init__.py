@@ -79,8 +79,8 @@ def _check_ulysses(name: str, size: int, ranks: int | None, heads: int, kv_heads
             )
         if size < 1 or (number and number % size):
             raise InvalidInput(
-                f"schedule {name!r}: Ulysses groups of {size} ranks do not divide {number} {what} evenly; try ulysses with "
-                f"{_divisors(number or 1)}, or ring"
+                f"schedule {name!r}: Ulysses groups of {size} ranks do not divide {number} {what} evenly; try ulysses "
+                f"with {_divisors(number or 1)}, or ring"
             )
 
 

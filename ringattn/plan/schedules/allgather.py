@@ -39,7 +39,7 @@ class AllGatherSchedule(Schedule):
         return sent, sent
 
     def _gather(self, rank: int, kinds: tuple[Kind, ...]) -> tuple[Step, ...]:
-        """A step that gathers parts of these kinds, and a step of the visits to the gathered blocks of the last kind."""
+        """A step that gathers parts of these kinds, and a step of the visits to gathered parts of the last kind."""
         layout, visited = self.demand.layout, kinds[-1]
 
         def parts_of(owner: int) -> tuple[Part, ...]:

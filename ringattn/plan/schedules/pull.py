@@ -13,8 +13,8 @@ from .route import Edge
 class PullSchedule(DirectSchedule):
     """A rank fetches the rows that it needs and stores their gradients; it serves no other rank, and keeps no parts.
 
-    The visits are those of `direct`, in the same order. The schedule has no name in `SCHEDULES`: ranks that run together
-    need both ends of each message.
+    The visits are the visits of `direct`, in the same order. `SCHEDULES` has no name for this schedule: ranks that run
+    together need both ends of each message.
     """
 
     def departures(self, rank: int) -> list[Edge]:

@@ -1,4 +1,4 @@
-"""How far each block travels around the ring, and which blocks pass a rank: searches that skip rows that no rank needs."""
+"""How far each block travels around the ring, and which blocks pass a rank: searches that skip what no rank needs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def search(
 ) -> Iterator[int]:
     """The distances far .. near that hold something, descending, found by halving.
 
-    `some(near, far)` says whether some distance of a part may hold something; `every(near, far)`, a sufficient test, that
-    every distance of the part does.
+    `some(near, far)` says whether some distance of a part holds something. `every(near, far)` is a cheap sufficient
+    test that every distance of the part does.
     """
     if near > far or not some(near, far):
         return
@@ -73,7 +73,7 @@ def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, o
 
 @cached
 def reach(demand: BlockDemand, owner: int, way: Way) -> int:
-    """The number of hops of the block of `owner`: the distance of the farthest rank on this way that needs the block."""
+    """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block."""
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
         return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
@@ -101,7 +101,7 @@ def halve_way(rank: int, ranks: int, way: Way) -> tuple[range, range]:
 
 
 def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = None) -> Iterator[int]:
-    """The distances d, descending, at which the block of rank - sign * d arrives at `rank`; only of `distances` if given.
+    """The distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` if given.
 
     A block arrives where this rank, or a rank farther on its way, needs the block. The search halves the distances, and
     skips a part as soon as it is known to hold no need: so a local pattern is planned without looking at every rank.
@@ -276,7 +276,7 @@ def count_kept(demand: BlockDemand, ways: Sequence[Way]) -> int | None:
 
 @cached
 def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
-    """The direction, or both directions with the shorter arc each, in which the fewest rows of the `sampled` blocks travel."""
+    """The direction in which the fewest rows of `sampled` blocks travel, or both directions with half the ring each."""
     ranks = demand.layout.ranks
     blocks = sampled(ranks)
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
@@ -284,8 +284,8 @@ def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
     totals = [sum(sum_rows_along(demand, blocks, way) for way in choice) for choice in choices]
     full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
-    # On a tie a dense pattern takes one direction, which needs only two receive buffers; a local pattern takes the shorter
-    # arcs, whose blocks are found without looking at the whole ring.
+    # On a tie a dense pattern takes one direction, which needs only two receive buffers; a local pattern takes the
+    # shorter arcs, whose blocks are found without looking at the whole ring.
     if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > full):
         return choices[totals.index(one_way)]
     return half

@@ -15,7 +15,7 @@ REMEMBERED = 4096
 
 
 class RingSchedule(Route):
-    """Every block goes along each way of the ring; its edge at distance d serves the ranks from d to the way's limit."""
+    """Every block goes along each way; the edge at distance d serves the ranks from d to the limit of the way."""
 
     def __init__(self, demand: BlockDemand) -> None:
         super().__init__(demand)

@@ -186,8 +186,8 @@ class Route(Schedule):
         """The steps of a rank's backward in which queries travel; `demand` is a `QueryDemand`.
 
         Queries go outward as keys do in a forward, with lse and delta. The sums of a row lag one step behind, and go
-        home from the rank where the row stops. Where a row goes on to two ranks, its sums go with the first of them; the
-        other rank begins with zeros.
+        home from the rank where the row stops. Where a row goes on to two ranks, its sums go with the first rank, and
+        the second rank begins with zeros.
         """
         builder = StepBuilder(+1)
         if self.demand.visits(rank, rank):

@@ -1,7 +1,8 @@
-"""Ulysses: inside groups of consecutive ranks, tokens are exchanged for heads; another schedule runs between the groups.
+"""Ulysses: inside groups of ranks, tokens are exchanged for heads; another schedule runs between the groups.
 
-Before attention, every rank of a group gets the rows of all its ranks for its share of the heads; after attention, it
-gives the output of these rows back. Member i of each group runs the other schedule with the members i of the other groups.
+A group is a run of consecutive ranks. Before attention, each rank of a group gets the rows of the whole group for a
+share of the heads; after attention, it gives the output of these rows back. Member i of each group runs the other
+schedule with the members i of the other groups.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ..steps import Hop, Kind, Part, RankPlan, Step
 
 
 def wrap_in_exchanges(plan: RankPlan, rank: int, size: int, layout: Layout) -> RankPlan:
-    """The steps of `rank`, a member of a group of `size` ranks: exchanges, and the steps of `plan` between the groups."""
+    """The steps of `rank` in a group of `size` ranks: exchanges around the steps of `plan` between the groups."""
     first, member = rank - rank % size, rank % size
     peers = [first + i for i in range(size) if first + i != rank]
 
