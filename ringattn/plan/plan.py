@@ -66,21 +66,24 @@ class Plan(Value):
 
     @cached_property
     def cache(self) -> Cache:
-        """Answers derived from the plan by functions that are marked `cached`; kept as long as the plan."""
+        """The answers of functions of the plan that are marked `cached`, as long as the plan lives.
+
+        Other packages write answers here, too. A key that they make themselves begins with the function that answers.
+        """
         return Cache(ANSWERS)
 
     @cached_property
     def demand(self) -> KeyDemand:
-        """Which rank needs which keys. With Ulysses groups, ask `ring_plan`'s."""
+        """Which rank needs which keys. With Ulysses groups, use the demand of a `ring_plan`."""
         return KeyDemand(self.pattern, self.layout, self.heads, self.kv_heads)
 
     @cached_property
     def query_demand(self) -> QueryDemand:
-        """Which rank needs which queries, where blocks of queries travel. With Ulysses groups, ask `ring_plan`'s."""
+        """Which rank needs which queries where they travel. With Ulysses groups, use that of a `ring_plan`."""
         return QueryDemand(self.demand)
 
     def with_choice(self, choice: Choice) -> Plan:
-        """The same plan, made by `choice`; it shares the answers of its demand with this plan."""
+        """The same plan with the choice that led to it. Both plans share the answers of their demands."""
         plan = replace(self, choice=choice)
         plan.demand.share_answers(self.demand)
         return plan
