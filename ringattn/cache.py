@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sized
 from dataclasses import Field
+from functools import wraps
 from itertools import islice
 from threading import RLock
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Bytes counted per entry in addition to the bytes of its value: the key and the dictionary slots.
@@ -79,6 +81,32 @@ class Cache:
     def _resize(self, key: Hashable, size: int) -> None:
         self.bytes += size - self._sizes.get(key, 0)
         self._sizes[key] = size
+
+
+class HasCache(Protocol):
+    """An object that keeps answers as long as it lives."""
+
+    @property
+    def cache(self) -> Cache:
+        """The answers of the functions of this object that are marked `cached`."""
+
+
+Owner = TypeVar("Owner", bound=HasCache)
+
+
+def cached(compute: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
+    """A function of an object and of hashable arguments whose answers are kept in the cache of the object.
+
+    The function and its arguments are the key, so that the answers of two functions cannot meet. An argument that is
+    left out and the same argument given make two keys.
+    """
+
+    @wraps(compute)
+    def answer(owner: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
+        key = (compute, *arguments, *named.items())
+        return owner.cache.answer(key, lambda: compute(owner, *arguments, **named))
+
+    return answer
 
 
 def estimate_bytes(value: object) -> int:

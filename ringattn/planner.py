@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .cache import Cache
 from .layout.regular import DEFAULT_LAYOUT, Layout, make_layout
 from .machine.machine import Machine
 from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
-from .plan.plan import Plan, check_sizes
+from .plan.message_sizes import check_sizes
+from .plan.plan import Plan
 from .plan.schedules import resolve
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Bytes of the plans that `make_plan` remembers.
 PLANS = 1 << 25
-#: Plans made lately, with what was worked out from them.
+#: The latest plans by their inputs, with the answers that they keep.
 _plans = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
 
 
@@ -41,45 +41,53 @@ def make_plan(
 ) -> Plan:
     """The (cached) plan of attention with `pattern` (or its text) over `tokens` positions on `ranks` ranks.
 
-    `heads` query heads share `kv_heads` (default: as many) key/value heads; `head_dim` is that of q and k,
-    `value_dim` that of v (default: the same). `dtype` names the dtype of q, k and v. `comm_dtype` is the dtype in which
-    keys, values and their gradients travel between ranks: by default K/V as they are and gradients in fp32 (fp64 for
-    fp64); a narrower one is rounded to, gradients in every hop. `rotate` says what goes around in the backward: "keys"
-    (with values and their gradients), "queries" (with out's gradient, lse and their own gradient), or "auto", what
-    sends fewer bytes; with a wire dtype that is keys, as rounded queries have not the weights of the forward.
+    `heads` query heads share `kv_heads` (default: as many) key/value heads. `head_dim` is the width of q and k,
+    `value_dim` (default: the same) the width of v, and `dtype` the dtype of q, k and v. `comm_dtype` is the dtype in
+    which keys, values and their gradients travel between ranks: by default, K/V in their own dtype and gradients in
+    fp32 (fp64 for fp64 inputs); a narrower dtype rounds K/V once, and gradients in every hop.
 
-    layout="auto" and schedule="auto" take what the timing model predicts to be fastest in the forward, on `machine` (a
-    Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why. Raises InvalidInput.
+    `rotate` says what travels in the backward: "keys" (with values and the gradients of both), "queries" (with the
+    gradients of out and of q, and with lse), or "auto", whichever sends fewer bytes. With a `comm_dtype`, "auto" is
+    "keys": rounded queries would give other weights than the forward's.
+
+    layout="auto" and schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in
+    the forward on `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` says what was compared and why.
+    Raises InvalidInput.
     """
     pattern = as_pattern(pattern)
     sizes = check_sizes(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype, batch=batch,
-        comm_dtype=comm_dtype, rotate=rotate,
-    )  # fmt: skip
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        batch=batch,
+        comm_dtype=comm_dtype,
+        rotate=rotate,
+    )
     pattern.check(tokens, heads)
-    chosen = isinstance(layout, str) and layout.strip() == "auto"
-    tried: tuple[str | Layout, ...] = (layout,)
-    if chosen:
-        from .timing.auto import layouts  # a plan of named parts needs no model of time
+    choose_layout = isinstance(layout, str) and layout.strip() == "auto"
+    names: tuple[str | Layout, ...] = (layout,)
+    if choose_layout:
+        from .timing.auto import list_layouts  # a plan of a named layout and schedule needs no model of time
 
-        tried = layouts(ranks)
-    made = tuple(make_layout(one, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for one in tried)
-    name = resolve(schedule, ranks, heads, sizes.kv_heads)
-    inputs = pattern.bind(heads, tokens), *sizes
-    chosen_machine = get_machine(machine)
-    key: tuple[Any, ...]
-    make: Callable[..., Plan]
-    if chosen or name == "auto":
-        make, key = _choice, (made, None if name == "auto" else (name,), chosen_machine, *inputs)
-    else:
-        make, key = Plan, (inputs[0], made[0], name, *inputs[1:])
-    return make(*key) if pattern.transient else _plans.answer((make, *key), lambda: make(*key))
+        names = list_layouts(ranks)
+    layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
+    schedule = resolve(schedule, ranks, heads, sizes.kv_heads)
+    bound, on_machine = pattern.bind(heads, tokens), get_machine(machine)
 
+    def make(layout: Layout, schedule: str) -> Plan:
+        return Plan(bound, layout, schedule, *sizes)
 
-def _choice(
-    tried: tuple[Layout, ...], names: tuple[str, ...] | None, machine: Machine, pattern: Pattern, *inputs: Any
-) -> Plan:
-    from .timing.auto import choose
+    def make_named() -> Plan:
+        return make(layouts[0], schedule)
 
-    plan, choice = choose(lambda layout, name: Plan(pattern, layout, name, *inputs), tried, names, machine)
-    return plan.asking(plan.demand, choice)
+    def make_chosen() -> Plan:
+        from .timing.auto import choose
+
+        return choose(make, layouts, None if schedule == "auto" else (schedule,), on_machine)
+
+    choosing = choose_layout or schedule == "auto"
+    make_it = make_chosen if choosing else make_named
+    key = tuple(layouts), schedule, on_machine if choosing else None, bound, *sizes
+    return make_it() if pattern.transient else _plans.answer(key, make_it)

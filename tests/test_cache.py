@@ -21,7 +21,7 @@ from ringattn.pattern import Pattern
 from ringattn.plan.block_demand import BlockDemand
 from ringattn.plan.key_demand import KeyDemand
 from ringattn.plan.query_demand import QueryDemand
-from ringattn.plan.schedules.relay import Way, rows_along, sampled, sizes, ways
+from ringattn.plan.schedules.relay import Way, choose_ways, row_counts, rows_along, sampled
 
 RANKS = 12
 
@@ -194,9 +194,9 @@ def test_rows_along_a_ring_counted_at_once_are_those_of_the_search(name: str, la
     demand = KeyDemand(RUNS[name], made, 2, 1)
     sides: tuple[BlockDemand, ...] = (demand, QueryDemand(demand))
     for wanted in sides:
-        for way in {Way(+1, 5), Way(-1, RANKS - 1), Way(+1, RANKS - 1), *ways(wanted)}:
+        for way in {Way(+1, 5), Way(-1, RANKS - 1), Way(+1, RANKS - 1), *choose_ways(wanted)}:
             for owner in sampled(RANKS):
-                searched = sizes(wanted, owner, way)
+                searched = row_counts(wanted, owner, way)
                 hops = [b - a for a, b in zip([0, *[d for d, _ in searched]], [d for d, _ in searched], strict=False)]
                 searched_rows = sum(hop * rows for hop, (_, rows) in zip(hops, searched, strict=True))
                 assert rows_along(wanted, owner, way) == searched_rows == brute(demand, wanted, owner, way)

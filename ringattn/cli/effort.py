@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..errors import InvalidInput, plural
 from ..plan.plan import Plan
 from ..text import duration
-from ..timing.metered import within_reach
+from ..timing.metered import count_lookups
 
 #: Seconds that a message or a visit of a virtual rank takes on a CPU core besides its arithmetic, roughly; and of a sampled row's rank,
 #: of which only some rows are computed.
@@ -34,7 +34,6 @@ def check_effort(
 
 def _parts(plan: Plan, rank: int) -> int:
     """Messages and visits of a rank in the forward, or the number of ranks where they are too many to be counted."""
-    found = within_reach(plan, rank)
-    if found is None:
+    if count_lookups(plan, rank) is None:
         return plan.ranks
-    return sum(len(step.sends) + len(step.recvs) + len(step.visits) for step in found[0].for_rank(rank).forward)
+    return sum(len(step.sends) + len(step.recvs) + len(step.visits) for step in plan.for_rank(rank).forward)

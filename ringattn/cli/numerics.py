@@ -70,7 +70,7 @@ def _plan(config: SimulateConfig) -> Plan:
     if plan.ulysses_size == 1 or config.schedule.spec != "auto":
         return plan
     assert plan.choice is not None, "the schedule was chosen"
-    best = plan.choice.without_teams()
+    best = plan.choice.fastest_without_ulysses()
     return asked_plan(config, layout=best.layout, schedule=best.schedule)
 
 

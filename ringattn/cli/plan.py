@@ -14,7 +14,7 @@ from ..files import STDOUT, check_json, write_json
 from ..plan.plan import Plan
 from ..reporting.console import Number, choice_data, console, grid, show, show_choice
 from ..text import size
-from ..timing.metered import within_reach
+from ..timing.metered import count_lookups
 
 #: Of up to this many ranks all are counted, and of more where that takes no more than so many lookups of tiles.
 ALL_RANKS, LOOKUPS = 64, 1_500_000
@@ -27,10 +27,8 @@ def main(config: PlanConfig) -> None:
     path = config.output.path
     check_json(path)
     plan = asked_plan(config)
-    found = within_reach(plan, plan.ranks // 2) if plan.ranks > ALL_RANKS else (plan, 0)
-    if found is not None:
-        plan = found[0]
-    counted = _Counted(plan, found is not None, found is not None and found[1] * plan.ranks <= LOOKUPS)
+    lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > ALL_RANKS else 0
+    counted = _Counted(plan, lookups is not None, lookups is not None and lookups * plan.ranks <= LOOKUPS)
     if path != STDOUT:
         _print(counted, ascii=config.ascii)
     if path:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from ..errors import Unsupported
-from ..plan.work import Work, repeated
+from ..plan.work import Work, join_repetitions
 from .base import Kernel, band
 from .pad import crop_to, pad_to
 
@@ -58,7 +58,7 @@ class AtenCpu(Kernel):
             yield from work.narrow((0, rows), (shared_keys, keys)).batches(max_repeat)
         else:
             for single in work.singles():
-                for part in repeated(_strips(single)):
+                for part in join_repetitions(_strips(single)):
                     yield from part.batches(CALL_ROWS // (part.keys * len(part.heads)))
 
     def forward(

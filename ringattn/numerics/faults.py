@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..errors import InvalidInput, did_you_mean
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
-from ..plan.row_sets import WHOLE, RowSet, RowSets
+from ..plan.row_sets import ALL_ROWS, WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ..plan.steps import Part, RankPlan, Step
 from ..plan.work import Work
 from .lockstep import Batched
@@ -87,28 +88,28 @@ class Fault:
 
     def visits(self, found: Iterator[tuple[int, RowSets]]) -> Iterator[tuple[int, RowSets]]:
         """The (owner, row sets) that the rank visits, with the fault applied."""
-        for owner, cuts in found:
+        for owner, row_sets in found:
             if owner != self.owner or self.kind not in ("drop", "duplicate", "owner"):
-                yield owner, cuts
+                yield owner, row_sets
             elif self.kind == "duplicate":
-                yield owner, cuts
-                yield owner, cuts
+                yield owner, row_sets
+                yield owner, row_sets
             elif self.kind == "owner":
-                yield self.rank, WHOLE
+                yield self.rank, WHOLE_BLOCK
 
 
-@dataclass(frozen=True)
 class _FaultyDemand(KeyDemand):
     """Key demand in which the band of one visit is off by one."""
 
-    fault: Fault | None = None
+    def __init__(self, demand: KeyDemand, fault: Fault) -> None:
+        super().__init__(demand.pattern, demand.layout, demand.heads, demand.kv_heads)
+        self.fault = fault
 
-    def works(self, rank: int, owner: int, cut: RowSet | None = None) -> tuple[Work, ...]:
-        found = super().works(rank, owner, cut)
-        assert self.fault is not None
-        if cut is not None or (rank, owner) != (self.fault.rank, self.fault.owner):
-            return found  # works of a row set are narrowed from works of the whole block, which are wrong already
-        return tuple(map(_off_by_one, found))
+    def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+        works = super().works(rank, owner, row_set)
+        if isinstance(row_set, RowSet) or (rank, owner) != (self.fault.rank, self.fault.owner):
+            return works  # works of a row set are narrowed from works of the whole block, which are wrong already
+        return tuple(map(_off_by_one, works))
 
 
 def _off_by_one(work: Work) -> Work:
@@ -127,6 +128,11 @@ class FaultyPlan(Batched):
     """A plan whose steps have a fault."""
 
     fault: Fault | None = None
+
+    @cached_property
+    def demand(self) -> KeyDemand:
+        demand = super().demand
+        return _FaultyDemand(demand, self.fault) if self.fault is not None and self.fault.kind == "band" else demand
 
     def for_rank(self, rank: int) -> RankPlan:
         found = super().for_rank(rank)
@@ -152,7 +158,4 @@ def with_fault(plan: Plan, fault: Fault) -> Plan:
     """The plan with a fault in its steps; the same plan where the fault is in what arrives."""
     if fault.kind not in _PLANNED:
         return plan
-    made, d = FaultyPlan.of(plan, fault=fault), plan.demand
-    if fault.kind == "band":
-        vars(made)["demand"] = _FaultyDemand(d.pattern, d.layout, d.heads, d.kv_heads, fault)
-    return made
+    return FaultyPlan.of(plan, fault=fault)

@@ -19,6 +19,7 @@ from ..kernels.base import backward
 from ..layout.regular import Layout
 from ..pattern import Pattern
 from ..plan.plan import Plan
+from ..plan.row_sets import RowSet
 from ..plan.work import Work
 from ..runtime.accumulators import KernelInputs
 from .faults import GRADIENT_FAULTS, Fault
@@ -96,7 +97,7 @@ class Backward:
         self.strays += int((counts != found).sum())
         layout = self.plan.layout
         for i, at in enumerate(kv):
-            head, place = (at if block.cut is None else block.cut.heads[at]), places[0, i]
+            head, place = (block.row_set.heads[at] if isinstance(block.row_set, RowSet) else at), places[0, i]
             if not 0 <= place[0] < layout.tokens:
                 self.strays += 1
                 continue
@@ -153,7 +154,7 @@ def lost_gradients(walk: Walk, fault: Fault) -> Lost:
         behind = ranks
     else:
         edges = (edge for arc in walk.route.arcs(rank) for edge in arc if edge.owner == owner)
-        behind = {home for edge in edges for run in walk.route.behind(edge) for home in ranks & set(run)}
+        behind = {home for edge in edges for run in walk.route.served(edge) for home in ranks & set(run)}
     gone = {home for home in behind - {rank} if plan.demand.visits(home, owner)}
     if not gone:
         raise InvalidInput(

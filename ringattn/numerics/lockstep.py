@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInput
+from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 from ..plan.steps import Hop, Part, RankPlan, Step
 from ..runtime.message_buffers import Buffer
@@ -54,11 +55,14 @@ class Batched(Plan):
     @classmethod
     def of(cls, plan: Plan, **changes: Any) -> Batched:
         """`plan` with changed sizes that shares the steps and the demand of `plan`."""
-        made = cls(
+        return cls(
             **{f.name: getattr(plan, f.name) for f in fields(Plan)} | {"rotate": plan.rotates} | changes, base=plan
         )
-        vars(made)["demand"] = plan.demand
-        return made
+
+    @cached_property
+    def demand(self) -> KeyDemand:
+        assert self.base is not None
+        return self.base.demand
 
     def for_rank(self, rank: int) -> RankPlan:
         assert self.base is not None
@@ -70,14 +74,14 @@ def shape(plan: Plan, rank: int, *, backward: bool) -> object:
     size, mine = plan.ranks, plan.for_rank(rank)
 
     def away(part: Part) -> object:
-        return part.kind, (part.owner - rank) % size, part.cut, plan.layout.rows(part.owner)
+        return part.kind, (part.owner - rank) % size, part.row_set, plan.layout.rows(part.owner)
 
     def hops(found: tuple[Hop, ...]) -> object:
         return tuple(((h.peer - rank) % size, h.tag, h.until, tuple(map(away, h.parts))) for h in found)
 
     def visit(part: Part) -> object:
-        demand = plan.transposed if part.kind == "q" else plan.demand
-        return away(part), demand.batched(rank, part.owner, part.cut)
+        demand = plan.query_demand if part.kind == "q" else plan.demand
+        return away(part), demand.batched(rank, part.owner, part.row_set)
 
     lists = [mine.forward, *([mine.backward] if backward else [])]
     steps = tuple(

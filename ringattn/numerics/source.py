@@ -28,7 +28,7 @@ import torch
 from ..errors import InvalidInput
 from ..layout.regular import Layout
 from ..plan.plan import Plan
-from ..plan.row_sets import RowSet
+from ..plan.row_sets import AllRows, RowSet
 from ..runtime.memory_pool import memory_pool
 from .counter_random import counter_normal
 
@@ -109,17 +109,17 @@ class RowSource:
             if store is not None:
                 memory_pool("cpu").give(store)
 
-    def block(self, layout: Layout, owner: int, cut: RowSet | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a row set of the block of `owner`, [1, heads, rows, D] each; a copy. `cut` None: all rows."""
-        if cut is None:
+    def block(self, layout: Layout, owner: int, row_set: RowSet | AllRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a row set of the block of `owner`, [1, heads, rows, D] each; a copy."""
+        if isinstance(row_set, AllRows):
             runs = layout.shard(owner)
             k, v = (torch.cat([self.rows(name, r) for r in runs], 2) for name in ("k", "v"))
             return k, v
         found = []
         for name in ("k", "v"):
             per_head = []
-            for head in cut.heads:
-                parts = [self.rows(name, r)[:, head : head + 1] for r in placed(layout, owner, cut.of(head))]
+            for head in row_set.heads:
+                parts = [self.rows(name, r)[:, head : head + 1] for r in placed(layout, owner, row_set.rows_of(head))]
                 per_head.append(torch.cat(parts, 2))
             found.append(torch.cat(per_head, 1))
         return found[0], found[1]

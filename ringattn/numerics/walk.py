@@ -16,8 +16,8 @@ import torch
 
 from ..errors import Unsupported
 from ..plan.plan import Plan
-from ..plan.row_sets import WHOLE, RowSet, RowSets
-from ..plan.schedules import planner
+from ..plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
+from ..plan.schedules import make_schedule
 from ..plan.schedules.route import Route
 from ..plan.work import Work
 from ..progress import track
@@ -49,7 +49,7 @@ class Block:
     """The rows of the block of `owner` that a visit computes with, as they arrived."""
 
     owner: int
-    cut: RowSet | None
+    row_set: RowSet | AllRows
     k: torch.Tensor
     v: torch.Tensor
 
@@ -111,8 +111,8 @@ class Walk:
                 assert one.next is not None
                 came = (at, at) if self.fault is None else self.fault.delivered(one.rank, at, size)
                 groups.setdefault((came, one.next[1]), []).append(one)
-            for (came, cuts), group in groups.items():
-                seen = {rank for cut in cuts for rank in self._visit(at, came, cut, group, compute)}
+            for (came, row_sets), group in groups.items():
+                seen = {rank for row_set in row_sets for rank in self._visit(at, came, row_set, group, compute)}
                 for one in group:
                     one.visits += one.rank in seen
             for one in reversed(here):  # the farthest first: what is known of it holds for those that are nearer
@@ -120,47 +120,48 @@ class Walk:
             hops += len(here)
             if hops > REMEMBERED:
                 hops = 0
-                self.plan.demand.memory.clear()
+                self.plan.demand.cache.clear()
 
     def _arcs(self, rank: int) -> list[Iterator[tuple[int, RowSets]]]:
         """For each arc the (owner, row sets) of the blocks that a rank has or receives; its own block comes first."""
-        arcs = [((edge.owner, self.route.cuts(edge)) for edge in arc) for arc in self.route.arcs(rank)]
-        own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE)])
+        arcs = [((edge.owner, self.route.carried(edge)) for edge in arc) for arc in self.route.arcs(rank)]
+        own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE_BLOCK)])
         found = [chain(own, *arcs[:1]), *arcs[1:]]
         m = self.fault
         return [m.visits(blocks) for blocks in found] if m is not None and m.rank == rank else list(found)
 
     def _visit(
-        self, owner: int, came: tuple[int, int], cut: RowSet | None, group: list[SampledArc], compute: Compute
+        self, owner: int, came: tuple[int, int], row_set: RowSet | AllRows, group: list[SampledArc], compute: Compute
     ) -> set[int]:
         """Compute with one delivered block; returns the ranks with a row that saw a key of the block."""
         calls: Calls = {}
         seen: set[int] = set()
         for one in group:
-            works = self.plan.demand.works(one.rank, owner, cut)
+            works = self.plan.demand.works(one.rank, owner, row_set)
             for work, turn, places in _lowered(works, one.local):
                 seen.add(one.rank)
                 calls.setdefault((work, turn), []).extend(one.slot + place for place in places)
         if not calls:
             return seen
         layout, source = self.plan.layout, self.source
-        if cut is not None and (len(cut.heads) < self.plan.kv_heads or len(cut.rows) > 1):
-            keys, values = (source.block(layout, home, cut) for home in came)
-            compute(Block(owner, cut, keys[0], values[1]), calls)
+        partial = row_set if isinstance(row_set, RowSet) else None
+        if partial is not None and (len(partial.heads) < self.plan.kv_heads or len(partial.rows) > 1):
+            keys, values = (source.block(layout, home, partial) for home in came)
+            compute(Block(owner, row_set, keys[0], values[1]), calls)
             return seen
-        runs = [layout.shard(home) if cut is None else placed(layout, home, cut.rows[0]) for home in came]
+        runs = [layout.shard(home) if partial is None else placed(layout, home, partial.rows[0]) for home in came]
         with source.shard(runs[0]) as (k, v):
             if runs[0] == runs[1]:
-                compute(Block(owner, cut, k, v), calls)
+                compute(Block(owner, row_set, k, v), calls)
                 return seen
             with source.shard(runs[1]) as (_, other):
-                compute(Block(owner, cut, k, other), calls)
+                compute(Block(owner, row_set, k, other), calls)
         return seen
 
 
 def get_route(plan: Plan) -> Route:
     """The route of a plan's keys and values. Raises Unsupported where the schedule has no route."""
-    route = planner(plan.schedule, plan.demand)
+    route = make_schedule(plan.schedule, plan.demand)
     if not isinstance(route, Route):
         raise Unsupported(
             f"schedule {plan.schedule} brings all blocks at once: there are no hops to follow one by one; try ring, "

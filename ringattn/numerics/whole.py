@@ -104,7 +104,7 @@ def execute(
     plan, layout = group.cohorts[0].whole, group.cohorts[0].whole.layout
 
     def answer(part: Part) -> Tensors:
-        return source.block(layout, part.owner, part.cut)
+        return source.block(layout, part.owner, part.row_set)
 
     def tamper(rank: int, parts: Sequence[Part], views: Sequence[Tensors]) -> None:
         assert fault is not None
@@ -117,7 +117,7 @@ def execute(
             homes = fault.delivered(rank, part.owner, plan.ranks)
             for i, home in enumerate(homes):
                 if home != part.owner:
-                    tensors[i].copy_(source.block(layout, home, part.cut)[i][0])
+                    tensors[i].copy_(source.block(layout, home, part.row_set)[i][0])
 
     harm = None if fault is None else tamper
     harmed = None if fault is None else fault.rank

@@ -1,63 +1,106 @@
-"""What a route has to know of blocks of rows: who needs which. And answers that are kept."""
+"""Which rank needs which rows of which block: what a schedule has to know of the blocks that it moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
-from ..cache import Cache
+from ..cache import Cache, cached
 from ..layout.regular import Layout
-from .row_sets import RowSets
+from ..pattern.base import Pattern, Run
+from ..pattern.ranges import locate
+from .row_sets import RowSets, count_union, union
 
 #: Bytes of the answers that a demand keeps.
 ANSWERS = 1 << 27
 
-F = TypeVar("F", bound=Callable[..., Any])
 
+class BlockDemand(ABC):
+    """Which rows of the blocks that ranks own are needed by which ranks.
 
-class BlockDemand(Protocol):
-    """Blocks of rows that ranks own and others need: all that a route has to know of them.
-
-    `Demand` is that of blocks of keys and values, `Transposed` that of blocks of queries.
+    `KeyDemand` describes blocks of keys and values, `QueryDemand` blocks of queries. `ranks` and `owners` are runs of
+    consecutive ranks. The functions marked `cached` keep their answers in `cache`.
     """
 
-    @property
-    def layout(self) -> Layout: ...
+    def __init__(self, layout: Layout, block_heads: int) -> None:
+        self.layout = layout
+        #: Heads of a block.
+        self.block_heads = block_heads
+        self.cache = Cache(ANSWERS)
 
     @property
-    def block_heads(self) -> int:
-        """Heads of a block."""
+    @abstractmethod
+    def pattern(self) -> Pattern:
+        """The pattern that says which queries see which keys."""
 
-    @property
-    def memory(self) -> Cache:
-        """Answers of the functions that are `remembered`, which live as long as this object."""
+    @abstractmethod
+    def on_layout(self, layout: Layout) -> BlockDemand:
+        """The demand of the same pattern and heads on another layout."""
 
+    @abstractmethod
     def needs(self, ranks: range, owners: range) -> bool:
-        """Whether some rank of `ranks` needs a row of some rank of `owners` (runs of consecutive ranks)."""
+        """Whether some rank of `ranks` needs a row of some block of `owners`."""
+
+    @abstractmethod
+    def visits(self, rank: int, owner: int) -> bool:
+        """Whether `rank` needs a row of the block of `owner`."""
+
+    @abstractmethod
+    def needed_run(self, first: int, last: int) -> Run | None:
+        """(first, last) position of the block rows that a rank with the positions first .. last needs.
+
+        The run contains both `first` and `last`, and neither of its ends moves left where `first` and `last` move
+        right. None where the pattern does not know such a run.
+        """
+
+    @abstractmethod
+    def sees_all(self, mine: range, block: range) -> bool:
+        """Whether all pairs of the positions `mine` of a rank and `block` of an owner are seen, in all heads."""
+
+    @abstractmethod
+    def _needed_pieces(self, mine: range, block: range) -> Iterator[tuple[range, range]]:
+        """(heads of the block, positions): all positions of `block` that `mine` needs; pieces may overlap."""
 
     def all_needed(self, rank: int, owners: range) -> bool:
-        """Whether `rank` is seen at once to need a row of every one of `owners`; False says nothing."""
+        """A cheap sufficient test that `rank` needs a row of every block of `owners`; False means unknown."""
+        layout = self.layout
+        return layout.regular and any(
+            self._surely_needs_all(mine, block) for mine in layout.shard(rank) for block in layout.span(owners)[0]
+        )
 
-    def run(self, first: int, last: int) -> tuple[int, int] | None:
-        """The first and the last position of the rows that rows first .. last need: a run with first and last in it, no
-        end of which ever moves left where first and last move right. None where that is not known of them."""
+    def _surely_needs_all(self, mine: range, block: range) -> bool:
+        """A cheap sufficient test that `mine` needs every position of `block`; False means unknown."""
+        run = self.needed_run(mine[0], mine[-1]) if mine.step == block.step == 1 else None
+        return self.sees_all(mine, block) if run is None else run[0] <= block.start and block.stop - 1 <= run[1]
 
-    def visits(self, rank: int, owner: int) -> bool:
-        """Whether `rank` needs a row of `owner`."""
+    @cached
+    def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
+        """The rows of the block of `owner` that some rank of `ranks` needs."""
+        return self._union(ranks, owner)
 
-    def cuts(self, ranks: tuple[range, ...], owner: int) -> RowSets:
-        """The rows of the block of `owner` that some rank of `ranks` (runs of ranks) needs."""
+    def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
+        """The number of rows of all heads in `needed_rows`, without making the row sets where possible."""
+        pieces = (piece for run in ranks for piece in self._local_pieces(run, owner))
+        return count_union(pieces, self.block_heads, self.layout.rows(owner))
 
-    def size(self, ranks: tuple[range, ...], owner: int) -> int:
-        """How many rows of all heads those are."""
+    def _union(self, ranks: tuple[range, ...], owner: int) -> RowSets:
+        pieces = (piece for run in ranks for piece in self._local_pieces(run, owner))
+        return union(pieces, self.block_heads, self.layout.rows(owner))
 
-
-def remembered(find: F) -> F:
-    """A function of a demand and more, whose answers are kept with the demand."""
-
-    @wraps(find)
-    def answer(demand: BlockDemand, *key: Any) -> Any:
-        return demand.memory.answer((find, *key), lambda: find(demand, *key))
-
-    return cast(F, answer)
+    def _local_pieces(self, ranks: range, owner: int) -> Iterator[tuple[range, range]]:
+        """(heads of the block, local rows) of the block of `owner` that some rank of `ranks` needs."""
+        if not self.needs(ranks, range(owner, owner + 1)):
+            return
+        positions, exact = self.layout.span(ranks)
+        if not exact:
+            half = len(ranks) // 2
+            yield from self._local_pieces(ranks[:half], owner)
+            yield from self._local_pieces(ranks[half:], owner)
+            return
+        first = 0
+        for block in self.layout.shard(owner):
+            for mine in positions:
+                for heads, rows in self._needed_pieces(mine, block):
+                    local = locate(rows, block)
+                    yield heads, range(local.start + first, local.stop + first, local.step)
+            first += len(block)

@@ -10,26 +10,26 @@ from .schedules import split_ulysses
 
 @dataclass(frozen=True)
 class Prediction:
-    """Modelled time of one pass of a plan: of the sampled rank that takes longest."""
+    """Modelled time of one pass of a plan: of the slowest rank that was looked at."""
 
     seconds: float
-    #: Of that rank: its visits alone, and the time in which it only waits for messages.
+    #: Seconds of this rank's visits alone, and seconds in which it only waits for messages.
     compute: float
     exposed: float
-    #: The most that a sampled rank sends.
+    #: The most that a rank sends, of the ranks that were looked at.
     bytes: int
     messages: int
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and a schedule, and the predicted forward, or why there is none."""
+    """A layout and a schedule with the predicted forward, or with the reason why there is no prediction."""
 
     layout: str
     schedule: str
     prediction: Prediction | None
     left_out: str = ""
-    #: What the prediction was made from.
+    #: How many ranks and steps the prediction was made from.
     basis: str = ""
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Choice:
     reason: str
     machine: Machine
 
-    def without_teams(self) -> Candidate:
-        """The fastest compared candidate whose ranks form no Ulysses teams."""
-        alone = [one for one in self.candidates if one.prediction is not None and split_ulysses(one.schedule)[0] == 1]
-        return min(alone, key=lambda one: one.seconds)
+    def fastest_without_ulysses(self) -> Candidate:
+        """The fastest compared candidate without Ulysses groups."""
+        compared = (candidate for candidate in self.candidates if candidate.prediction is not None)
+        return min((c for c in compared if split_ulysses(c.schedule)[0] == 1), key=lambda candidate: candidate.seconds)

@@ -1,142 +1,95 @@
-"""The demand seen from the other side: blocks of queries go to the ranks that hold the keys they see."""
+"""Which queries each rank needs where blocks of queries travel to the ranks that hold the keys that they see."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from dataclasses import replace
 
-from ..cache import Cache, Value
+from ..cache import cached
 from ..layout.regular import Layout
-from ..pattern.base import Run
-from ..pattern.ranges import locate
-from .block_demand import ANSWERS, remembered
+from ..pattern.base import Pattern, Run
+from .block_demand import BlockDemand
 from .key_demand import KeyDemand
-from .row_sets import Rows, RowSet, RowSets, cover, covered, located
-from .work import Work, gathered, repeated
+from .row_sets import ALL_ROWS, AllRows, Ranges, RowSet, as_range, locate_rows
+from .work import Work, join_keys, join_repetitions
 
-#: (query head in the cut, key/value head)
-Pairs = list[tuple[int, int]]
+#: (query head in the row set, key/value head)
+HeadPairs = list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class QueryDemand(Value):
-    """A demand whose blocks are the query rows of the owners, needed by the ranks that hold keys. Cuts are of query
-    heads."""
+class QueryDemand(BlockDemand):
+    """Which queries each rank needs for its keys: the demand `keys` the other way round. Row sets have query heads."""
 
-    demand: KeyDemand
-
-    @property
-    def layout(self) -> Layout:
-        return self.demand.layout
+    def __init__(self, keys: KeyDemand) -> None:
+        super().__init__(keys.layout, keys.heads)
+        self.keys = keys
 
     @property
-    def block_heads(self) -> int:
-        """Heads of a block of queries."""
-        return self.demand.heads
+    def pattern(self) -> Pattern:
+        """The pattern that says which queries see which keys."""
+        return self.keys.pattern
 
-    @cached_property
-    def memory(self) -> Cache:
-        """Answers of the functions that are `remembered`, which live as long as this object."""
-        return Cache(ANSWERS)
+    def on_layout(self, layout: Layout) -> QueryDemand:
+        """The demand of the same pattern and heads on another layout."""
+        return QueryDemand(self.keys.on_layout(layout))
 
     def needs(self, ranks: range, owners: range) -> bool:
         """Whether some rank of `ranks` holds a key that a query of some rank of `owners` sees."""
-        return self.demand.needs(owners, ranks)
-
-    def all_needed(self, rank: int, owners: range) -> bool:
-        """Whether every one of `owners` is seen at once to have a query that sees a key of `rank`; False says nothing."""
-        layout = self.layout
-        return layout.regular and any(
-            self._all_seeing(q, k) for q in layout.span(owners)[0] for k in layout.shard(rank)
-        )
-
-    def _all_seeing(self, q: range, k: range) -> bool:
-        """Whether every query of `q` is seen at once to see some key of `k`; False says nothing."""
-        run = self.run(k[0], k[-1]) if q.step == k.step == 1 else None
-        return self.demand.dense((q,), (k,)) if run is None else run[0] <= q.start and q.stop - 1 <= run[1]
-
-    def run(self, first: int, last: int) -> Run | None:
-        """The first and the last query that see keys first .. last, where they are one run (`query_run`)."""
-        return self.demand.pattern.query_run(first, last)
+        return self.keys.needs(owners, ranks)
 
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` holds a key that a query of `owner` sees."""
-        return self.demand.visits(owner, rank)
+        return self.keys.visits(owner, rank)
 
-    def cuts(self, ranks: tuple[range, ...], owner: int) -> RowSets:
-        """The query rows of `owner` that see a key of some rank of `ranks` (runs of ranks)."""
-        return _cuts(self, ranks, owner)
+    def needed_run(self, first: int, last: int) -> Run | None:
+        """(first, last) query that sees a key of first .. last, where the pattern knows one run (`query_run`)."""
+        return self.pattern.query_run(first, last)
 
-    def size(self, ranks: tuple[range, ...], owner: int) -> int:
-        """How many rows of all heads those are."""
-        seen = (piece for run in ranks for piece in _seen(self, run, owner))
-        return covered(seen, self.block_heads, self.layout.rows(owner))
+    def sees_all(self, mine: range, block: range) -> bool:
+        return self.keys.sees_all(block, mine)
 
-    def batched(self, rank: int, owner: int, cut: RowSet | None = None) -> tuple[Work, ...]:
-        """What `rank` computes with its keys for query rows of `owner`, as few works; those of a cut index its tensor
-        by their query heads and rows."""
-        return _batched(self, rank, owner, cut)
+    def _needed_pieces(self, mine: range, block: range) -> Iterator[tuple[range, range]]:
+        return self.keys.queries(block, mine)
 
+    def batched(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+        """What `rank` computes with its keys for query rows of `owner`, as few works.
 
-@remembered
-def _cuts(wanted: QueryDemand, ranks: tuple[range, ...], owner: int) -> RowSets:
-    seen = (piece for run in ranks for piece in _seen(wanted, run, owner))
-    return cover(seen, wanted.block_heads, wanted.layout.rows(owner))
+        Works of a `RowSet` index its tensor by their query heads and rows.
+        """
+        return self._batched(rank, owner, row_set)
 
-
-def _seen(wanted: QueryDemand, ranks: range, owner: int) -> Iterator[tuple[range, range]]:
-    """(query heads, local query rows) of the block of `owner` that see a key of some rank of `ranks`."""
-    if not wanted.needs(ranks, range(owner, owner + 1)):
-        return
-    k_rows, exact = wanted.layout.span(ranks)
-    if not exact:
-        half = len(ranks) // 2
-        yield from _seen(wanted, ranks[:half], owner)
-        yield from _seen(wanted, ranks[half:], owner)
-        return
-    first = 0
-    for q_rows in wanted.layout.shard(owner):
-        for k in k_rows:
-            for heads, q in wanted.demand.queries(q_rows, k):
-                local = locate(q, q_rows)
-                yield heads, range(local.start + first, local.stop + first, local.step)
-        first += len(q_rows)
+    @cached
+    def _batched(self, rank: int, owner: int, row_set: RowSet | AllRows) -> tuple[Work, ...]:
+        works = self.keys.works(owner, rank)
+        if isinstance(row_set, RowSet):
+            located: dict[tuple[int, range], Ranges] = {}
+            works = tuple(piece for work in works for piece in restrict_queries(work, row_set, located))
+        return tuple(join_repetitions(join_keys(works)))
 
 
-@remembered
-def _batched(wanted: QueryDemand, rank: int, owner: int, cut: RowSet | None) -> tuple[Work, ...]:
-    works = wanted.demand.works(owner, rank)
-    if cut is not None:
-        known: dict[tuple[int, range], Rows] = {}
-        works = tuple(piece for work in works for piece in _relocated(work, cut, known))
-    return tuple(repeated(gathered(works)))
+def restrict_queries(work: Work, row_set: RowSet, located: dict[tuple[int, range], Ranges]) -> Iterator[Work]:
+    """A work on whole blocks as works on the tensor of a set of its query rows.
 
-
-def _relocated(work: Work, cut: RowSet, known: dict[tuple[int, range], Rows]) -> Iterator[Work]:
-    """A work on whole blocks as works on the tensor of a cut of its query rows.
-
-    Heads whose rows are found in other places become works of their own, and so do runs of rows that the cut holds
-    apart from each other. `known` remembers places from work to work.
+    Heads whose rows have different places in the tensor become works of their own, and so do runs of rows that are not
+    adjacent in it. `located` keeps places by (head, rows) from work to work.
     """
     group = len(work.heads) // len(work.kv)
-    found: dict[Rows, Pairs] = {}
+    pairs_by_rows: dict[Ranges, HeadPairs] = {}
     for place, head in enumerate(work.heads):
-        if head in cut.index:
-            key = (0 if len(cut.rows) == 1 else head, work.q)
-            if key not in known:
-                known[key] = located(cut.of(head), (work.q,))
-            found.setdefault(known[key], []).append((cut.index[head], work.kv[place // group]))
-    for rows, pairs in found.items():
-        parts = list(_runs(work, rows))
-        for heads, kv in _together(pairs):
+        if head in row_set.index:
+            key = (0 if len(row_set.rows) == 1 else head, work.q)
+            if key not in located:
+                located[key] = locate_rows(row_set.rows_of(head), (work.q,))
+            pairs_by_rows.setdefault(located[key], []).append((row_set.index[head], work.kv[place // group]))
+    for rows, pairs in pairs_by_rows.items():
+        parts = list(_split_rows(work, rows))
+        for heads, kv in _join_heads(pairs):
             for part in parts:
                 yield replace(part, heads=heads, kv=kv)
 
 
-def _runs(work: Work, rows: Rows) -> Iterator[Work]:
-    """The work in parts whose query rows are one range of `rows` each, with the keys that they see."""
+def _split_rows(work: Work, rows: Ranges) -> Iterator[Work]:
+    """The work in parts whose query rows are one range of `rows` each, with the keys that these rows see."""
     first, keys = 0, work.keys
     for run in rows:
         last = first + len(run)
@@ -147,25 +100,19 @@ def _runs(work: Work, rows: Rows) -> Iterator[Work]:
         first = last
 
 
-def _together(pairs: Pairs) -> Iterator[tuple[range, range]]:
-    """Query heads in the cut with the key/value heads they use, in parts that a kernel can take as they are."""
-    heads, kv = [head for head, _ in pairs], sorted({kv for _, kv in pairs})
-    group = len(heads) // len(kv)
-    shared = [kv[place // group] for place in range(len(heads))] if group * len(kv) == len(heads) else []
-    if _even(heads) and _even(kv) and shared == [kv for _, kv in pairs]:
-        yield _range(heads), _range(kv)
+def _join_heads(pairs: HeadPairs) -> Iterator[tuple[range, range]]:
+    """(query heads in the row set, key/value heads that they use), in parts that one kernel call can take."""
+    heads, kv_heads = [head for head, _ in pairs], sorted({kv for _, kv in pairs})
+    group = len(heads) // len(kv_heads)
+    shared = [kv_heads[i // group] for i in range(len(heads))] if group * len(kv_heads) == len(heads) else []
+    head_range, kv_range = as_range(heads), as_range(kv_heads)
+    if head_range is not None and kv_range is not None and shared == [kv for _, kv in pairs]:
+        yield head_range, kv_range
         return
-    for one in kv:
-        mine = [head for head, other in pairs if other == one]
-        if _even(mine):
-            yield _range(mine), range(one, one + 1)
+    for kv_head in kv_heads:
+        users = [head for head, kv in pairs if kv == kv_head]
+        users_range = as_range(users)
+        if users_range is not None:
+            yield users_range, range(kv_head, kv_head + 1)
         else:
-            yield from ((range(head, head + 1), range(one, one + 1)) for head in mine)
-
-
-def _even(numbers: list[int]) -> bool:
-    return len({b - a for a, b in pairwise(numbers)}) <= 1
-
-
-def _range(numbers: list[int]) -> range:
-    return range(numbers[0], numbers[-1] + 1, numbers[1] - numbers[0] if len(numbers) > 1 else 1)
+            yield from ((range(head, head + 1), range(kv_head, kv_head + 1)) for head in users)

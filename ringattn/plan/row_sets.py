@@ -1,10 +1,12 @@
-"""The rows of a block that travel: which local rows of which key/value heads, without those that nobody needs."""
+"""Sets of rows of a block: which local rows of which heads travel, without the rows that no rank needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Final, final
 
 import numpy as np
 
@@ -12,35 +14,54 @@ from ..cache import Value
 from ..pattern.ranges import merge_runs
 from .work import Work
 
+#: Numbers in ascending order, as ranges of which none begins before the range before it has ended.
+Ranges = tuple[range, ...]
+
+
+@final
+class AllRows:
+    """All rows of all heads of a block, whatever their number. `ALL_ROWS` is the only object of this class."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "ALL_ROWS"
+
+    def __reduce__(self) -> str:  # pickled and copied as a reference to the one object
+        return "ALL_ROWS"
+
+
+ALL_ROWS: Final = AllRows()
+
 
 @dataclass(frozen=True)
 class RowSet(Value):
-    """Local rows of some key/value heads of a block: all heads have equally many.
+    """Local rows of some heads of a block; all heads have equally many rows.
 
-    `rows` has one entry, the rows of every head, or one entry per head; an entry is ranges in ascending order, none
-    of which begins before the one before it has ended. A tensor of the cut is [B, len(heads), count, D].
+    The heads are key/value heads in a block of keys, and query heads in a block of queries. `rows` has one entry, the
+    rows of every head, or one entry per head. The tensor of a row set is [B, len(heads), count, D].
     """
 
     heads: tuple[int, ...]
-    rows: tuple[tuple[range, ...], ...]
+    rows: tuple[Ranges, ...]
 
     @cached_property
     def count(self) -> int:
-        """Rows of one head."""
+        """The number of rows of one head."""
         return sum(map(len, self.rows[0]))
 
     @property
     def size(self) -> int:
-        """Rows of all heads together."""
+        """The number of rows of all heads together."""
         return len(self.heads) * self.count
 
     @cached_property
     def index(self) -> dict[int, int]:
-        """Where a key/value head stands in the tensor of the cut."""
+        """By head, the index of the head in the tensor of the row set."""
         return {head: i for i, head in enumerate(self.heads)}
 
-    def of(self, head: int) -> tuple[range, ...]:
-        """The rows of a key/value head of the cut."""
+    def rows_of(self, head: int) -> Ranges:
+        """The rows of one head of the set."""
         return self.rows[0] if len(self.rows) == 1 else self.rows[self.index[head]]
 
     @cached_property
@@ -51,136 +72,153 @@ class RowSet(Value):
         return self._hash
 
 
-#: Disjoint cuts of a block; (None,) is the whole block, () nothing.
-RowSets = tuple[RowSet | None, ...]
-WHOLE: RowSets = (None,)
-Rows = tuple[range, ...]
+#: The rows of one block, as disjoint sets: either `WHOLE_BLOCK`, or any number of `RowSet`s, or `NO_ROWS`.
+RowSets = tuple[RowSet | AllRows, ...]
+WHOLE_BLOCK: Final[RowSets] = (ALL_ROWS,)
+NO_ROWS: Final[RowSets] = ()
+#: A single row of a single head, for sizes per row.
+ONE_ROW: Final = RowSet((0,), ((range(1),),))
 
 
-def cover(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> RowSets:
-    """The union of pieces (key/value heads, local rows) of a block of `rows` rows."""
-    found = _by_head(seen, kv_heads, rows)
-    if found is None:
-        return WHOLE
-    known = {ranges: _ascending(ranges) for ranges in set(found)}
-    return grouped([known[ranges] for ranges in found], rows)
+def union(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> RowSets:
+    """The union of pieces (heads, local rows) of a block of `heads` heads and `rows` rows."""
+    per_head = _ranges_per_head(pieces, heads, rows)
+    if per_head is None:
+        return WHOLE_BLOCK
+    ascending = {ranges: _ascending(ranges) for ranges in set(per_head)}
+    return group_heads([ascending[ranges] for ranges in per_head], rows)
 
 
-def covered(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> int:
-    """Rows of all heads in that union: `total` of `cover`, without making the ranges that hold them."""
-    found = _by_head(seen, kv_heads, rows)
-    if found is None:
-        return kv_heads * rows
-    known = {ranges: _count(ranges) for ranges in set(found)}
-    return sum(known[ranges] for ranges in found)
+def count_union(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> int:
+    """The number of rows of all heads in `union`, without making the ranges that hold the rows."""
+    per_head = _ranges_per_head(pieces, heads, rows)
+    if per_head is None:
+        return heads * rows
+    counts = {ranges: _count(ranges) for ranges in set(per_head)}
+    return sum(counts[ranges] for ranges in per_head)
 
 
-def _by_head(seen: Iterable[tuple[range, range]], kv_heads: int, rows: int) -> list[frozenset[range]] | None:
-    """The ranges seen of each head, which may overlap; None once all rows of all heads are."""
-    found: dict[range, set[range]] = {}
-    for heads, part in seen:
-        if len(part) == rows and len(heads) == kv_heads:
-            return None  # nothing can be added: the rest is not looked at
-        found.setdefault(heads, set()).add(part)
+def _ranges_per_head(pieces: Iterable[tuple[range, range]], heads: int, rows: int) -> list[frozenset[range]] | None:
+    """The ranges of each head, which may overlap; None where one piece is the whole block."""
+    by_heads: dict[range, set[range]] = {}
+    for piece_heads, piece_rows in pieces:
+        if len(piece_rows) == rows and len(piece_heads) == heads:
+            return None  # further pieces can add nothing
+        by_heads.setdefault(piece_heads, set()).add(piece_rows)
     return [
-        frozenset(part for heads, parts in found.items() if head in heads for part in parts) for head in range(kv_heads)
+        frozenset(part for piece_heads, parts in by_heads.items() if head in piece_heads for part in parts)
+        for head in range(heads)
     ]
 
 
-def minus(cuts: RowSets, others: Sequence[RowSets], kv_heads: int, rows: int) -> RowSets:
-    """What `cuts` hold and none of `others` does."""
-    others = [other for other in others if other]
+def subtract(row_sets: RowSets, others: Sequence[RowSets], heads: int, rows: int) -> RowSets:
+    """The rows that `row_sets` hold and none of `others` does, of a block of `heads` heads and `rows` rows."""
+    others = [other for other in others if other != NO_ROWS]
     if not others:
-        return cuts
-    if cuts in others or WHOLE in others:
-        return ()
-    left: list[Rows] = []
-    for head in range(kv_heads):
-        held, gone = _parts(cuts, head, rows), [part for other in others for part in _parts(other, head, rows)]
-        if all(part.step == 1 for part in (*held, *gone)):  # a mask would be as long as the block
-            runs = _without(held, gone)
-            if all(len(run) > 2 for run in runs):  # shorter ones might be written as steps
-                left.append(runs)
+        return row_sets
+    if row_sets in others or WHOLE_BLOCK in others:
+        return NO_ROWS
+    per_head: list[Ranges] = []
+    for head in range(heads):
+        kept = _rows_of_head(row_sets, head, rows)
+        removed = [part for other in others for part in _rows_of_head(other, head, rows)]
+        if all(part.step == 1 for part in (*kept, *removed)):  # a mask would be as long as the block
+            runs = _subtract_runs(kept, removed)
+            if all(len(run) > 2 for run in runs):  # `to_ranges` may join shorter runs to ranges of a larger step
+                per_head.append(runs)
                 continue
-        mask = _mask(cuts, head, rows)
+        mask = _mask(row_sets, head, rows)
         for other in others:
             mask &= ~_mask(other, head, rows)
-        left.append(decode(np.flatnonzero(mask)))
-    return grouped(left, rows)
+        per_head.append(to_ranges(np.flatnonzero(mask)))
+    return group_heads(per_head, rows)
 
 
-def total(cuts: RowSets, kv_heads: int, rows: int) -> int:
-    """Rows of all heads together."""
-    return sum(kv_heads * rows if cut is None else cut.size for cut in cuts)
+def count_rows(row_sets: RowSets, heads: int, rows: int) -> int:
+    """The number of rows of all heads together, of a block of `heads` heads and `rows` rows."""
+    return sum(row_set.size if isinstance(row_set, RowSet) else heads * rows for row_set in row_sets)
 
 
-def decode(places: np.ndarray) -> Rows:
-    """Ascending numbers as few ranges, each a run of equal distances."""
-    count = len(places)
+def to_ranges(numbers: np.ndarray) -> Ranges:
+    """Ascending integers as few ranges, each a run of equal distances."""
+    count = len(numbers)
     if not count:
         return ()
-    if count == 1 or places[-1] - places[0] == (count - 1) * (places[1] - places[0]):
-        steps = np.diff(places)
+    if count == 1 or numbers[-1] - numbers[0] == (count - 1) * (numbers[1] - numbers[0]):
+        steps = np.diff(numbers)
         if count < 3 or (steps == steps[0]).all():
             step = int(steps[0]) if count > 1 else 1
-            return (range(int(places[0]), int(places[-1]) + 1, step),)
-    steps = np.diff(places)
+            return (range(int(numbers[0]), int(numbers[-1]) + 1, step),)
+    steps = np.diff(numbers)
     changes = np.flatnonzero(np.diff(steps)) + 1  # the first distance of each run
-    edges = [*changes.tolist(), count - 1]
-    values, distances = places.tolist(), steps.tolist()
-    found, first = [], 0
-    for stop in edges:
-        if stop > first:  # else the only place left of this run was taken by the one before
-            found.append(range(values[first], values[stop] + 1, distances[stop - 1]))
-            first = stop + 1
+    run_ends = [*changes.tolist(), count - 1]
+    values, distances = numbers.tolist(), steps.tolist()
+    ranges, first = [], 0
+    for last in run_ends:
+        if last > first:  # else the range before has taken the only number left of this run
+            ranges.append(range(values[first], values[last] + 1, distances[last - 1]))
+            first = last + 1
     if first < count:
-        found.append(range(values[first], values[first] + 1))
-    return tuple(found)
+        ranges.append(range(values[first], values[first] + 1))
+    return tuple(ranges)
 
 
-def places(rows: Rows) -> np.ndarray:
-    """The numbers of ranges, int64."""
-    parts = [np.arange(r.start, r.stop, r.step) for r in rows]
+def as_range(numbers: Sequence[int]) -> range | None:
+    """Ascending integers as one range, or None where their distances differ."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if any(b - a != step for a, b in pairwise(numbers)):
+        return None
+    return range(numbers[0], numbers[-1] + 1, step)
+
+
+def to_numbers(ranges: Ranges) -> np.ndarray:
+    """The members of ranges, int64, in the order of the ranges."""
+    parts = [np.arange(r.start, r.stop, r.step) for r in ranges]
     return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
-def relocated(works: Iterable[Work], cut: RowSet, group: int) -> Iterator[Work]:
-    """Works on a whole block as works on the tensor of a cut that holds the rows they need.
+def restrict_works(works: Iterable[Work], row_set: RowSet, group: int) -> Iterator[Work]:
+    """Works on a whole block as works on the tensor of `row_set`, which must hold the key rows that they need.
 
-    `group` query heads share a key/value head. Heads whose rows are found in other places become works of their own.
+    `group` query heads share a key/value head. Heads whose rows have different places in the tensor become works of
+    their own.
     """
-    known: dict[tuple[int, tuple[range, ...]], Rows] = {}
+    located: dict[tuple[int, Ranges], Ranges] = {}
 
-    def found(head: int, runs: tuple[range, ...]) -> Rows:
-        key = (0 if len(cut.rows) == 1 else head, runs)
-        if key not in known:
-            known[key] = located(cut.of(head), runs)
-        return known[key]
+    def locate(head: int, runs: Ranges) -> Ranges:
+        key = (0 if len(row_set.rows) == 1 else head, runs)
+        if key not in located:
+            located[key] = locate_rows(row_set.rows_of(head), runs)
+        return located[key]
 
     for work in works:
-        shared = len(work.heads) != len(work.kv)  # whole groups, else one query head for each key/value head
-        chain: list[tuple[int, int, Rows]] = []
+        whole_groups = len(work.heads) != len(work.kv)  # else one query head for each key/value head
+        chain: list[tuple[int, int, Ranges]] = []
         for place, head in enumerate(work.kv):
-            if head not in cut.index:
+            if head not in row_set.index:
                 continue
-            link = (place, cut.index[head], found(head, work.k))
-            if chain and not _follows(chain, link, shared):
-                yield _linked(work, chain, group if shared else 0)
+            link = (place, row_set.index[head], locate(head, work.k))
+            if chain and not _continues(chain, link, whole_groups):
+                yield _restrict(work, chain, group if whole_groups else 0)
                 chain = []
             chain.append(link)
         if chain:
-            yield _linked(work, chain, group if shared else 0)
+            yield _restrict(work, chain, group if whole_groups else 0)
 
 
-def _follows(chain: list[tuple[int, int, Rows]], link: tuple[int, int, Rows], consecutive: bool) -> bool:
-    """Whether a head continues the chain: same rows, equal distances in the work and in the cut."""
+def _continues(chain: list[tuple[int, int, Ranges]], link: tuple[int, int, Ranges], consecutive: bool) -> bool:
+    """Whether a head has the rows of the chain, and equal distances in the work and in the row set.
+
+    A link is (index of the head in the work, index of the head in the row set, rows).
+    """
     step = link[0] - chain[-1][0], link[1] - chain[-1][1]
     if link[2] != chain[-1][2] or step[1] < 1 or (consecutive and step[0] != 1):
         return False
     return len(chain) == 1 or step == (chain[1][0] - chain[0][0], chain[1][1] - chain[0][1])
 
 
-def _linked(work: Work, chain: list[tuple[int, int, Rows]], group: int) -> Work:
+def _restrict(work: Work, chain: list[tuple[int, int, Ranges]], group: int) -> Work:
+    """The work for the key/value heads of a chain; `group` = 0: one query head for each key/value head."""
     (first, place, runs), (last, end, _) = chain[0], chain[-1]
     kv = range(place, end + 1, (end - place) // max(len(chain) - 1, 1) or 1)
     step = (last - first) // max(len(chain) - 1, 1) or 1
@@ -188,73 +226,72 @@ def _linked(work: Work, chain: list[tuple[int, int, Rows]], group: int) -> Work:
     return replace(work, heads=heads, kv=kv, k=runs)
 
 
-def located(rows: Rows, runs: tuple[range, ...]) -> Rows:
-    """Indices among `rows` of the members of `runs`, as ranges in the same order."""
-    held = places(rows)
-    found: list[range] = []
+def locate_rows(rows: Ranges, runs: Ranges) -> Ranges:
+    """The indices among `rows` of the members of `runs`, as ranges in the same order."""
+    numbers = to_numbers(rows)
+    indices: list[range] = []
     for run in runs:
-        index = np.searchsorted(held, np.arange(run.start, run.stop, run.step))
-        assert len(index) and index[-1] < len(held) and held[index[-1]] == run[-1], (
-            "a work needs rows that are not here"
+        index = np.searchsorted(numbers, np.arange(run.start, run.stop, run.step))
+        assert len(index) and index[-1] < len(numbers) and numbers[index[-1]] == run[-1], (
+            "a work needs rows that the row set does not hold"
         )
-        found += decode(index)
-    return tuple(found)
+        indices += to_ranges(index)
+    return tuple(indices)
 
 
-def _mask(cuts: RowSets, head: int, rows: int) -> np.ndarray:
+def _mask(row_sets: RowSets, head: int, rows: int) -> np.ndarray:
+    """Which rows of one head the sets hold: bool [rows]."""
     mask = np.zeros(rows, dtype=bool)
-    for cut in cuts:
-        if cut is None:
-            mask[:] = True
-        elif head in cut.index:
-            for part in cut.of(head):
-                mask[part.start : part.stop : part.step] = True
+    for part in _rows_of_head(row_sets, head, rows):
+        mask[part.start : part.stop : part.step] = True
     return mask
 
 
-def _parts(cuts: RowSets, head: int, rows: int) -> list[range]:
-    """The rows of a head that cuts hold, as ranges."""
-    parts = (cut.of(head) if cut is not None and head in cut.index else () for cut in cuts if cut is not None)
-    return [range(rows)] if None in cuts else [part for found in parts for part in found]
+def _rows_of_head(row_sets: RowSets, head: int, rows: int) -> list[range]:
+    """The rows of one head that the sets hold, as ranges."""
+    if row_sets == WHOLE_BLOCK:
+        return [range(rows)]
+    partial = (row_set for row_set in row_sets if isinstance(row_set, RowSet) and head in row_set.index)
+    return [part for row_set in partial for part in row_set.rows_of(head)]
 
 
-def _without(held: list[range], gone: list[range]) -> Rows:
-    """Ranges of step 1 without the members of others, in ascending order."""
+def _subtract_runs(kept: list[range], removed: list[range]) -> Ranges:
+    """The members of `kept` that are not in `removed`, ascending. All ranges have step 1."""
     left: list[range] = []
-    away = merge_runs(frozenset(gone)) if gone else ()
-    for part in merge_runs(frozenset(held)) if held else ():
-        at = part.start
-        for other in away:
-            if other.stop > at and other.start < part.stop:
-                if other.start > at:
-                    left.append(range(at, other.start))
-                at = other.stop
-        if at < part.stop:
-            left.append(range(at, part.stop))
+    holes = merge_runs(frozenset(removed)) if removed else ()
+    for part in merge_runs(frozenset(kept)) if kept else ():
+        start = part.start
+        for hole in holes:
+            if hole.stop > start and hole.start < part.stop:
+                if hole.start > start:
+                    left.append(range(start, hole.start))
+                start = hole.stop
+        if start < part.stop:
+            left.append(range(start, part.stop))
     return tuple(left)
 
 
-def _ascending(ranges: frozenset[range]) -> Rows:
+def _ascending(ranges: frozenset[range]) -> Ranges:
     """The union of ranges, as ranges in ascending order that do not interleave."""
     if len(ranges) < 2:
         return tuple(ranges)
     if all(r.step == 1 for r in ranges):
         return merge_runs(ranges)
-    first, mask = _marks(ranges)
-    return decode(np.flatnonzero(mask) + first)
+    first, mask = _mark_members(ranges)
+    return to_ranges(np.flatnonzero(mask) + first)
 
 
 def _count(ranges: frozenset[range]) -> int:
-    """Numbers in the union of ranges."""
+    """How many numbers the union of ranges holds."""
     if len(ranges) < 2:
         return sum(map(len, ranges))
     if all(r.step == 1 for r in ranges):  # a mask would be as long as the block
         return sum(map(len, merge_runs(ranges)))
-    return int(np.count_nonzero(_marks(ranges)[1]))
+    return int(np.count_nonzero(_mark_members(ranges)[1]))
 
 
-def _marks(ranges: frozenset[range]) -> tuple[int, np.ndarray]:
-    """The least number in the union of ranges, and which of those from it on are in it."""
+def _mark_members(ranges: frozenset[range]) -> tuple[int, np.ndarray]:
+    """(first, mask) of the union of ranges: its least member, and which first + i are members: bool [span]."""
     first, stop = min(r.start for r in ranges), max(r[-1] for r in ranges) + 1
     mask = np.zeros(stop - first, dtype=bool)
     for r in ranges:
@@ -262,18 +299,19 @@ def _marks(ranges: frozenset[range]) -> tuple[int, np.ndarray]:
     return first, mask
 
 
-def grouped(per_head: list[Rows], rows: int) -> RowSets:
-    """Cuts of the heads that have equally many rows."""
+def group_heads(per_head: list[Ranges], rows: int) -> RowSets:
+    """The rows of each head of a block of `rows` rows as row sets, one for all heads that have equally many rows."""
     if not rows or not any(per_head):
-        return ()
-    if all(found == (range(rows),) for found in per_head):
-        return WHOLE
-    groups: dict[int, list[int]] = {}
-    for head, found in enumerate(per_head):
-        if found:
-            groups.setdefault(sum(map(len, found)), []).append(head)
-    cuts = []
-    for heads in groups.values():
-        listed = [per_head[head] for head in heads]
-        cuts.append(RowSet(tuple(heads), (listed[0],) if len(set(listed)) == 1 else tuple(listed)))
-    return tuple(cuts)
+        return NO_ROWS
+    if all(ranges == (range(rows),) for ranges in per_head):
+        return WHOLE_BLOCK
+    heads_by_count: dict[int, list[int]] = {}
+    for head, ranges in enumerate(per_head):
+        if ranges:
+            heads_by_count.setdefault(sum(map(len, ranges)), []).append(head)
+    row_sets = []
+    for heads in heads_by_count.values():
+        rows_of_heads = [per_head[head] for head in heads]
+        shared = len(set(rows_of_heads)) == 1
+        row_sets.append(RowSet(tuple(heads), (rows_of_heads[0],) if shared else tuple(rows_of_heads)))
+    return tuple(row_sets)

@@ -1,41 +1,44 @@
-"""What a rank does, step by step: the messages it posts and the visits it computes meanwhile."""
+"""What a rank does, step by step: the messages that it posts, and the visits that it computes meanwhile."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from .row_sets import RowSet, RowSets
+from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 
-#: "kv" is a block of keys and values in the input dtype; "grad" the dK, dV gathered for a block so far, in fp32
-#: (fp64 for fp64 inputs). Where queries rotate, "q" is a block of q and dO in the input dtype, "row" the lse and delta
-#: of its rows and "dq" the dQ gathered for them so far, both in fp32 or fp64. Between the ranks of a team, for the heads of one of them: "qkv" are q, k and v of `owner`'s
-#: rows, "out" their output and lse, and "dout" and "dqkv" the gradients of these.
+#: What a part of a message holds. "Sums" are in fp32, in fp64 for fp64 inputs.
+#: - "kv": keys and values of a block, in the input dtype; "grad": the sums of dK and dV of a block so far.
+#: - Where queries travel, "q": q and dO of a block, in the input dtype; "row": lse and delta of its rows, as sums;
+#:   "dq": the sums of dQ so far.
+#: - Inside a Ulysses group, for the heads of one rank, "qkv": q, k and v of the rows of `owner`; "out": output and lse
+#:   of these rows; "dout" and "dqkv": the gradients of "out" and "qkv".
 Kind = Literal["kv", "grad", "q", "row", "dq", "qkv", "out", "dout", "dqkv"]
-#: Kinds whose parts arrive and are passed on as they are, and those whose parts are sums that ranks add to.
+#: Parts of these kinds are passed on as they arrived.
 BLOCKS: tuple[Kind, ...] = ("kv", "q", "row")
+#: Parts of these kinds are sums, to which ranks add.
 SUMS: tuple[Kind, ...] = ("grad", "dq")
-#: The order of the parts of a message where its plan lists them; `buffers` says where each of them begins.
+#: The order in which a plan lists the parts of a message; `runtime.message_buffers` places them in the message.
 ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "row": 1, "kv": 2, "q": 2}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a message: rows of the block of `owner`, or their gradients on their way to `owner`.
+    """A part of a message: rows of the block of `owner`, or gradients of these rows on their way to `owner`.
 
-    `cut` says which rows of which key/value heads, or of which query heads where these rotate; None is all of them.
+    `row_set` says which rows of which heads: key/value heads, or query heads where queries travel.
     """
 
     kind: Kind
     owner: int
-    cut: RowSet | None = None
+    row_set: RowSet | AllRows = ALL_ROWS
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One message between this rank and `peer`. `tag` is the same on both sides and unique between two ranks.
+    """One message between this rank and `peer`, in flight until the end of step `until` of this rank.
 
-    It may take until the end of the `until`-th step of this rank.
+    `tag` is the same on both sides, and unique among the messages from one rank to another.
     """
 
     peer: int
@@ -46,7 +49,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Step:
-    """Post `sends` and `recvs`, compute the visits (to "kv" or "q" parts) while they travel, then wait for what is due."""
+    """Post `sends` and `recvs`, compute the visits (to "kv" or "q" parts) meanwhile, then wait for the due messages."""
 
     sends: tuple[Hop, ...] = ()
     recvs: tuple[Hop, ...] = ()
@@ -57,7 +60,7 @@ class Step:
 
     @property
     def posts(self) -> tuple[Batch, ...]:
-        """The messages, in batches that are waited for together."""
+        """The messages of the step, in batches that are waited for together."""
         ends = sorted({hop.until for hop in (*self.sends, *self.recvs)})
         return tuple(
             Batch(end, *(tuple(hop for hop in hops if hop.until == end) for hops in (self.sends, self.recvs)))
@@ -67,7 +70,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Batch:
-    """Messages of a step that may take until the end of step `until`."""
+    """Messages of one step that are in flight until the end of step `until`."""
 
     until: int
     sends: tuple[Hop, ...]
@@ -76,7 +79,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The steps of one rank. `kept` is what it holds after the forward for the backward to start from."""
+    """The steps of one rank. `kept` are the parts that the rank keeps from the forward for its backward."""
 
     rank: int
     forward: tuple[Step, ...]
@@ -84,6 +87,6 @@ class RankPlan:
     kept: tuple[Part, ...] = ()
 
 
-def parts(kind: Kind, owner: int, cuts: RowSets) -> tuple[Part, ...]:
-    """The pieces of a message that carry these rows."""
-    return tuple(Part(kind, owner, cut) for cut in cuts)
+def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
+    """One part per row set of the block of `owner`."""
+    return tuple(Part(kind, owner, row_set) for row_set in row_sets)

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from ..kernels.base import wide
-from ..plan.work import Work, moved
+from ..plan.work import Work, shift_range
 from .memory_pool import Pool, empty, memory_pool
 from .merge_plan import KernelCall, Section
 from .softmax import merge_
@@ -102,7 +102,7 @@ def accumulate(
         for turn in range(turns):
             repetitions = rows[turn::turns] if turns > 1 else rows
             disjoint = replace(work, repeat=len(repetitions) if work.repeat > 1 else 1)
-            select(x, heads, moved(run, turn * shift), disjoint, turns * shift).add_(repetitions)
+            select(x, heads, shift_range(run, turn * shift), disjoint, turns * shift).add_(repetitions)
 
 
 class OutputAccumulator:
@@ -126,7 +126,7 @@ class OutputAccumulator:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
             self._open[section] = part, None
             return
-        work = replace(call.work, q=moved(call.work.q, -section.rows.start))
+        work = replace(call.work, q=shift_range(call.work.q, -section.rows.start))
         out, lse = (select(x[batch], work.heads, work.q, work) for x in self._open_section(section))
         if call.first:
             out.copy_(part)

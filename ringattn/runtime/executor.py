@@ -193,7 +193,7 @@ def _backward_by_keys(
             key, value = state.block(block)
             if grad_lse is not None:
                 key, value = with_column(key, 0.0), with_column(value, 1.0)
-            dk, dv = state.sums(Part("grad", block.owner, block.cut))
+            dk, dv = state.sums(Part("grad", block.owner, block.row_set))
             calls = next(visits)
             clean = own_is_finite and not _all_dense(calls) and finite(key, value)
             _differentiate(job, calls, inputs, (grad, query, out, lse), (key, value), (dq, dk, dv), clean=clean)
@@ -231,8 +231,8 @@ def _backward_by_queries(
             calls = next(visits)
             if not calls:
                 continue
-            (dq,) = state.sums(Part("dq", block.owner, block.cut))
-            row_part = Part("row", block.owner, block.cut)
+            (dq,) = state.sums(Part("dq", block.owner, block.row_set))
+            row_part = Part("row", block.owner, block.row_set)
             queries, queries_are_finite = _query_inputs(state.block(block), state.block(row_part), job.lse)
             clean = own_is_finite and not _all_dense(calls) and queries_are_finite
             _differentiate(job, calls, inputs, queries, (key, value), (dq, dk, dv), clean=clean)

@@ -36,8 +36,8 @@ from ..layout.regular import Layout, check_layout, layout_name
 from ..machine.machine import Machine
 from ..machine.presets import get_machine
 from ..pattern import Pattern, as_pattern
+from ..plan.message_sizes import check_rotate
 from ..plan.plan import Plan
-from ..plan.rotation import check_rotate
 from ..plan.schedules import resolve
 from ..planner import make_plan
 from ..transport.base import Transport

@@ -105,4 +105,4 @@ def _places(plan: Plan, group: int) -> list[torch.Tensor]:
             for rank in members
         ]
 
-    return plan.memory.answer(("places in group", group), compute)
+    return plan.cache.answer(("head_exchange.places", group), compute)

@@ -11,7 +11,8 @@ import torch
 
 from ..kernels.base import marked
 from ..plan.plan import Plan
-from ..plan.row_overlap import moves
+from ..plan.row_overlap import find_copies
+from ..plan.row_sets import ALL_ROWS
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Message, Post, Program, drive
 from .message_buffers import Buffer, copy_rows
@@ -107,8 +108,8 @@ class Host:
         buffer = Buffer(data, hop.parts, self.plan, wire=True)
         for part in hop.parts:
             (rows,) = self.plan.layout.shard(part.owner)
-            target, source = (None, part.cut) if add else (part.cut, None)
-            copies = moves(target, source, self.plan.part_heads(part.kind), len(rows))
+            target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)
+            copies = find_copies(target, source, self.plan.part_heads(part.kind), len(rows))
             views = buffer.view(part)
             for name, x in zip(STORED[part.kind], views, strict=True):
                 stored = self.storage.rows(name, rows)

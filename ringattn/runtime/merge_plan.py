@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernels.base import Kernel
 from ..plan.plan import Plan
-from ..plan.work import Work, gathered, repeated
+from ..plan.work import Work, join_keys, join_repetitions
 
 #: Query rows times heads of a section at least, where neighbours can be joined: enough to batch kernel calls.
 SECTION_ROWS = 1 << 17
@@ -60,12 +60,14 @@ def has_band(visit: tuple[VisitPart, ...]) -> bool:
 
 def make_merge_plan(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     """The merge plan of one rank with the calls that `kernel` makes. Cached by the plan."""
-    return plan.memory.answer(("merge plan", rank, kernel.name), lambda: _plan_merges(plan, rank, kernel))
+    return plan.cache.answer((make_merge_plan, rank, kernel.name), lambda: _plan_merges(plan, rank, kernel))
 
 
 def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     demand = plan.demand
-    visits = [demand.works(rank, part.owner, part.cut) for step in plan.for_rank(rank).forward for part in step.visits]
+    visits = [
+        demand.works(rank, part.owner, part.row_set) for step in plan.for_rank(rank).forward for part in step.visits
+    ]
     spans = list(_spans([work for works in visits for work in works], SECTION_ROWS // plan.heads))
     by_visit = [_by_span(works, spans) for works in visits]
     planned: list[list[tuple[int, tuple[KernelCall, ...]]]] = [[] for _ in visits]
@@ -105,7 +107,7 @@ def _mark_calls(
 ) -> tuple[tuple[KernelCall, ...], bool]:
     """The kernel calls of works, counted in `partials`, and whether a call has rows with and rows without a partial."""
     calls, mixed = [], False
-    for work in repeated(gathered(works)):
+    for work in join_repetitions(join_keys(works)):
         for call in kernel.split(work):
             counts = _counts(partials, call, origin)
             first = not counts.any()

@@ -10,6 +10,7 @@ import torch
 
 from ..plan.plan import Plan
 from ..plan.row_overlap import RowCopy
+from ..plan.row_sets import RowSet
 from ..plan.steps import BLOCKS, SUMS, Batch, Hop, Part, Step
 from ..transport.base import Message, Post, Program, Wait
 from .memory_pool import empty, memory_pool
@@ -56,8 +57,8 @@ def tensor_specs(plan: Plan, part: Part, *, wire: bool) -> list[TensorSpec]:
         dtype: torch.dtype = getattr(torch, plan.part_dtype(part, wire=wire))
         ring_plan, _ = plan.ring_plan(0)
         heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout.rows(part.owner)
-        if part.cut is not None:
-            heads, rows = len(part.cut.heads), part.cut.count
+        if isinstance(part.row_set, RowSet):
+            heads, rows = len(part.row_set.heads), part.row_set.count
         return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
     # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
     rows = plan.layout.rows(part.owner)

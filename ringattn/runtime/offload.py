@@ -40,13 +40,13 @@ class StreamedPlan(Plan):
     """A plan whose ranks run alone. Their hops are copies: rows come from storage, gradients go there."""
 
     @cached_property
-    def memory(self) -> Cache:
+    def cache(self) -> Cache:
         return Cache(STEPS)
 
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
         return self.for_rank(rank).forward
 
-    def _made(self, rank: int) -> RankPlan:
+    def plan_rank(self, rank: int) -> RankPlan:
         return PullSchedule(self.demand).steps(rank)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:

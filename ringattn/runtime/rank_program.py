@@ -65,8 +65,8 @@ def backward_program(plan: Plan, rank: int, kernel: Kernel) -> BackwardProgram:
     """The backward of `rank` with the calls that `kernel` makes."""
     ring_plan, owner = _ring_plan(plan, rank)
     steps, kept = plan.for_rank(rank).backward, plan.for_rank(rank).kept
-    visits = ring_plan.memory.answer(
-        ("backward calls", owner, kernel.name), lambda: _backward_calls(ring_plan, owner, kernel)
+    visits = ring_plan.cache.answer(
+        (_backward_calls, owner, kernel.name), lambda: _backward_calls(ring_plan, owner, kernel)
     )
     return BackwardProgram(
         plan, ring_plan, owner, steps, _ring_steps(plan, steps), kept, _largest_message(plan, rank), visits
@@ -87,9 +87,9 @@ def _ring_steps(plan: Plan, steps: tuple[Step, ...]) -> range:
 
 
 def _backward_calls(plan: Plan, rank: int, kernel: Kernel) -> tuple[tuple[Work, ...], ...]:
-    demand = plan.transposed if plan.rotates == "queries" else plan.demand
+    demand = plan.query_demand if plan.rotates == "queries" else plan.demand
     blocks = [block for step in plan.for_rank(rank).backward for block in step.visits]
-    works = [demand.batched(rank, block.owner, block.cut) for block in blocks]
+    works = [demand.batched(rank, block.owner, block.row_set) for block in blocks]
     return tuple(tuple(call for work in visit for call in kernel.split(work)) for visit in works)
 
 
@@ -103,4 +103,4 @@ def _largest_message(plan: Plan, rank: int) -> int:
         sizes += [plan.part_bytes(part, wire=False) for hop in hops for part in hop.parts]
         return max(sizes, default=0)
 
-    return plan.memory.answer(("largest message", rank), compute)
+    return plan.cache.answer((_largest_message, rank), compute)

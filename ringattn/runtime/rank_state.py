@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.base import wide
-from ..plan.row_overlap import RowCopy, moves
+from ..plan.row_overlap import RowCopy, find_copies
 from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
 from ..transport.base import Program
 from .message_buffers import Buffer, Buffers, StepMessages, Tensors, copy_rows
@@ -48,7 +48,7 @@ class RankState(StepMessages):
                 self.summed.setdefault(part.owner, []).append(part)
         for part in (part for step in self.steps for hop in step.recvs for part in hop.parts):
             if part.kind == "q":
-                self.summed.setdefault(part.owner, []).append(Part("dq", part.owner, part.cut))
+                self.summed.setdefault(part.owner, []).append(Part("dq", part.owner, part.row_set))
         self.last_use = _last_uses(self.steps)
 
     def finish(self, index: int) -> Program[None]:
@@ -134,9 +134,9 @@ class RankState(StepMessages):
 
         def compute() -> list[tuple[RowCopy, ...]]:
             heads, rows = self.plan.part_heads(target.kind), self.plan.layout.rows(target.owner)
-            return [moves(target.cut, source.cut, heads, rows) for source in sources]
+            return [find_copies(target.row_set, source.row_set, heads, rows) for source in sources]
 
-        return self.plan.memory.answer(("row copies", target, sources), compute)
+        return self.plan.cache.answer((find_copies, target, sources), compute)
 
     def _take_in(self, part: Part, buffer: Buffer) -> None:
         """Take in one part that has arrived in `buffer`."""

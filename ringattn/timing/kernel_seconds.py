@@ -28,7 +28,7 @@ def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: boo
         times.check(plan.dtype, plan.head_dim)
         return _seconds_per_pair(plan, times, flops, backward, ranks)
 
-    return plan.memory.answer(("seconds per pair", times, flops, backward), compute)
+    return plan.cache.answer((seconds_per_pair, times, flops, backward), compute)
 
 
 def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:

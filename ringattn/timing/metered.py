@@ -1,32 +1,41 @@
-"""Lookups of tiles that are counted, so that a search may end before it takes long."""
+"""A budget for the lookups of tiles, so that a search ends before it takes long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, cast
+
+import numpy as np
 
 from ..pattern import Pattern, Tile
+from ..pattern.base import ONE_HEAD, Run
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 
-#: What `within_reach` spends: about a second.
-REACH = 60_000
-#: A lookup between rows with steps costs as much as this many others.
+#: The budget of `count_lookups`: about a second.
+BUDGET = 60_000
+#: A lookup between rows with steps costs as much as this many lookups between adjacent rows.
 STRIDED = 10
-#: So does an answer that a pattern gives of a whole rectangle, without tiles.
-SUMMED = 10
+#: An answer that a pattern gives for a whole rectangle, without tiles, costs as much as this many lookups.
+WHOLE_RECTANGLE = 10
 
 
 class TooMany(Exception):
     """The budget of lookups is spent."""
 
 
-class Metered:
-    """A pattern that counts how often it is asked, and stops answering when its budget is spent."""
+class Metered(Pattern):
+    """The same pattern, which counts the lookups of its tiles. Raises TooMany when `left`, the budget, is spent."""
 
     def __init__(self, pattern: Pattern, budget: int) -> None:
         self.pattern, self.left = pattern, budget
+
+    @property
+    def branches(self) -> int:
+        return self.pattern.branches
+
+    @property
+    def output_scale(self) -> float:
+        return self.pattern.output_scale
 
     @property
     def period(self) -> int | None:
@@ -37,57 +46,58 @@ class Metered:
         if self.left < 0:
             raise TooMany
 
-    def tiles(self, q: range, k: range, heads: range = range(1)) -> Iterator[Tile]:
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         cost = STRIDED if q.step > 1 or k.step > 1 else 1
         self._spend(cost)
         for tile in self.pattern.tiles(q, k, heads):
             self._spend(cost)
             yield tile
 
-    def key_run(self, first: int, last: int) -> tuple[int, int] | None:
+    def key_run(self, first: int, last: int) -> Run | None:
         self._spend(1)
         return self.pattern.key_run(first, last)
 
-    def query_run(self, first: int, last: int) -> tuple[int, int] | None:
+    def query_run(self, first: int, last: int) -> Run | None:
         self._spend(1)
         return self.pattern.query_run(first, last)
 
-    def count(self, q: range, k: range, heads: range = range(1)) -> int:
+    def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         if type(self.pattern).count is Pattern.count:
-            return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
-        self._spend(SUMMED)
+            return super().count(q, k, heads)  # by tiles, which are metered
+        self._spend(WHOLE_RECTANGLE)
         return self.pattern.count(q, k, heads)
 
-    def keys(self, q: range, k: range, heads: range = range(1)) -> Iterator[tuple[range, range]]:
-        yield from self._rows(Pattern.keys, q, k, heads)
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        by_tiles = type(self.pattern).keys is Pattern.keys
+        yield from super().keys(q, k, heads) if by_tiles else self._rows(self.pattern.keys, q, k, heads)
 
-    def queries(self, q: range, k: range, heads: range = range(1)) -> Iterator[tuple[range, range]]:
-        yield from self._rows(Pattern.queries, q, k, heads)
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        by_tiles = type(self.pattern).queries is Pattern.queries
+        yield from super().queries(q, k, heads) if by_tiles else self._rows(self.pattern.queries, q, k, heads)
 
-    def _rows(self, find: Callable[..., Iterator[tuple[range, range]]], *asked: range) -> Iterator[tuple[range, range]]:
-        own = getattr(self.pattern, find.__name__)
-        if own.__func__ is find:
-            yield from find(self, *asked)  # by tiles
-        else:
-            self._spend(SUMMED)
-            yield from own(*asked)
+    def _rows(
+        self, find: Callable[[range, range, range], Iterator[tuple[range, range]]], q: range, k: range, heads: range
+    ) -> Iterator[tuple[range, range]]:
+        self._spend(WHOLE_RECTANGLE)
+        return find(q, k, heads)
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return self.pattern.visible(q, k, head, tokens)
 
 
-def within_reach(plan: Plan, rank: int) -> tuple[Plan, int] | None:
-    """The plan with the steps of a rank made, and the lookups of tiles that they took; None where they take too many."""
-    inner, place = plan.ring_plan(rank)  # with teams it is the plan between them that is asked
-    metered = Metered(inner.pattern, REACH)
-    asked = replace(inner.demand, pattern=cast(Pattern, metered))
+def count_lookups(plan: Plan, rank: int) -> int | None:
+    """The number of lookups of tiles that the steps of a rank take; None where it exceeds BUDGET.
+
+    Afterwards the plan has the answers, and makes these steps without a second search.
+    """
+    ring_plan, place = plan.ring_plan(rank)  # with Ulysses groups, the plan between the groups asks
+    if not plan.batch:
+        return 0
+    metered = Metered(ring_plan.pattern, BUDGET)
+    demand = KeyDemand(metered, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
     try:
-        inner.asking(asked).for_rank(place)
+        ring_plan.make_rotation(demand).steps(place)
     except TooMany:
         return None
-    known = plan.asking(sharing(plan.demand, asked)) if plan.ulysses_size == 1 else plan
-    return known, REACH - metered.left
-
-
-def sharing(demand: KeyDemand, other: KeyDemand) -> KeyDemand:
-    """`demand`, knowing the answers that `other` has found."""
-    same: Any = replace(demand)
-    vars(same)["memory"] = other.memory
-    return cast(KeyDemand, same)
+    ring_plan.demand.share_answers(demand)
+    return BUDGET - metered.left

@@ -52,7 +52,7 @@ def problem(rates: Rates, faults: Faults) -> Problem | str:
     if band is None:
         return unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
     # Blocks of queries go where keys are that they see.
-    ways = tuple(RingSchedule(plan.transposed if rates.turned else plan.demand).ways)
+    ways = tuple(RingSchedule(plan.query_demand if rates.turned else plan.demand).ways)
     if rates.machine.shared_nic and rates.machine.ranks_per_node > 1 and len(ways) > 1:
         return "both directions share the way out of a node"
     if rates.machine.shared_nic and 1 < rates.machine.ranks_per_node < plan.ranks and rates.backward and not band.dense:

@@ -156,7 +156,7 @@ class Rates:
             every = np.arange(world)
             return np.asarray(every // per_node == (every + sign) % world // per_node)
 
-        return self.plan.memory.answer(("near", per_node, sign), compare_all)
+        return self.plan.cache.answer((Rates.near, per_node, sign), compare_all)
 
     def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(seconds, seconds that occupy the link) of messages of `size` bytes, within a node where `near`."""

@@ -1,4 +1,4 @@
-"""When some ranks begin some steps, for heat maps and traces: a window, never all of them."""
+"""When some ranks begin some steps, for heat maps and traces: a window of ranks and steps, never all of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .solvers.stencil import Delay
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
-#: Ranks x steps that are gone through to reach the end of a window, and those whose counts differ one by one.
-REACHED, COUNTED = 1 << 31, 1 << 26
+#: Most ranks x steps that are computed to reach the end of a window.
+REACHED = 1 << 31
 
 
 @dataclass(frozen=True)
 class TimedMessage:
-    """A message of the window: seconds at which it begins, once both ends are ready, and that it takes."""
+    """A message of the window: the time at which both ends are ready and it begins, and its duration, in seconds."""
 
     step: int
     source: int
@@ -36,17 +36,19 @@ class TimedMessage:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """Seconds at which `ranks` begin `steps`, and the step after them: float64 [steps + 1, ranks]; for how long they are
-    busy, [steps, ranks]; how much later they begin than without slow ranks, slow links and stalls, [steps + 1, ranks].
+    """When `ranks` begin `steps`, in seconds and without jitter; NaN where a rank has no such step.
 
-    NaN where a rank has no such step. Without jitter. `messages` of the solvers that know when they begin, else None.
+    All arrays are float64. `messages` is None where the solver does not know when messages begin.
     """
 
     solver: str
     ranks: range
     steps: range
+    #: Seconds at which a rank begins a step, and the step after the last: [steps + 1, ranks].
     begun: np.ndarray
+    #: Seconds for which a rank is busy in a step: [steps, ranks].
     busy: np.ndarray
+    #: Seconds by which `begun` is later than without slow ranks, slow links and stalls: [steps + 1, ranks].
     late: np.ndarray
     messages: tuple[TimedMessage, ...] | None
 
@@ -62,43 +64,50 @@ def window(
     slow_links: Factors | None = None,
     stalls: Sequence[Stall] = (),
 ) -> StepWindow:
-    """The window of a pass; arguments as in `simulate`. Raises InvalidInput where the pass has no such ranks or steps,
-    Unsupported where no solver knows them.
+    """The window of a pass; arguments as in `simulate`.
+
+    Raises InvalidInput where the pass has no such ranks or steps, Unsupported where no solver knows their times.
     """
     if not ranks or ranks.start < 0 or ranks.stop > plan.ranks or not steps or steps.start < 0:
         raise InvalidInput(
-            f"a window of ranks {ranks.start} .. {ranks.stop - 1} and steps {steps.start} .. {steps.stop - 1}: the pass "
-            f"has ranks 0 .. {plan.ranks - 1} and steps from 0 on"
+            f"a window of ranks {ranks.start} .. {ranks.stop - 1} and steps {steps.start} .. {steps.stop - 1}: the "
+            f"pass has ranks 0 .. {plan.ranks - 1} and steps from 0 on; try a window inside them"
         )
     rates = Rates(plan, machine, backward)
     faults = Faults(
         parse_factors("slow", slow, plan.ranks), parse_factors("slow_links", slow_links, plan.ranks), tuple(stalls)
     )
-    found = problem(rates, faults)
-    if isinstance(found, str):
-        return _stepped(rates, faults, ranks, steps, found)
-    if found.bound:
+    ring_problem = problem(rates, faults)
+    if isinstance(ring_problem, str):
+        return _simulate_window(rates, faults, ranks, steps, ring_problem)
+    if ring_problem.bound:
         raise Unsupported(
-            f"{plan.ranks:,} ranks hide their messages under a busiest one, whose time alone is known; try fewer ranks"
+            f"{plan.ranks:,} ranks hide their messages under the busiest rank, and only its time is known; "
+            "try fewer ranks"
         )
-    steps = range(steps.start, min(steps.stop, found.steps))
+    steps = range(steps.start, min(steps.stop, ring_problem.steps))
     if not steps:
-        raise InvalidInput(f"the window begins at step {steps.start}, the pass has the steps 0 .. {found.steps - 1}")
-    begun, busy, messages = _run(found, ranks, steps)
-    plain = begun
+        raise InvalidInput(
+            f"the window begins at step {steps.start}, the pass has the steps 0 .. {ring_problem.steps - 1}"
+        )
+    begun, busy, messages = _solve_window(ring_problem, ranks, steps)
+    undisturbed = begun
     if faults:
-        other = problem(rates, Faults())
-        assert isinstance(other, Problem) and not other.bound
-        plain = _run(other, ranks, steps)[0]
-    return StepWindow("stencil", ranks, steps, begun, busy, begun - plain, messages)
+        same_without_faults = problem(rates, Faults())
+        assert isinstance(same_without_faults, Problem) and not same_without_faults.bound
+        undisturbed = _solve_window(same_without_faults, ranks, steps)[0]
+    return StepWindow("stencil", ranks, steps, begun, busy, begun - undisturbed, messages)
 
 
-def _run(found: Problem, ranks: range, steps: range) -> tuple[np.ndarray, np.ndarray, tuple[TimedMessage, ...] | None]:
-    ring = found.whole()
+def _solve_window(
+    ring_problem: Problem, ranks: range, steps: range
+) -> tuple[np.ndarray, np.ndarray, tuple[TimedMessage, ...] | None]:
+    """(begun, busy, messages) of a window, by the stencil of the ring."""
+    ring = ring_problem.whole()
     if ring.ranks * steps.stop > REACHED:
         raise Unsupported(
-            f"{ring.ranks:,} ranks x {steps.stop:,} steps are gone through to reach the end of the window, of which at "
-            f"most {REACHED:,} are; try an earlier one"
+            f"{ring.ranks:,} ranks x {steps.stop:,} steps lie before the end of the window, and at most {REACHED:,} "
+            "are computed; try an earlier window"
         )
     state, done = Delay(ring), 0
     begun, busy = [], []
@@ -109,63 +118,63 @@ def _run(found: Problem, ranks: range, steps: range) -> tuple[np.ndarray, np.nda
             state.advance(phase, skipped)
         for step in range(done + skipped, min(done + phase.steps, steps.stop)):
             now = state.finish()
-            begun.append(_part(now, ranks))
-            busy.append(_part(np.broadcast_to(ring.busy(phase), (ring.ranks,)), ranks))
+            begun.append(_select(now, ranks))
+            busy.append(_select(np.broadcast_to(ring.busy(phase), (ring.ranks,)), ranks))
             if messages is not None:
-                messages += _messages(ring, phase, step, now, ranks)
+                messages += _list_messages(ring, phase, step, now, ranks)
             state.advance(phase, 1)
         done += phase.steps
         if done >= steps.stop:
             break
-    begun.append(_part(state.finish(), ranks))
+    begun.append(_select(state.finish(), ranks))
     return np.array(begun), np.array(busy), None if messages is None else tuple(messages)
 
 
-def _part(values: np.ndarray, ranks: range) -> np.ndarray:
+def _select(values: np.ndarray, ranks: range) -> np.ndarray:
     return np.array(values[ranks.start : ranks.stop])
 
 
-def _messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range) -> list[TimedMessage]:
-    """With one slot a message begins when both its ends have begun the step."""
-    found = []
+def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range) -> list[TimedMessage]:
+    """The messages that `ranks` send at a step; with one receive buffer, each begins when both ends begin the step."""
+    messages = []
+
+    def add(source: int, target: int, seconds: float) -> None:
+        messages.append(TimedMessage(step, source, target, float(max(now[source], now[target])), seconds))
+
     for lane in phase.lanes:
         seconds = np.broadcast_to(lane.seconds, (ring.ranks,))
         for source in ranks:
             if np.isfinite(seconds[source]):
-                target = (source + lane.sign) % ring.ranks
-                found.append(
-                    TimedMessage(step, source, target, float(max(now[source], now[target])), float(seconds[source]))
-                )
+                add(source, (source + lane.sign) % ring.ranks, float(seconds[source]))
     if phase.chords is not None:
-        chords = phase.chords
-        for source, target, seconds in zip(
-            *(x.tolist() for x in (chords.source, chords.target, chords.seconds)), strict=True
-        ):
+        columns = phase.chords.source, phase.chords.target, phase.chords.seconds
+        for source, target, lasts in zip(*(column.tolist() for column in columns), strict=True):
             if source in ranks:
-                found.append(TimedMessage(step, source, target, float(max(now[source], now[target])), seconds))
-    return found
+                add(source, target, lasts)
+    return messages
 
 
-def _stepped(rates: Rates, faults: Faults, ranks: range, steps: range, why: str) -> StepWindow:
-    """Step by step; the steps of a rank are its steps."""
+def _simulate_window(rates: Rates, faults: Faults, ranks: range, steps: range, why: str) -> StepWindow:
+    """The window by the event solver, whose steps are the steps of each rank's plan."""
 
-    def run(given: Faults) -> tuple[np.ndarray, np.ndarray]:
+    def simulate(faults: Faults) -> tuple[np.ndarray, np.ndarray]:
         begun = np.full((len(steps) + 1, len(ranks)), np.nan)
         busy = np.full((len(steps), len(ranks)), np.nan)
         last = np.zeros(len(ranks), dtype=int)
 
-        def seen(rank: int, step: int, at: float, seconds: float) -> None:
+        def note(rank: int, step: int, at: float, seconds: float) -> None:
             if rank in ranks and steps.start <= step <= steps.stop:
                 begun[step - steps.start, rank - ranks.start] = at
                 if step < steps.stop:
                     busy[step - steps.start, rank - ranks.start] = seconds
                 last[rank - ranks.start] = step
 
-        events(rates, given, why, seen=seen)
+        events(rates, faults, why, seen=note)
         for place, step in enumerate(last):
             if steps.start <= step < steps.stop:
-                busy[step - steps.start, place] = np.nan  # that is the end of the rank
+                busy[step - steps.start, place] = np.nan  # the last event of a rank is its end
         return begun, busy
 
-    begun, busy = run(faults)
-    return StepWindow("events", ranks, steps, begun, busy, begun - run(Faults())[0] if faults else 0 * begun, None)
+    begun, busy = simulate(faults)
+    late = begun - simulate(Faults())[0] if faults else 0 * begun
+    return StepWindow("events", ranks, steps, begun, busy, late, None)

@@ -39,7 +39,7 @@ from ringattn.numerics.oracle import exact_gradients, exact_row
 from ringattn.numerics.sampled import sample
 from ringattn.pattern import Pattern
 from ringattn.plan.plan import Plan
-from ringattn.plan.schedules import planner
+from ringattn.plan.schedules import make_schedule
 from ringattn.plan.work import Work
 
 PATTERNS = (
@@ -199,14 +199,14 @@ def test_arcs_are_the_arrivals_of_a_route(pattern: Pattern, layout: str) -> None
             for owner in range(ranks):
                 known = (
                     plan.demand.all_needed(rank, range(owner, owner + 1)),
-                    plan.transposed.all_needed(owner, range(rank, rank + 1)),
+                    plan.query_demand.all_needed(owner, range(rank, rank + 1)),
                 )
                 assert sees[rank, owner] or not any(known)
             for schedule in ("ring", "direct", "double_ring(4)"):
-                route = planner(schedule, plan.demand)
+                route = make_schedule(schedule, plan.demand)
                 arcs, edges = [list(arc) for arc in route.arcs(rank)], list(route.arrivals(rank))
                 assert sorted(map(repr, edges)) == sorted(repr(edge) for arc in arcs for edge in arc)
-                assert all([e.time for e in arc] == sorted((e.time for e in arc), reverse=True) for arc in arcs)
+                assert all([e.step for e in arc] == sorted((e.step for e in arc), reverse=True) for arc in arcs)
                 assert {rank, *(e.owner for e in edges)} >= set(np.flatnonzero(sees[rank]).tolist())
                 if schedule == "direct":
                     assert {e.owner for e in edges} == set(np.flatnonzero(sees[rank]).tolist()) - {rank}
@@ -214,7 +214,7 @@ def test_arcs_are_the_arrivals_of_a_route(pattern: Pattern, layout: str) -> None
 
 def test_ranks_without_rows_need_nothing() -> None:
     plan = make(ra.Full(), tokens=5, ranks=8)
-    assert not plan.demand.all_needed(1, range(0, 8)) and not plan.transposed.all_needed(1, range(0, 8))
+    assert not plan.demand.all_needed(1, range(0, 8)) and not plan.query_demand.all_needed(1, range(0, 8))
     assert make(ra.Full()).demand.all_needed(1, range(0, 8))
 
 

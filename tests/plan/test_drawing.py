@@ -6,7 +6,7 @@ import pytest
 
 import ringattn as ra
 from ringattn.errors import InvalidInput
-from ringattn.plan.drawing import LEAST, drawn_ranks
+from ringattn.plan.drawing import LEAST, choose_ranks
 from ringattn.plan.plan import Plan
 
 PATTERNS = (ra.Causal(), ra.Full(), ra.Window(700), ra.Dilated((2048, 4096), (1, 2), causal=True))
@@ -26,7 +26,7 @@ def test_a_picture_fits_its_width_and_says_what_is_left_out(pattern: ra.Pattern,
     text, drawn = "\n".join(lines), sum(line.startswith("rank ") for line in lines)
     assert f"left out: {64 - drawn} of 64 ranks" in text and 4 <= drawn <= 16
     steps = max(
-        len(plan.for_rank(rank).forward) for rank in drawn_ranks(plan.ranks, lambda rank: plan.for_rank(rank).forward)
+        len(plan.for_rank(rank).forward) for rank in choose_ranks(plan.ranks, lambda rank: plan.for_rank(rank).forward)
     )
     cells = (width - 10) // 5
     assert (f"of {steps}" in lines[-1] and " ..." in lines[0]) == (steps > cells)
@@ -36,7 +36,7 @@ def test_a_picture_fits_its_width_and_says_what_is_left_out(pattern: ra.Pattern,
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_senders_are_drawn_beside_their_receivers(pattern: ra.Pattern) -> None:
     plan = make(pattern, 64)
-    drawn = set(drawn_ranks(plan.ranks, lambda rank: plan.for_rank(rank).forward))
+    drawn = set(choose_ranks(plan.ranks, lambda rank: plan.for_rank(rank).forward))
     pairs = [(rank, hop.peer) for rank in drawn for step in plan.for_rank(rank).forward for hop in step.sends]
     together = {pair for pair in pairs if pair[1] in drawn}
     assert len({rank for pair in together for rank in pair}) >= len(drawn) - 4

@@ -17,8 +17,8 @@ from strategies import head_counts, problems, schedules
 from ringattn import Causal, Dilated, InvalidInput, Pattern, Plan, Window, make_layout, make_plan  # fmt: skip
 from ringattn.kernels import get_kernel
 from ringattn.plan.key_demand import KeyDemand
-from ringattn.plan.row_overlap import moves
-from ringattn.plan.row_sets import RowSet, cover, decode, minus, places, total
+from ringattn.plan.row_overlap import find_copies
+from ringattn.plan.row_sets import ALL_ROWS, RowSet, count_rows, subtract, to_numbers, to_ranges, union
 from ringattn.plan.steps import Part
 from ringattn.runtime.executor import Job, forward
 from ringattn.transport.virtual import Virtual
@@ -37,10 +37,10 @@ class Facts:
     def rows(self, part: Part) -> np.ndarray:
         """[K, rows]: what a part holds."""
         found = np.zeros((self.plan.kv_heads, self.plan.layout.rows(part.owner)), dtype=bool)
-        if part.cut is None:
+        if part.row_set is ALL_ROWS:
             return ~found
-        for head in part.cut.heads:
-            for run in part.cut.of(head):
+        for head in part.row_set.heads:
+            for run in part.row_set.rows_of(head):
                 assert not found[head, run.start : run.stop : run.step].any(), "rows of a cut are disjoint"
                 found[head, run.start : run.stop : run.step] = True
         return found
@@ -185,16 +185,16 @@ def test_works_on_a_cut_hold_the_pairs_of_its_rows(
     queriers = (range(first, data.draw(st.integers(rank + 1, ranks))),)
     wanted = mask[:, layout.positions(rank)][:, :, layout.positions(owner)]
     found = np.zeros_like(wanted)
-    for cut in demand.cuts(queriers, owner):
+    for cut in demand.needed_rows(queriers, owner):
         whole = RowSet(tuple(range(kv_heads)), ((range(layout.rows(owner)),),))
-        cut = whole if cut is None else cut
+        cut = whole if cut is ALL_ROWS else cut
         inside = np.zeros((heads, wanted.shape[1], cut.count), dtype=wanted.dtype)
         for work in demand.batched(rank, owner, cut):
             mark_pairs(inside, _renumbered(work, cut), kv_heads)
         for head in range(heads):
             kv = head * kv_heads // heads
             if kv in cut.index:
-                found[head][:, places(cut.of(kv))] += inside[head]
+                found[head][:, to_numbers(cut.rows_of(kv))] += inside[head]
             else:
                 assert not inside[head].any()
     assert (found == wanted).all()
@@ -210,7 +210,7 @@ numbers = st.sets(st.integers(0, 60), max_size=40)
 
 @given(numbers)
 def test_decoded_numbers_are_the_same_in_ascending_ranges(some: set[int]) -> None:
-    found = decode(np.array(sorted(some), dtype=int))
+    found = to_ranges(np.array(sorted(some), dtype=int))
     assert [i for run in found for i in run] == sorted(some)
     assert all(a[-1] < b[0] for a, b in pairwise(found))
 
@@ -235,21 +235,22 @@ def test_union_difference_and_shared_rows_of_cuts(
     def mask(cuts) -> np.ndarray:  # type: ignore[no-untyped-def]
         found = np.zeros((3, 48), dtype=int)
         for cut in cuts:
-            for head in range(3) if cut is None else cut.heads:
-                found[head, slice(None) if cut is None else places(cut.of(head))] += 1
+            for head in range(3) if cut is ALL_ROWS else cut.heads:
+                found[head, slice(None) if cut is ALL_ROWS else to_numbers(cut.rows_of(head))] += 1
         return found
 
-    a, b = cover(some, 3, 48), cover(more, 3, 48)
-    assert (mask(a) == dense(some)).all() and total(a, 3, 48) == dense(some).sum()
-    assert (mask(minus(a, [b], 3, 48)) == (dense(some) & ~dense(more))).all()
+    a, b = union(some, 3, 48), union(more, 3, 48)
+    assert (mask(a) == dense(some)).all() and count_rows(a, 3, 48) == dense(some).sum()
+    assert (mask(subtract(a, [b], 3, 48)) == (dense(some) & ~dense(more))).all()
     for x in a:
         for y in b:
             label = np.arange(3 * 48).reshape(3, 48)
             to, of = (
-                label if cut is None else np.stack([label[h, places(cut.of(h))] for h in cut.heads]) for cut in (x, y)
+                label if cut is ALL_ROWS else np.stack([label[h, to_numbers(cut.rows_of(h))] for h in cut.heads])
+                for cut in (x, y)
             )
             moved = np.full_like(to, -1)
-            for move in moves(x, y, 3, 48):
+            for move in find_copies(x, y, 3, 48):
                 moved[np.ix_(move.to_heads, np.asarray(move.to_rows))] = of[
                     np.ix_(move.from_heads, np.asarray(move.from_rows))
                 ]
@@ -302,9 +303,9 @@ def test_wrong_schedules() -> None:
         ("double_ring", "expected auto, ring"),
         ("direct(2)", "expected auto, ring"),
         ("ulysses", "expected auto, ring"),
-        ("ulysses(3)", "teams of 3 ranks do not divide 8 ranks evenly; try ulysses with 2 or 4 or 8"),
-        ("ulysses(4)", "teams of 4 ranks do not divide 6 query heads evenly"),
-        ("ulysses(2)", "teams of 2 ranks do not divide 3 key/value heads evenly"),
+        ("ulysses(3)", "groups of 3 ranks do not divide 8 ranks evenly; try ulysses with 2 or 4 or 8"),
+        ("ulysses(4)", "groups of 4 ranks do not divide 6 query heads evenly"),
+        ("ulysses(2)", "groups of 2 ranks do not divide 3 key/value heads evenly"),
         ("ulysses(2, rong)", "did you mean 'ring'"),
         ("double_rung(2)", "did you mean 'double_ring'"),
     ):

@@ -86,9 +86,9 @@ def test_edited_json_is_refused() -> None:
     edited["tokens"] = 101
     for wrong, words in (
         (json.dumps(edited), "edited"),
-        ("{}", "no plan"),
-        ("[1", "no plan"),
-        (text.replace('"format": 3', '"format": 99'), "format 99"),
+        ("{}", "not written by Plan.to_json"),
+        ("[1", "not written by Plan.to_json"),
+        (text.replace('"format": 4', '"format": 99'), "format 99"),
     ):
         with pytest.raises(InvalidInput, match=words):
             Plan.from_json(wrong)

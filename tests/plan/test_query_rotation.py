@@ -17,8 +17,8 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Plan, Window, make_plan
 from ringattn.kernels.base import wide
 from ringattn.kernels.pad import EXTRA, delta, with_delta
-from ringattn.plan.query_demand import _relocated
-from ringattn.plan.row_sets import RowSet, decode, places
+from ringattn.plan.query_demand import restrict_queries
+from ringattn.plan.row_sets import AllRows, RowSet, to_numbers, to_ranges
 from ringattn.plan.steps import Part, RankPlan
 from ringattn.plan.work import Work
 from ringattn.runtime.message_buffers import Buffer
@@ -38,10 +38,10 @@ class Asked:
 
     def rows(self, part: Part) -> np.ndarray:
         found = np.zeros((self.plan.heads, self.plan.layout.rows(part.owner)), dtype=bool)
-        if part.cut is None:
+        if isinstance(part.row_set, AllRows):
             return ~found
-        for head in part.cut.heads:
-            for run in part.cut.of(head):
+        for head in part.row_set.heads:
+            for run in part.row_set.rows_of(head):
                 assert not found[head, run.start : run.stop : run.step].any(), "rows of a cut are disjoint"
                 found[head, run.start : run.stop : run.step] = True
         return found
@@ -138,16 +138,16 @@ def test_works_on_a_cut_of_queries_hold_the_pairs_of_its_rows(
     behind = (range(first, data.draw(st.integers(rank + 1, ranks))),)
     wanted = mask[:, layout.positions(owner)][:, :, layout.positions(rank)]
     found = np.zeros_like(wanted)
-    for cut in plan.transposed.cuts(behind, owner):
-        cut = RowSet(tuple(range(heads)), ((range(layout.rows(owner)),),)) if cut is None else cut
+    for cut in plan.query_demand.needed_rows(behind, owner):
+        cut = RowSet(tuple(range(heads)), ((range(layout.rows(owner)),),)) if isinstance(cut, AllRows) else cut
         inside = np.zeros((heads, cut.count, wanted.shape[2]), dtype=wanted.dtype)
-        for work in plan.transposed.batched(rank, owner, cut):
+        for work in plan.query_demand.batched(rank, owner, cut):
             group = len(work.heads) // len(work.kv)
             for place, head in enumerate(work.heads):
                 assert cut.heads[head] * kv_heads // heads == work.kv[place // group], "heads meet their keys"
             mark_pairs(inside, work, _All())  # type: ignore[arg-type]
         for head in cut.heads:
-            found[head][places(cut.of(head))] += inside[cut.index[head]]
+            found[head][to_numbers(cut.rows_of(head))] += inside[cut.index[head]]
     assert (found == wanted).all()
 
 
@@ -165,10 +165,10 @@ def test_a_work_is_split_where_a_cut_holds_its_rows_apart(
         ]
         if not np.any(seen, axis=1).all():
             continue
-        cut = RowSet((0, 2, 3), (decode(np.array(sorted(others | set(rows)))),))
+        cut = RowSet((0, 2, 3), (to_ranges(np.array(sorted(others | set(rows)))),))
         found = np.zeros((count, stop), dtype=int)
-        index = {row: place for place, row in enumerate(places(cut.rows[0]))}
-        for part in _relocated(work, cut, {}):
+        index = {row: place for place, row in enumerate(to_numbers(cut.rows[0]))}
+        for part in restrict_queries(work, cut, {}):
             assert (part.heads, part.kv) == (range(1, 3), range(1, 3))
             inside = np.zeros((1, cut.count, stop), dtype=int)
             mark_pairs(inside, replace(part, heads=range(1)), _All())  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Pattern, Plan, Window, make_plan
-from ringattn.plan.rotation import EXACT
+from ringattn.plan.schedules.base import EXACT
 
 TOKENS = 384
 PATTERNS: dict[str, Pattern] = {
@@ -49,7 +49,7 @@ def test_auto_takes_the_way_with_fewer_bytes(name: str) -> None:
         )  # fmt: skip
         inner = auto._rotation.keys.inner
         counted = tuple((between_nodes(plan, inner), plan.bytes_sent(backward=True)) for plan in (keys, queries))
-        found = auto._rotation.bytes()
+        found = auto._rotation.count_bytes()
         assert found == counted, f"{ranks} ranks, {layout}, {schedule}: {found} is not {counted}"
         assert auto.rotates == ("queries" if counted[1] < counted[0] else "keys")
 

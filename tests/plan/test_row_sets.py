@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from ringattn.plan.row_sets import RowSet, cover, covered, minus
+from ringattn.plan.row_sets import RowSet, count_union, subtract, union
 
 
 def test_rows_of_step_one_are_counted_and_taken_away_like_sets() -> None:
-    """The interval path of `covered` and `minus`, which long blocks need, against sets; short runs included."""
+    """The interval path of `count_union` and `subtract`, which long blocks need, against sets; short runs included."""
     chance = random.Random(1)
     for _ in range(300):
         rows = chance.randrange(1, 40)
@@ -18,12 +18,15 @@ def test_rows_of_step_one_are_counted_and_taken_away_like_sets() -> None:
             return [range(*pair) for pair in ends]
 
         held, gone = some(), some()
-        union = {row for part in held for row in part}
-        assert covered(((range(1), part) for part in held), 1, rows) == len(union)
-        cuts = [cover(((range(1), part) for part in parts), 1, rows) for parts in (held, gone)]
-        left = minus(cuts[0], [cuts[1]], 1, rows)
+        members_of_both = {row for part in held for row in part}
+        assert count_union(((range(1), part) for part in held), 1, rows) == len(members_of_both)
+        cuts = [union(((range(1), part) for part in parts), 1, rows) for parts in (held, gone)]
+        left = subtract(cuts[0], [cuts[1]], 1, rows)
         members = [
-            row for cut in left for part in (cut.of(0) if isinstance(cut, RowSet) else [range(rows)]) for row in part
+            row
+            for cut in left
+            for part in (cut.rows_of(0) if isinstance(cut, RowSet) else [range(rows)])
+            for row in part
         ]
-        assert members == sorted(union - {row for part in gone for row in part})
-    assert covered([(range(1), range(0, 1 << 40)), (range(1), range(1 << 39, 1 << 41))], 1, 1 << 42) == 1 << 41
+        assert members == sorted(members_of_both - {row for part in gone for row in part})
+    assert count_union([(range(1), range(0, 1 << 40)), (range(1), range(1 << 39, 1 << 41))], 1, 1 << 42) == 1 << 41

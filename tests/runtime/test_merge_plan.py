@@ -15,7 +15,7 @@ from ringattn import Causal, Dilated, Documents, Pattern, Window, dilated_blocks
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.kernels.reference import Reference
 from ringattn.plan import work
-from ringattn.plan.work import Work, gathered, repeated
+from ringattn.plan.work import Work, join_keys, join_repetitions
 from ringattn.runtime import merge_plan
 
 
@@ -44,13 +44,13 @@ def test_a_merge_plan_copies_first_and_merges_after(
     )
     before, merge_plan.SECTION_ROWS = merge_plan.SECTION_ROWS, least
     try:
-        plan.memory.clear()
+        plan.cache.clear()
         for rank in range(ranks):
             for kernel in (AtenCpu(), Reference()):
                 check(merge_plan.make_merge_plan(plan, rank, kernel), plan, rank)
     finally:
         merge_plan.SECTION_ROWS = before
-        plan.memory.clear()
+        plan.cache.clear()
 
 
 def check(found: merge_plan.MergePlan, plan: ra.Plan, rank: int) -> None:
@@ -102,16 +102,16 @@ def test_sections_change_no_number(pattern: Pattern, dtype: torch.dtype, monkeyp
     q, k, v = make_case(128, 4, 2, dtype).leaves()
     for ranks in (1, 3):
         plan = make_plan(pattern, tokens=128, ranks=ranks, heads=4, kv_heads=2, head_dim=16, batch=2, dtype=dtype)
-        plan.memory.clear()
+        plan.cache.clear()
         many = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
         sections = {p.section for visit in merge_plan.make_merge_plan(plan, 0, AtenCpu()).visits for p in visit}
         assert len(sections) > 1 or ranks > 1
         with monkeypatch.context() as patch:
             patch.setattr(merge_plan, "SECTION_ROWS", 1 << 30)
-            plan.memory.clear()
+            plan.cache.clear()
             one = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
             assert error(many, one.double()) <= (1e-14 if dtype == torch.float64 else 1e-2)
-        plan.memory.clear()
+        plan.cache.clear()
 
 
 @pytest.mark.parametrize(
@@ -145,24 +145,24 @@ def test_runs_are_gathered_only_where_it_pays() -> None:
         return Work(range(2), range(2), q, (k,), lo, hi)
 
     rows, far = range(0, 128), range(1024, 1152)
-    (both,) = gathered([one(rows, range(128), lo=0), one(rows, far)])
+    (both,) = join_keys([one(rows, range(128), lo=0), one(rows, far)])
     assert both.k == (far, range(128)) and both.lo == -128 and both.keys == 256
     long = [one(rows, range(0, 4096)), one(rows, range(8192, 12288))]
-    assert gathered(long) == long
+    assert join_keys(long) == long
     tall = [one(range(4096), range(128)), one(range(4096), far)]
-    assert gathered(tall) == tall
+    assert join_keys(tall) == tall
     window = [one(rows, range(128), hi=5), one(rows, far)]
-    assert sorted(gathered(window), key=repr) == sorted(window, key=repr)
+    assert sorted(join_keys(window), key=repr) == sorted(window, key=repr)
 
 
 def test_repetitions_need_equal_distances() -> None:
     def at(q: int, k: int) -> Work:
         return Work(range(1), range(1), range(q, q + 4), (range(k, k + 6),))
 
-    (chain,) = repeated([at(8, 3), at(0, 1), at(4, 2)])
+    (chain,) = join_repetitions([at(8, 3), at(0, 1), at(4, 2)])
     assert (chain.repeat, chain.q_shift, chain.k_shift) == (3, 4, 1) and chain.rows == range(12)
     assert list(chain.singles()) == [at(0, 1), at(4, 2), at(8, 3)]
     assert [part.repeat for part in chain.batches(2)] == [2, 1]
-    assert len(repeated([at(0, 0), at(4, 6), at(8, 0)])) == 2  # keys do not go back
-    assert len(repeated([at(0, 0), at(2, 6)])) == 2  # query rows overlap
-    assert work.moved(range(1, 9, 2), 3) == range(4, 12, 2)
+    assert len(join_repetitions([at(0, 0), at(4, 6), at(8, 0)])) == 2  # keys do not go back
+    assert len(join_repetitions([at(0, 0), at(2, 6)])) == 2  # query rows overlap
+    assert work.shift_range(range(1, 9, 2), 3) == range(4, 12, 2)

@@ -8,7 +8,7 @@ import ringattn as ra
 from ringattn import Causal, Documents, Full, Machine, Pattern, Plan, Window, make_plan, simulate
 from ringattn.machine.presets import MACHINES
 from ringattn.timing.costs import bound_memory, memory
-from ringattn.timing.metered import within_reach
+from ringattn.timing.metered import count_lookups
 
 LENGTHS = [900, 200, 4000, 1500, 92, 700, 3000, 1992, 3000, 1000]
 SIZES = {"tokens": 1 << 14, "heads": 8, "head_dim": 64, "dtype": "bfloat16"}
@@ -110,8 +110,8 @@ def test_teams_are_compared_on_a_flat_network() -> None:
 
 def test_why_no_teams_are_compared() -> None:
     for heads, machine, words in (
-        (1, FLAT, "no size of a team divides 8 ranks, 1 query heads and 1 key/value heads"),
-        (1, NODES, "no size of a team divides 8 ranks, 1 query heads"),
+        (1, FLAT, "no size of a Ulysses group divides 8 ranks, 1 query heads and 1 key/value heads"),
+        (1, NODES, "no size of a Ulysses group divides 8 ranks, 1 query heads"),
     ):
         plan = chosen(Causal(), 8, machine, heads=heads)
         assert plan.choice is not None
@@ -120,6 +120,6 @@ def test_why_no_teams_are_compared() -> None:
 
 def test_lookups_of_plans_with_teams_are_counted() -> None:
     plan = make_plan(Causal(), tokens=4096, ranks=64, schedule="ulysses(4)", heads=4)
-    found = within_reach(plan, 3)
-    assert found is not None and found[1] > 100
-    assert within_reach(make_plan(Causal(), tokens=1 << 26, ranks=1 << 16, schedule="ulysses(4)", heads=4), 3) is None
+    lookups = count_lookups(plan, 3)
+    assert lookups is not None and lookups > 100
+    assert count_lookups(make_plan(Causal(), tokens=1 << 26, ranks=1 << 16, schedule="ulysses(4)", heads=4), 3) is None

@@ -71,7 +71,7 @@ def test_pairs_and_rows_of_every_clock_are_those_of_the_plan(one: Counted) -> No
             for index, way in enumerate(one.ways):
                 owner = (rank - way.sign * step) % one.band.ranks
                 there = [(owner + way.sign * d) % one.band.ranks for d in range(step + 1, way.limit + 1)]
-                rows = demand.size(tuple(range(r, r + 1) for r in there), owner) // demand.block_heads
+                rows = demand.count_needed(tuple(range(r, r + 1) for r in there), owner) // demand.block_heads
                 assert counts[2 + index, rank] == rows * one.course.cargo[0].row_bytes
 
 

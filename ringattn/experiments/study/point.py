@@ -141,7 +141,7 @@ def evaluate(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
         "dtype": plan.dtype,
         "batch": plan.batch,
         "machine": config.machine.spec,
-        "pairs": plan.memory.answer("pairs", plan.pairs),
+        "pairs": plan.cache.answer("study.pairs", plan.pairs),
     }
     try:
         options = simulate_options(config)

@@ -1,4 +1,4 @@
-"""Schedules: from who needs what, the steps of one rank. One schedule per file."""
+"""Schedules by name: a schedule makes the steps of one rank from a demand. One schedule per file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...registry import Registry
 from ..block_demand import BlockDemand
 from .base import Schedule
 
-#: Schedules without teams. Each is made of a `Wanted`, and of a number where its class says `numbered`.
+#: Schedules without Ulysses groups. Each is made of a `BlockDemand`, and of a number where its class says `numbered`.
 SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
     "schedules",
     {
@@ -20,22 +20,22 @@ SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
         "double_ring": "plan.schedules.double_ring:DoubleRingSchedule",
     },
 )
-TEAMS = re.compile(r"\s*ulysses\s*\(\s*(?:size\s*=\s*)?(\d+)\s*(?:,\s*(.+?)\s*)?\)\s*")
+ULYSSES = re.compile(r"\s*ulysses\s*\(\s*(?:size\s*=\s*)?(\d+)\s*(?:,\s*(.+?)\s*)?\)\s*")
 
 
 def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int = 0) -> str:
-    """The schedule that `name` asks for, in its plain spelling; checked against what is known of the problem.
+    """The schedule that `name` asks for, in its plain spelling; "auto" stays. Raises InvalidInput.
 
-    "auto" stays: `make_plan` chooses.
+    `ranks`, `heads` and `kv_heads` are checked where they are known (not None, not 0).
     """
     if name.strip() == "auto":
         return "auto"
     size, rest = split_ulysses(name)
-    if TEAMS.fullmatch(name):
+    if ULYSSES.fullmatch(name):
         between = "ring" if rest == "auto" else resolve(rest)
-        _check_teams(name, size, ranks, heads, kv_heads)
+        _check_ulysses(name, size, ranks, heads, kv_heads)
         between = resolve(between, None if ranks is None else ranks // size)
-        return between if size == 1 else f"ulysses({size}, {between})"  # a team of one has nobody to exchange with
+        return between if size == 1 else f"ulysses({size}, {between})"  # a group of one rank exchanges nothing
     kind, number = _parse(name)
     if number is None:
         return kind
@@ -50,52 +50,55 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
 
 
 def split_ulysses(name: str) -> tuple[int, str]:
-    """The ranks of a team that exchange heads, 1 without teams, and the schedule between the teams."""
-    match = TEAMS.fullmatch(name)
+    """(ranks of a Ulysses group, the schedule between the groups); (1, name) of a schedule without groups."""
+    match = ULYSSES.fullmatch(name)
     return (int(match[1]), match[2] or "ring") if match else (1, name)
 
 
-def planner(name: str, wanted: BlockDemand) -> Schedule:
-    """What plans ranks by a resolved schedule without teams, for blocks of keys or of queries."""
+def make_schedule(name: str, demand: BlockDemand) -> Schedule:
+    """The schedule of a resolved name without Ulysses groups, for the blocks that `demand` describes."""
     kind, number = _parse(name)
     make = SCHEDULES[kind]
-    return make(wanted) if number is None else make(wanted, number)
+    return make(demand) if number is None else make(demand, number)
 
 
-def _check_teams(name: str, size: int, ranks: int | None, heads: int, kv_heads: int) -> None:
+def list_spellings() -> list[str]:
+    """How a schedule may be written."""
+    alone = [f"{kind}(inner)" if _numbered(kind) else kind for kind in SCHEDULES]
+    return ["auto", *alone, "ulysses(size)", "ulysses(size, another)"]
+
+
+def _check_ulysses(name: str, size: int, ranks: int | None, heads: int, kv_heads: int) -> None:
+    """Raise InvalidInput where groups of `size` ranks do not divide the ranks or the heads."""
     for what, number in (("ranks", ranks), ("query heads", heads), ("key/value heads", kv_heads)):
         if number == 1 and size > 1:
             what = what.removesuffix("s")
             raise InvalidInput(
-                f"schedule {name!r}: teams of {size} ranks exchange tokens for heads, and here is only one {what}; try ring, "
-                f"or more {what}s"
+                f"schedule {name!r}: Ulysses groups of {size} ranks exchange tokens for heads, and there is only one "
+                f"{what}; try ring, or more {what}s"
             )
         if size < 1 or (number and number % size):
             raise InvalidInput(
-                f"schedule {name!r}: teams of {size} ranks do not divide {number} {what} evenly; try ulysses with "
-                f"{_divisors(number or 1)}, or ring"
+                f"schedule {name!r}: Ulysses groups of {size} ranks do not divide {number} {what} evenly; try ulysses "
+                f"with {_divisors(number or 1)}, or ring"
             )
 
 
 def _divisors(number: int) -> str:
-    found = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0][:6] or ["1"]
-    return " or ".join(found)
+    """The first divisors of a number above 1, as words."""
+    divisors = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0][:6] or ["1"]
+    return " or ".join(divisors)
 
 
 def _parse(name: str) -> tuple[str, int | None]:
+    """The name of a schedule without groups, and the number after it. Raises InvalidInput."""
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:inner\s*=\s*)?(\d+)\s*\))?\s*", name)
     kind = match[1] if match else name
     if match is None or kind not in SCHEDULES or _numbered(kind) != bool(match[2]):
         hint = did_you_mean(kind, [*SCHEDULES, "ulysses", "auto"]) if kind not in (*SCHEDULES, "ulysses") else ""
-        raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(forms())}")
+        raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(list_spellings())}")
     return kind, int(match[2]) if match[2] else None
 
 
 def _numbered(kind: str) -> bool:
     return bool(getattr(SCHEDULES[kind], "numbered", False))
-
-
-def forms() -> list[str]:
-    """How a schedule may be written."""
-    alone = [f"{kind}(inner)" if _numbered(kind) else kind for kind in SCHEDULES]
-    return ["auto", *alone, "ulysses(size)", "ulysses(size, another)"]

@@ -1,47 +1,61 @@
-"""All-gather: everyone gets every block at once, needed or not. The baseline that other libraries recommend."""
+"""All-gather: every rank gets every block at once, needed or not. The baseline that other libraries recommend."""
 
 from __future__ import annotations
 
 from ..steps import Hop, Kind, Part, Step
-from .base import Schedule
+from .base import EXACT, Schedule, representatives
 
 
 class AllGatherSchedule(Schedule):
-    """No route: whole blocks go to everybody at once."""
+    """Whole blocks go from every rank to every other rank at once."""
 
-    def held(self, rank: int) -> tuple[Part, ...]:
-        """Nothing is kept after the forward."""
+    def kept_parts(self, rank: int) -> tuple[Part, ...]:
+        """No parts: the backward gathers the keys again."""
         return ()
 
     def forward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward: its own visit under the gather, then all others."""
+        """The steps of a rank's forward: its own visit during the gather, then all other visits."""
         return self._gather(rank, ("kv",))
 
     def backward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward in which everyone gets all keys again; gradients go straight home."""
-        return self._home(rank, self.forward(rank), "grad")
+        """The steps of a rank's backward that gathers all keys again; gradients go straight to the owners."""
+        return self._send_home(rank, self.forward(rank), "grad")
 
-    def queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward in which everyone gets all queries. The demand is one of blocks of those."""
-        return self._home(rank, self._gather(rank, ("row", "q")), "dq")
+    def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward that gathers all queries; `demand` is a `QueryDemand`."""
+        return self._send_home(rank, self._gather(rank, ("row", "q")), "dq")
+
+    def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
+        """Bytes of the gather, and of the gradients that each visiting rank sends to the owner of a block."""
+        demand, ranks = self.demand, self.demand.layout.ranks
+        sampled = min(ranks - 1, EXACT)
+        sent = 0
+        for owner in representatives(demand):
+            rows = demand.block_heads * demand.layout.rows(owner)
+            # Keys and queries have the same visits, so that a few of many ranks tell which of them sends less.
+            others = (owner + 1 + i * (ranks - 1) // sampled for i in range(sampled))
+            visitors = sum(demand.visits(other % ranks, owner) for other in others) * (ranks - 1) // sampled
+            sent += rows * ((ranks - 1) * block + visitors * sums)
+        return sent, sent
 
     def _gather(self, rank: int, kinds: tuple[Kind, ...]) -> tuple[Step, ...]:
+        """A step that gathers parts of these kinds, and a step of the visits to gathered parts of the last kind."""
         layout, visited = self.demand.layout, kinds[-1]
 
-        def parts(owner: int) -> tuple[Part, ...]:
+        def parts_of(owner: int) -> tuple[Part, ...]:
             return tuple(Part(kind, owner) for kind in kinds)
 
         filled = [other for other in self._others(rank) if layout.rows(other)]
         gather = Step(
-            sends=tuple(Hop(peer, 0, parts(rank), 0) for peer in self._others(rank)) if layout.rows(rank) else (),
-            recvs=tuple(Hop(peer, 0, parts(peer), 0) for peer in filled),
+            sends=tuple(Hop(peer, 0, parts_of(rank), 0) for peer in self._others(rank)) if layout.rows(rank) else (),
+            recvs=tuple(Hop(peer, 0, parts_of(peer), 0) for peer in filled),
             visits=(Part(visited, rank),) if self.demand.visits(rank, rank) else (),
         )
         visit = Step(visits=tuple(Part(visited, other) for other in filled if self.demand.visits(rank, other)))
         return tuple(step for step in (gather, visit) if step)
 
-    def _home(self, rank: int, steps: tuple[Step, ...], kind: Kind) -> tuple[Step, ...]:
-        """The steps, and after them one in which what was gathered goes to the owners."""
+    def _send_home(self, rank: int, steps: tuple[Step, ...], kind: Kind) -> tuple[Step, ...]:
+        """The steps, and a last step in which the sums of the gathered blocks go to their owners."""
         others, last = self._others(rank), len(steps)
         home = Step(
             sends=tuple(

@@ -2,53 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
+from .base import EXACT
 from .relay import runs, search
-from .route import Edge, Route
+from .route import LATEST, Edge, MovedRows, Route
 
 
 class DirectSchedule(Route):
-    """A star around every owner: the edge to the rank at distance d up the ring has time d."""
+    """A star around every owner: the edge to the rank at distance d up the ring has step d."""
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
-        return self._from(rank, 1, self.demand.layout.ranks - 1)
+        return self._edges_to(rank, 1, self.demand.layout.ranks - 1)
 
-    def at(self, rank: int, time: int) -> tuple[Edge, ...]:
+    def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
         ranks = self.demand.layout.ranks
-        return (_edge((rank - time) % ranks, time, ranks),) if time < ranks else ()
+        return (_edge((rank - step) % ranks, step, ranks),) if step < ranks else ()
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
-        return self._from(rank, rank + 1, self.demand.layout.ranks - 1), self._from(rank, 1, rank)
+        return self._edges_to(rank, rank + 1, self.demand.layout.ranks - 1), self._edges_to(rank, 1, rank)
 
-    def _from(self, rank: int, near: int, far: int) -> Iterator[Edge]:
+    def _edges_to(self, rank: int, near: int, far: int) -> Iterator[Edge]:
         """The edges to `rank` from the owners far .. near places before it."""
         ranks = self.demand.layout.ranks
         here = range(rank, rank + 1)
 
-        def needed(near: int, far: int) -> bool:
+        def some_needed(near: int, far: int) -> bool:
             return any(self.demand.needs(here, owners) for owners in runs(rank - far, far - near + 1, ranks))
 
-        return (_edge((rank - d) % ranks, d, ranks) for d in search(needed, near, far))
+        return (_edge((rank - d) % ranks, d, ranks) for d in search(some_needed, near, far))
 
-    def first(self, owner: int) -> tuple[Edge, ...]:
-        return tuple(self.leaving(owner))[::-1]
+    def first_edges(self, owner: int) -> tuple[Edge, ...]:
+        return tuple(self._edges_from(owner))[::-1]
 
-    def leaving(self, owner: int) -> Iterator[Edge]:
+    def _edges_from(self, owner: int) -> Iterator[Edge]:
         """The edges on which the block of `owner` leaves it, the latest first."""
         ranks = self.demand.layout.ranks
         here = range(owner, owner + 1)
 
-        def wanted(near: int, far: int) -> bool:
+        def some_need(near: int, far: int) -> bool:
             return any(self.demand.needs(queriers, here) for queriers in runs(owner + near, far - near + 1, ranks))
 
-        return (_edge(owner, d, ranks) for d in search(wanted, 1, ranks - 1))
+        return (_edge(owner, d, ranks) for d in search(some_need, 1, ranks - 1))
 
-    def onward(self, edge: Edge) -> tuple[Edge, ...]:
+    def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
         return ()
 
-    def behind(self, edge: Edge) -> tuple[range, ...]:
+    def served(self, edge: Edge) -> tuple[range, ...]:
         return (range(edge.target, edge.target + 1),)
+
+    def count_moved(self, owners: Sequence[int]) -> MovedRows:
+        return MovedRows(sum(map(self._count_sent, owners)))
+
+    def _count_sent(self, owner: int) -> int:
+        """The number of rows of all heads that an owner sends.
+
+        Where more than LATEST of more than EXACT ranks need rows, LATEST evenly spaced ranks stand for all.
+        """
+        demand, ranks = self.demand, self.demand.layout.ranks
+        edges = list(islice(self._edges_from(owner), LATEST + 1 if ranks > EXACT else None))
+        if ranks <= EXACT or len(edges) <= LATEST:
+            return sum(demand.count_needed(self.served(edge), owner) for edge in edges)
+        others = [(owner + 1 + (ranks - 1) * i // LATEST) % ranks for i in range(LATEST)]
+        return sum(demand.count_needed((range(r, r + 1),), owner) for r in others) * (ranks - 1) // LATEST
 
 
 def _edge(owner: int, distance: int, ranks: int) -> Edge:

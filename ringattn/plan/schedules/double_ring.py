@@ -1,7 +1,7 @@
 """The double ring: rings inside nodes of `inner` ranks, and one ring of nodes between ranks of equal place.
 
 A block goes from node to node on the outer ring, and around the inner ring of every node. The outer message is posted
-when an inner cycle begins, and may take as long as the cycle.
+when a cycle of the inner ring begins, and is in flight for the whole cycle.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..block_demand import BlockDemand
-from .relay import runs
+from .base import EXACT, representatives
+from .relay import Way, rows_along, runs
 from .route import Edge, Route
 
 
 class DoubleRingSchedule(Route):
     """At step t * inner + j a rank computes with a block of the node t before its own, j places before its own."""
 
-    lanes = 2
+    rings = 2
     numbered = True
 
     def __init__(self, demand: BlockDemand, inner: int) -> None:
@@ -27,45 +28,62 @@ class DoubleRingSchedule(Route):
         node, place = divmod(rank, self.inner)
         for t in reversed(range(self.nodes)):
             home = (node - t) % self.nodes
-            around = runs(node * self.inner, (self.nodes - t) * self.inner, self.demand.layout.ranks)
+            receivers = runs(node * self.inner, (self.nodes - t) * self.inner, self.demand.layout.ranks)
             owners = range(home * self.inner, (home + 1) * self.inner)
-            if not any(self.demand.needs(run, owners) for run in around):
+            if not any(self.demand.needs(run, owners) for run in receivers):
                 continue
             for j in reversed(range(self.inner)):
                 if t or j:
-                    yield from self._made(home * self.inner + (place - j) % self.inner, t, j)
+                    yield from self._edge(home * self.inner + (place - j) % self.inner, t, j)
 
-    def at(self, rank: int, time: int) -> tuple[Edge, ...]:
-        (node, place), (t, j) = divmod(rank, self.inner), divmod(time, self.inner)
-        return self._made((node - t) % self.nodes * self.inner + (place - j) % self.inner, t, j)
+    def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
+        (node, place), (t, j) = divmod(rank, self.inner), divmod(step, self.inner)
+        return self._edge((node - t) % self.nodes * self.inner + (place - j) % self.inner, t, j)
 
-    def first(self, owner: int) -> tuple[Edge, ...]:
-        return (*self._made(owner, 0, 1), *self._made(owner, 1, 0))
+    def first_edges(self, owner: int) -> tuple[Edge, ...]:
+        return (*self._edge(owner, 0, 1), *self._edge(owner, 1, 0))
 
-    def onward(self, edge: Edge) -> tuple[Edge, ...]:
-        t, j = divmod(edge.time, self.inner)
-        # The inner ring first: what it brings back in the backward need not come over the outer one.
-        return (*self._made(edge.owner, t, j + 1), *(self._made(edge.owner, t + 1, 0) if j == 0 else ()))
+    def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
+        t, j = divmod(edge.step, self.inner)
+        # The inner ring first: what it returns in the backward need not come over the outer ring.
+        return (*self._edge(edge.owner, t, j + 1), *(self._edge(edge.owner, t + 1, 0) if j == 0 else ()))
 
-    def behind(self, edge: Edge) -> tuple[range, ...]:
+    def served(self, edge: Edge) -> tuple[range, ...]:
         node, place = divmod(edge.target, self.inner)
-        t, j = divmod(edge.time, self.inner)
+        t, j = divmod(edge.step, self.inner)
         if j == 0:
             return runs(node * self.inner, (self.nodes - t) * self.inner, self.demand.layout.ranks)
-        around = runs(place, self.inner - j, self.inner)
-        return tuple(range(run.start + node * self.inner, run.stop + node * self.inner) for run in around)
+        places = runs(place, self.inner - j, self.inner)
+        return tuple(range(run.start + node * self.inner, run.stop + node * self.inner) for run in places)
 
-    def _made(self, owner: int, t: int, j: int) -> tuple[Edge, ...]:
-        """The edge by which the block of `owner` gets to its step (t, j), or none where nobody behind it needs it."""
+    def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
+        """As in `Schedule`; of more than EXACT ranks, an estimate from the rows that a ring of whole nodes carries.
+
+        The searches along the ring of nodes skip rows that no rank needs, while the steps of a single rank may hold the
+        rows of all ranks.
+        """
+        if self.demand.layout.ranks <= EXACT:
+            return super().count_backward_bytes(block, sums, queries=queries)
+        demand = self.demand.on_layout(self.demand.layout.grouped(self.inner))
+        way = Way(+1, demand.layout.ranks - 1)
+        sent = 0
+        for owner in representatives(demand):
+            rows = rows_along(demand, owner, way)
+            kept = 0 if queries else min(rows, demand.block_heads * demand.layout.rows(owner))
+            sent += rows * (block + sums) - kept * block
+        return sent, sent
+
+    def _edge(self, owner: int, t: int, j: int) -> tuple[Edge, ...]:
+        """The edge by which the block of `owner` gets to its step (t, j); () where no rank that it serves needs it."""
         if t >= self.nodes or j >= self.inner:
             return ()
         home, place = divmod(owner, self.inner)
 
-        def at(t: int, j: int) -> int:
+        def rank_at(t: int, j: int) -> int:
             return (home + t) % self.nodes * self.inner + (place + j) % self.inner
 
-        time = t * self.inner + j
-        source, post = (at(t, j - 1), time - 1) if j else (at(t - 1, 0), time - self.inner)
-        edge = Edge(owner, source, at(t, j), post, time, lane=int(j == 0))
-        needed = any(self.demand.needs(run, range(owner, owner + 1)) for run in self.behind(edge))
+        step = t * self.inner + j
+        source, post = (rank_at(t, j - 1), step - 1) if j else (rank_at(t - 1, 0), step - self.inner)
+        edge = Edge(owner, source, rank_at(t, j), post, step, ring=int(j == 0))
+        needed = any(self.demand.needs(run, range(owner, owner + 1)) for run in self.served(edge))
         return (edge,) if needed else ()

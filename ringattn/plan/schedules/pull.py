@@ -1,4 +1,4 @@
-"""Pull: `direct` for ranks that run one at a time, and find all blocks where each of them can reach for itself."""
+"""Pull: `direct` for ranks that run one at a time, and read all blocks from a storage that each of them can reach."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .route import Edge
 
 
 class PullSchedule(DirectSchedule):
-    """A rank takes the rows that it needs and brings back their gradients; it serves nobody, and keeps nothing.
+    """A rank fetches the rows that it needs and stores their gradients; it serves no other rank, and keeps no parts.
 
-    Its visits are those of `direct`, in the same order. No name stands for it: ranks that wait for each other need
-    both ends of a hop.
+    The visits are the visits of `direct`, in the same order. `SCHEDULES` has no name for this schedule: ranks that run
+    together need both ends of each message.
     """
 
-    def departing(self, rank: int) -> list[Edge]:
+    def departures(self, rank: int) -> list[Edge]:
         return []
 
-    def stops(self, owner: int) -> Iterator[Edge]:
+    def last_edges(self, owner: int) -> Iterator[Edge]:
         return iter(())
 
-    def kept(self, rank: int) -> dict[Edge, RowSets]:
+    def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
         return {}
 
     def steps(self, rank: int) -> RankPlan:
-        """The steps of a rank; keys rotate."""
+        """The steps of a rank; in the backward keys travel."""
         return RankPlan(rank, self.forward(rank), self.backward(rank))

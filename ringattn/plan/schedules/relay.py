@@ -1,4 +1,4 @@
-"""How far each block travels around the ring, and which blocks pass a rank: searches that skip what nobody needs."""
+"""How far each block travels around the ring, and which blocks pass a rank: searches that skip what no rank needs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..block_demand import BlockDemand, remembered
+from ...cache import cached
+from ..block_demand import BlockDemand
 
-#: The direction is chosen from all blocks of up to EXACT ranks, from fewer the more there are above, LEAST at least.
-EXACT, LEAST = 32, 2
-#: Up to so many ranks what each of them needs of the sampled blocks is listed, in tables of at most so many cells. Up to
-#: WHOLE ranks it is listed of all blocks.
-LISTED, CELLS, WHOLE = 512, 1 << 18, 64
-#: Sums of at most so many rows are exact in fp64.
-SUMMED = 1 << 53
+#: The direction is chosen from all blocks of up to ALL_BLOCKS ranks. Of more ranks, about ALL_BLOCKS**2 / ranks blocks
+#: stand for all, at least FEWEST_BLOCKS.
+ALL_BLOCKS, FEWEST_BLOCKS = 32, 2
+#: Up to TABLE_RANKS ranks, a table of at most TABLE_CELLS cells lists what each rank needs of the sampled blocks; up to
+#: TABLE_ALL ranks, of all blocks.
+TABLE_RANKS, TABLE_CELLS, TABLE_ALL = 512, 1 << 18, 64
+#: Sums of at most this many rows are exact in fp64.
+EXACT_ROWS = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
     return (range(start, start + length),) if length > 0 else ()
 
 
-def beyond(demand: BlockDemand, owner: int, way: Way, distance: int) -> tuple[range, ...]:
-    """The ranks on a way of the block of `owner`, from `distance` to its limit."""
+def ranks_beyond(demand: BlockDemand, owner: int, way: Way, distance: int) -> tuple[range, ...]:
+    """The ranks on a way of the block of `owner`, from `distance` to the limit of the way, as runs."""
     length = way.limit - distance + 1
     start = owner + distance if way.sign > 0 else owner - way.limit
     return runs(start, length, demand.layout.ranks)
@@ -44,8 +46,11 @@ def beyond(demand: BlockDemand, owner: int, way: Way, distance: int) -> tuple[ra
 def search(
     some: Callable[[int, int], bool], near: int, far: int, every: Callable[[int, int], bool] | None = None
 ) -> Iterator[int]:
-    """The distances far .. near at which there is something, by halving the parts in which there is; but for those in
-    which there is something `every`where, as far as that is known."""
+    """The distances far .. near that hold something, descending, found by halving.
+
+    `some(near, far)` says whether some distance of a part holds something. `every(near, far)` is a cheap sufficient
+    test that every distance of the part does.
+    """
     if near > far or not some(near, far):
         return
     if near == far or (every is not None and every(near, far)):
@@ -56,19 +61,19 @@ def search(
     yield from search(some, near, middle, every)
 
 
-def _needed(demand: BlockDemand, way: Way, first: int, queriers: int, owner: int, owners: int) -> bool:
-    """Whether ranks first, first + sign, .. (`queriers` of them) need blocks owner, owner - sign, .. (`owners`)."""
-    ranks = demand.layout.ranks
+def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, owners: int) -> bool:
+    """Whether some of `ranks` ranks first, first + sign, .. needs some of `owners` blocks owner, owner - sign, .."""
+    size = demand.layout.ranks
     if way.sign > 0:
         owner -= owners - 1
     else:
-        first -= queriers - 1
-    return any(demand.needs(q, k) for q in runs(first, queriers, ranks) for k in runs(owner, owners, ranks))
+        first -= ranks - 1
+    return any(demand.needs(q, k) for q in runs(first, ranks, size) for k in runs(owner, owners, size))
 
 
-@remembered
+@cached
 def reach(demand: BlockDemand, owner: int, way: Way) -> int:
-    """Hops that the block of `owner` makes: the distance of the farthest rank on this way that needs it."""
+    """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block."""
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
         return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
@@ -89,17 +94,17 @@ def reach(demand: BlockDemand, owner: int, way: Way) -> int:
     return low
 
 
-def halves(rank: int, ranks: int, way: Way) -> tuple[range, range]:
-    """The distances of a way, descending, before and after the owners rank - sign * distance pass rank 0."""
+def halve_way(rank: int, ranks: int, way: Way) -> tuple[range, range]:
+    """The distances of a way, descending, split where the owners rank - sign * distance pass rank 0."""
     before = min(rank if way.sign > 0 else ranks - 1 - rank, way.limit)
     return range(way.limit, before, -1), range(before, 0, -1)
 
 
 def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = None) -> Iterator[int]:
-    """Distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` where given.
+    """The distances d, descending, at which the block of rank - sign * d arrives at `rank`; of `distances` if given.
 
-    A block arrives where this rank or one farther on its way needs it. The distances are halved until a
-    part is seen to hold no need, so that a local pattern is planned without looking at every rank.
+    A block arrives where this rank, or a rank farther on its way, needs the block. The search halves the distances, and
+    skips a part as soon as it is known to hold no need: so a local pattern is planned without looking at every rank.
     """
 
     def arrives(near: int, far: int) -> bool:
@@ -115,33 +120,33 @@ def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = 
 
 
 def sampled(ranks: int) -> list[int]:
-    """Ranks that stand for all: all of up to EXACT, evenly spaced ones above."""
-    count = min(ranks, max(LEAST, EXACT**2 // ranks))
+    """Ranks whose blocks stand for all blocks: all of up to ALL_BLOCKS ranks, of more ranks evenly spaced ones."""
+    count = min(ranks, max(FEWEST_BLOCKS, ALL_BLOCKS**2 // ranks))
     return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
 
 
-@remembered
-def sizes(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
-    """(distance, rows) along a way of the block of `owner`: so many rows, of all heads, go up to this distance.
+@cached
+def row_counts(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
+    """(distance, rows) pairs along a way of the block of `owner`: how many rows of all heads go up to each distance.
 
-    What is needed beyond a distance only shrinks with it, so that equal sizes are the same rows, and distances between
-    them need not be looked at.
+    The rows that are needed beyond a distance only shrink as the distance grows. So equal counts are the same rows, and
+    the distances between them are not looked at.
     """
 
     def size(distance: int) -> int:
-        return demand.size(beyond(demand, owner, way, distance), owner)
+        return demand.count_needed(ranks_beyond(demand, owner, way, distance), owner)
 
     def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Where the size at `low` .. `high` is about to change."""
+        """The last (distance, rows) of each count between `low` and `high`, whose counts are `first` and `last`."""
         if first == last:
             return
         if high - low == 1:
             yield low, first
             return
         middle = (low + high) // 2
-        at = size(middle)
-        yield from changes(low, middle, first, at)
-        yield from changes(middle, high, at, last)
+        rows = size(middle)
+        yield from changes(low, middle, first, rows)
+        yield from changes(middle, high, rows, last)
 
     last = reach(demand, owner, way)
     if not last:
@@ -151,128 +156,136 @@ def sizes(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, int], .
 
 
 @dataclass(frozen=True)
-class Ends:
-    """What every rank needs of runs of rows that `blocks` own: the first rows of a run, the last ones, or both.
+class EndTable:
+    """What every rank needs of the runs of rows of some blocks: the first rows of a run, its last rows, or both.
 
-    A rank whose rows are left of a run needs rows from its start, one to the right rows up to its end.
+    A rank whose rows lie left of a run needs rows from the start of the run, a rank to the right rows up to its end.
     """
 
+    #: The owners of the blocks.
     blocks: list[int]
-    #: Where in `blocks` the owner of each run stands, and how many rows the run has: int64 [runs].
-    owner: np.ndarray
+    #: For each run, the index in `blocks` of its owner, and its number of rows: int64 [runs].
+    block_index: np.ndarray
     length: np.ndarray
     #: How many of the first and of the last rows of a run a rank needs: int64 [runs, ranks].
     first: np.ndarray
     last: np.ndarray
 
-    def carried(self, way: Way) -> np.ndarray:
-        """Rows of one head that each block sends on its hop of each distance, the farthest first: int64 [blocks, hops]."""
+    def count_carried(self, way: Way) -> np.ndarray:
+        """Rows of one head that each block sends on each hop, the farthest hop first: int64 [blocks, hops]."""
         ranks = self.first.shape[1]
-        away = np.arange(way.limit, 0, -1)  # the farthest first: a hop carries what this rank or one beyond it needs
-        passed = (np.array(self.blocks)[self.owner][:, None] + way.sign * away) % ranks
+        distances = np.arange(
+            way.limit, 0, -1
+        )  # the farthest first: a hop carries what its target or a rank beyond needs
+        passed = (np.array(self.blocks)[self.block_index][:, None] + way.sign * distances) % ranks
         first, last = (
             np.maximum.accumulate(np.take_along_axis(needed, passed, 1), 1) for needed in (self.first, self.last)
         )
-        found = np.zeros((len(self.blocks), way.limit), dtype=np.int64)
-        np.add.at(found, self.owner, np.minimum(first + last, self.length[:, None]))
-        return found
+        carried = np.zeros((len(self.blocks), way.limit), dtype=np.int64)
+        np.add.at(carried, self.block_index, np.minimum(first + last, self.length[:, None]))
+        return carried
 
-    def kept(self, way: Way, rows: np.ndarray) -> int:
-        """Rows of one head that all ranks together keep of what ends with them on a way, see `Route.kept`.
+    def count_kept(self, way: Way, rows: np.ndarray) -> int:
+        """Rows of one head that all ranks together keep of the rows that stop there on a way, see `Route.kept_rows`.
 
-        `rows` are those of the block of each rank, int64 [ranks]. All ranks must be among `blocks`.
+        `rows` has the rows of the block of each rank, int64 [ranks]. `blocks` must have all ranks.
         """
         ranks = len(rows)
-        carried = self.carried(way)
-        ends = np.diff(carried, axis=1, prepend=0)  # of what arrives at a distance, what goes no further
-        room, found = rows.copy(), 0
+        stopping = np.diff(
+            self.count_carried(way), axis=1, prepend=0
+        )  # rows that arrive at a distance and go no further
+        room, kept = rows.copy(), 0
         for place, distance in enumerate(range(way.limit, 0, -1)):
-            size = np.where(room > 0, ends[(np.arange(ranks) - way.sign * distance) % ranks, place], 0)
-            found += int(size[(size <= room) | (room == rows)].sum())
+            size = np.where(room > 0, stopping[(np.arange(ranks) - way.sign * distance) % ranks, place], 0)
+            kept += int(size[(size <= room) | (room == rows)].sum())
             room -= size
-        return found
+        return kept
 
 
-@remembered
-def _ends(demand: BlockDemand) -> Ends | None:
-    """What ranks need of all blocks, or of those of the `sampled` ranks; None where it is not runs, or ranks are too many to list."""
+@cached
+def _end_table(demand: BlockDemand) -> EndTable | None:
+    """What ranks need of all blocks, or of the blocks of the `sampled` ranks.
+
+    None where ranks do not need runs of rows, or where the table would be too large.
+    """
     layout = demand.layout
-    if layout.ranks > LISTED or layout.tokens * layout.ranks > SUMMED:
+    if layout.ranks > TABLE_RANKS or layout.tokens * layout.ranks > EXACT_ROWS:
         return None
     shards = [layout.shard(rank) for rank in range(layout.ranks)]
-    blocks = list(range(layout.ranks)) if layout.ranks <= WHOLE else sampled(layout.ranks)
+    blocks = list(range(layout.ranks)) if layout.ranks <= TABLE_ALL else sampled(layout.ranks)
     most = max(map(len, shards))
-    mine = [(place, run) for place, rank in enumerate(blocks) for run in shards[rank]]
-    if not mine or len(mine) * layout.ranks * most > CELLS or any(run.step != 1 for shard in shards for run in shard):
+    block_runs = [(index, run) for index, rank in enumerate(blocks) for run in shards[rank]]
+    cells = len(block_runs) * layout.ranks * most
+    if not block_runs or cells > TABLE_CELLS or any(run.step != 1 for shard in shards for run in shard):
         return None
     start, stop, low, high = np.zeros((4, layout.ranks, most), dtype=np.int64)
     for rank, shard in enumerate(shards):
         for i, run in enumerate(shard):
-            needed = demand.run(run.start, run.stop - 1)
+            needed = demand.needed_run(run.start, run.stop - 1)
             if needed is None:
                 return None
             start[rank, i], stop[rank, i], low[rank, i], high[rank, i] = run.start, run.stop, needed[0], needed[1] + 1
     filled = stop > start
-    begins, ends = (np.array(side)[:, None, None] for side in ([r.start for _, r in mine], [r.stop for _, r in mine]))
+    begins = np.array([run.start for _, run in block_runs])[:, None, None]
+    ends = np.array([run.stop for _, run in block_runs])[:, None, None]
     length = ends - begins
     first = np.where(filled & (stop <= begins), np.clip(high - begins, 0, length), 0).max(2)
     last = np.where(filled & (start >= ends), np.clip(ends - low, 0, length), 0).max(2)
-    return Ends(blocks, np.array([place for place, _ in mine]), length.ravel(), first, last)
+    return EndTable(blocks, np.array([index for index, _ in block_runs]), length.ravel(), first, last)
 
 
-@remembered
-def _along(demand: BlockDemand, way: Way) -> dict[int, int]:
-    """`rows_along` by owner, of the blocks that `_ends` lists; empty where it lists none."""
-    ends = _ends(demand)
-    if ends is None:
+@cached
+def _rows_along_by_owner(demand: BlockDemand, way: Way) -> dict[int, int]:
+    """By owner, the answer of `rows_along`, for the blocks of `_end_table`; empty where there is no table."""
+    table = _end_table(demand)
+    if table is None:
         return {}
-    rows = ends.carried(way).sum(1) * demand.block_heads
-    return dict(zip(ends.blocks, rows.tolist(), strict=True))
+    rows = table.count_carried(way).sum(1) * demand.block_heads
+    return dict(zip(table.blocks, rows.tolist(), strict=True))
 
 
 def rows_along(demand: BlockDemand, owner: int, way: Way) -> int:
-    """Rows of all heads that the block of `owner` sends along a way, summed over its hops."""
-    known = _along(demand, way)
-    if owner in known:
-        return known[owner]
-    done = found = 0
-    for distance, rows in sizes(demand, owner, way):
-        found += (distance - done) * rows
-        done = distance
-    return found
+    """The number of rows of all heads that the block of `owner` sends along a way, summed over its hops."""
+    by_owner = _rows_along_by_owner(demand, way)
+    if owner in by_owner:
+        return by_owner[owner]
+    hops = moved = 0
+    for distance, rows in row_counts(demand, owner, way):
+        moved += (distance - hops) * rows
+        hops = distance
+    return moved
 
 
-def all_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
-    """`rows_along` of some blocks, summed."""
-    known = _along(demand, way)
-    return sum(known[owner] if owner in known else rows_along(demand, owner, way) for owner in owners)
+def sum_rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
+    """The sum of `rows_along` over the blocks of `owners`."""
+    by_owner = _rows_along_by_owner(demand, way)
+    return sum(by_owner[owner] if owner in by_owner else rows_along(demand, owner, way) for owner in owners)
 
 
-def kept_along(demand: BlockDemand, chosen: Sequence[Way]) -> int | None:
-    """Rows of all heads that all ranks together keep of what ends with them on these ways, see `Route.kept`; None where
-    that is not found for all ranks at once."""
-    ends, ranks = _ends(demand), demand.layout.ranks
-    if ends is None or len(ends.blocks) < ranks:
+def count_kept(demand: BlockDemand, ways: Sequence[Way]) -> int | None:
+    """The number of rows of all heads that all ranks together keep on these ways, see `Route.kept_rows`.
+
+    None where `_end_table` does not list all blocks.
+    """
+    table, ranks = _end_table(demand), demand.layout.ranks
+    if table is None or len(table.blocks) < ranks:
         return None
     rows = np.array([demand.layout.rows(rank) for rank in range(ranks)])
-    return sum(ends.kept(way, rows) for way in chosen) * demand.block_heads
+    return sum(table.count_kept(way, rows) for way in ways) * demand.block_heads
 
 
-@remembered
-def ways(demand: BlockDemand) -> tuple[Way, ...]:
-    """The direction, or both directions with the shorter arc each, in which the fewest rows travel.
-
-    Counted on all blocks up to EXACT ranks, on evenly spaced ones above.
-    """
+@cached
+def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
+    """The direction in which the fewest rows of `sampled` blocks travel, or both directions with half the ring each."""
     ranks = demand.layout.ranks
     blocks = sampled(ranks)
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
-    totals = [sum(all_along(demand, blocks, way) for way in choice) for choice in choices]
+    totals = [sum(sum_rows_along(demand, blocks, way) for way in choice) for choice in choices]
     full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
-    # On a tie a dense pattern takes one direction (two receive buffers do), a local one the shorter arcs,
-    # whose blocks are found without a look around the whole ring.
+    # On a tie a dense pattern takes one direction, which needs only two receive buffers; a local pattern takes the
+    # shorter arcs, whose blocks are found without looking at the whole ring.
     if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > full):
         return choices[totals.index(one_way)]
     return half

@@ -1,75 +1,85 @@
-"""The ring: blocks are relayed from neighbour to neighbour, as far as somebody needs them."""
+"""The ring: blocks are relayed from neighbour to neighbour, as far as some rank needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import merge
 
 from ..block_demand import BlockDemand
-from ..row_sets import WHOLE, RowSets
-from .relay import Way, beyond, halves, passing, reach, sizes, ways
-from .route import Edge, Route
+from ..row_sets import WHOLE_BLOCK, RowSets
+from .relay import Way, choose_ways, count_kept, halve_way, passing, ranks_beyond, reach, row_counts, sum_rows_along
+from .route import Edge, MovedRows, Route
 
-#: Blocks of which is remembered how far they travel whole.
+#: The schedule remembers of this many blocks how far they travel whole.
 REMEMBERED = 4096
 
 
 class RingSchedule(Route):
-    """Every block goes along each way of the ring; its edge at distance d serves the ranks from d to the way's limit."""
+    """Every block goes along each way; the edge at distance d serves the ranks from d to the limit of the way."""
 
     def __init__(self, demand: BlockDemand) -> None:
         super().__init__(demand)
-        self.ways = [way for way in ways(demand) if way.limit]
-        self.lanes = len(self.ways)
-        self._whole: dict[tuple[int, int], int] = {}
+        self.ways = [way for way in choose_ways(demand) if way.limit]
+        self.rings = len(self.ways)
+        #: By (owner, way): a distance up to which the whole block travels.
+        self._whole_until: dict[tuple[int, int], int] = {}
 
-    def cuts(self, edge: Edge) -> RowSets:
-        # What travels only shrinks: what is whole at some distance was whole before.
-        key = edge.owner, edge.lane
-        if edge.time <= self._whole.get(key, 0):
-            return WHOLE
-        found = super().cuts(edge)
-        if found == WHOLE:
-            if len(self._whole) >= REMEMBERED:
-                self._whole.pop(next(iter(self._whole)))
-            self._whole[key] = edge.time
-        return found
+    def carried(self, edge: Edge) -> RowSets:
+        # The rows that travel only shrink with the distance: a block that is whole at some distance was whole before.
+        key = edge.owner, edge.ring
+        if edge.step <= self._whole_until.get(key, 0):
+            return WHOLE_BLOCK
+        rows = super().carried(edge)
+        if rows == WHOLE_BLOCK:
+            if len(self._whole_until) >= REMEMBERED:
+                self._whole_until.pop(next(iter(self._whole_until)))
+            self._whole_until[key] = edge.step
+        return rows
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
         ranks = self.demand.layout.ranks
         return tuple(
-            self._along(rank, lane, half) for lane, way in enumerate(self.ways) for half in halves(rank, ranks, way)
+            self._edges_to(rank, ring, half)
+            for ring, way in enumerate(self.ways)
+            for half in halve_way(rank, ranks, way)
         )
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
-        return merge(*(self._along(rank, lane) for lane in range(self.lanes)), key=lambda edge: -edge.time)
+        return merge(*(self._edges_to(rank, ring) for ring in range(self.rings)), key=lambda edge: -edge.step)
 
-    def at(self, rank: int, time: int) -> tuple[Edge, ...]:
+    def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
         ranks, ways = self.demand.layout.ranks, enumerate(self.ways)
-        return tuple(self._edge((rank - w.sign * time) % ranks, lane, time) for lane, w in ways if time <= w.limit)
+        return tuple(self._edge((rank - w.sign * step) % ranks, ring, step) for ring, w in ways if step <= w.limit)
 
-    def first(self, owner: int) -> tuple[Edge, ...]:
-        return tuple(self._edge(owner, lane, 1) for lane, way in enumerate(self.ways) if reach(self.demand, owner, way))
+    def first_edges(self, owner: int) -> tuple[Edge, ...]:
+        return tuple(self._edge(owner, ring, 1) for ring, way in enumerate(self.ways) if reach(self.demand, owner, way))
 
-    def onward(self, edge: Edge) -> tuple[Edge, ...]:
-        if edge.time == reach(self.demand, edge.owner, self.ways[edge.lane]):
+    def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
+        if edge.step == reach(self.demand, edge.owner, self.ways[edge.ring]):
             return ()
-        return (self._edge(edge.owner, edge.lane, edge.time + 1),)
+        return (self._edge(edge.owner, edge.ring, edge.step + 1),)
 
-    def stops(self, owner: int) -> Iterator[Edge]:
-        for lane, way in enumerate(self.ways):
-            for distance, _ in sizes(self.demand, owner, way):
-                yield self._edge(owner, lane, distance)
+    def last_edges(self, owner: int) -> Iterator[Edge]:
+        for ring, way in enumerate(self.ways):
+            for distance, _ in row_counts(self.demand, owner, way):
+                yield self._edge(owner, ring, distance)
 
-    def behind(self, edge: Edge) -> tuple[range, ...]:
-        return beyond(self.demand, edge.owner, self.ways[edge.lane], edge.time)
+    def served(self, edge: Edge) -> tuple[range, ...]:
+        return ranks_beyond(self.demand, edge.owner, self.ways[edge.ring], edge.step)
 
-    def _along(self, rank: int, lane: int, distances: range | None = None) -> Iterator[Edge]:
-        way = self.ways[lane]
+    def count_moved(self, owners: Sequence[int]) -> MovedRows:
+        return MovedRows(sum(sum_rows_along(self.demand, owners, way) for way in self.ways))
+
+    def count_kept(self, ranks: Sequence[int]) -> tuple[int, int]:
+        rows = count_kept(self.demand, self.ways)
+        return super().count_kept(ranks) if rows is None else (rows, 0)
+
+    def _edges_to(self, rank: int, ring: int, distances: range | None = None) -> Iterator[Edge]:
+        way = self.ways[ring]
         for distance in passing(self.demand, rank, way, distances):
-            yield self._edge((rank - way.sign * distance) % self.demand.layout.ranks, lane, distance)
+            yield self._edge((rank - way.sign * distance) % self.demand.layout.ranks, ring, distance)
 
-    def _edge(self, owner: int, lane: int, distance: int) -> Edge:
-        way: Way = self.ways[lane]
+    def _edge(self, owner: int, ring: int, distance: int) -> Edge:
+        way: Way = self.ways[ring]
         source, target = ((owner + way.sign * d) % self.demand.layout.ranks for d in (distance - 1, distance))
-        return Edge(owner, source, target, distance - 1, distance, lane)
+        return Edge(owner, source, target, distance - 1, distance, ring)

@@ -1,247 +1,336 @@
-"""From the ways that blocks take to the steps of a rank, forward and backward; the same for every schedule.
+"""From the routes of blocks to the steps of a rank, forward and backward; the same for every schedule with routes.
 
-A block goes from its owner along a tree of ranks. Each edge carries the rows that somebody behind it needs, so that a
-row stops at the last rank that needs it. The backward is the forward in reverse: a row starts where it stopped, from
-what that rank kept, and goes home; the gradients gathered for it lag one step behind, in the same messages.
+A block goes from its owner along a tree of ranks. Each edge carries the rows that some rank behind it needs, so that a
+row stops at the last rank that needs it. The backward is the forward in reverse: a row starts at the rank where it
+stopped, from the rows that this rank kept, and goes home; the sums of its gradients lag one step behind, in the same
+messages.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
 
-from ..row_sets import RowSets, minus, total
-from ..steps import ORDER, Hop, Part, Step, parts
-from .base import Schedule
+from ...cache import Cache
+from ..row_sets import NO_ROWS, RowSets, count_rows, subtract
+from ..steps import ORDER, Hop, Part, Step, make_parts
+from .base import EXACT, Schedule, representatives
 
-T = TypeVar("T")
+#: Where there are more than EXACT ranks, LATEST arrivals of a rank stand for all that it keeps.
+LATEST = 64
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Rows of `owner` go from rank `source` to `target`, which computes with them at step `time`.
+    """Rows of `owner` go from rank `source` to rank `target`, which computes with them at step `step`.
 
-    The message is posted by both at step `post` < `time`, and may take until `time` - 1. A rank computes with its own
-    block at step 0. `lane` tells apart edges of a schedule that uses several directions.
+    Both post the message at step `post` < `step`, and it is in flight until the end of step `step` - 1. A rank computes
+    with its own block at step 0. `ring` numbers the rings of a schedule, such as its directions.
     """
 
     owner: int
     source: int
     target: int
     post: int
-    time: int
-    lane: int = 0
+    step: int
+    ring: int = 0
+
+
+@dataclass(frozen=True)
+class MovedRows:
+    """How many rows of all heads the routes of some blocks move, summed over their edges."""
+
+    every: int
+    #: On edges between nodes.
+    outer: int = 0
+    #: On those of the edges between nodes that do not start at the owner, without rows that an earlier sibling returns.
+    onward: int = 0
+    #: Rows that stop in another node than the node of their owner.
+    stopping: int = 0
 
 
 class Route(Schedule):
-    """The trees along which blocks go, one per owner, without the branches behind which nobody needs a row."""
+    """The trees along which blocks go, one per owner, without the branches behind which no rank needs a row."""
 
-    #: Numbers of `Edge.lane` in use.
-    lanes = 1
+    #: The number of different `Edge.ring`.
+    rings = 1
 
     @abstractmethod
     def arrivals(self, rank: int) -> Iterator[Edge]:
         """The edges to `rank`, the latest first."""
 
     @abstractmethod
-    def at(self, rank: int, time: int) -> tuple[Edge, ...]:
-        """The edges to `rank` for its step `time` > 0, those behind which nobody needs a row perhaps among them."""
+    def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
+        """The edges to `rank` for its step `step` > 0; edges that carry no rows may be among them."""
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
-        """The same edges in parts that are known without each other, each the latest first. Where a route can, the owners
-        of a part are in ascending or in descending order, so that many ranks can follow theirs in one walk."""
+        """The edges of `arrivals` in parts that can be found separately, each with the latest edge first.
+
+        Where a route can, it gives the owners of a part in ascending or in descending order, so that one walk around
+        the ranks can follow the parts of many ranks.
+        """
         return (self.arrivals(rank),)
 
     @abstractmethod
-    def first(self, owner: int) -> tuple[Edge, ...]:
+    def first_edges(self, owner: int) -> tuple[Edge, ...]:
         """The edges on which the block of `owner` leaves it."""
 
     @abstractmethod
-    def onward(self, edge: Edge) -> tuple[Edge, ...]:
+    def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
         """The edges on which the target of `edge` passes rows on."""
 
     @abstractmethod
-    def behind(self, edge: Edge) -> tuple[range, ...]:
-        """Runs of ranks that the edge serves: its target, and all behind it."""
+    def served(self, edge: Edge) -> tuple[range, ...]:
+        """Runs of ranks that the edge serves: its target, and all ranks behind it."""
 
-    def cuts(self, edge: Edge) -> RowSets:
+    def carried(self, edge: Edge) -> RowSets:
         """The rows that travel on an edge."""
-        return self.demand.cuts(self.behind(edge), edge.owner)
+        return self.demand.needed_rows(self.served(edge), edge.owner)
 
-    def ends(self, edge: Edge) -> RowSets:
+    def stopping(self, edge: Edge) -> RowSets:
         """The rows that arrive on an edge and go no further."""
-        return self._minus(edge.owner, self.cuts(edge), [self.cuts(e) for e in self.onward(edge)])
+        return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in self.next_edges(edge)])
 
-    def stops(self, owner: int) -> Iterator[Edge]:
+    def last_edges(self, owner: int) -> Iterator[Edge]:
         """The edges of the block of `owner` on which rows arrive that go no further."""
-        todo = list(self.first(owner))
+        todo = list(self.first_edges(owner))
         while todo:
             edge = todo.pop()
-            todo += self.onward(edge)
-            if self.ends(edge):
+            todo += self.next_edges(edge)
+            if self.stopping(edge) != NO_ROWS:
                 yield edge
 
-    def back(self, edge: Edge, siblings: Iterable[Edge] = ()) -> RowSets:
-        """The rows that the backward brings back on an edge: those that no sibling before it brings."""
+    def returned(self, edge: Edge, siblings: Iterable[Edge] = ()) -> RowSets:
+        """The rows that the backward returns on an edge: those that no sibling before the edge returns."""
         earlier = []
         for sibling in siblings:
             if sibling == edge:
                 break
-            earlier.append(self.cuts(sibling))
-        return self._minus(edge.owner, self.cuts(edge), earlier)
+            earlier.append(self.carried(sibling))
+        return self._subtract(edge.owner, self.carried(edge), earlier)
 
-    def kept(self, rank: int) -> dict[Edge, RowSets]:
-        """What `rank` holds on to for the backward: of the latest rows that end here as much as one block.
+    def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
+        """By edge, the rows that `rank` keeps for the backward: of the latest rows that stop there, one block at most.
 
-        What it does not keep it gets again from the owner.
+        The rows that it does not keep come again from their owner.
         """
-        return self._answer("kept", rank, self.latest)
+        key = (Route.kept_rows, type(self), self.inner, rank)
+        return self._cache.answer(key, lambda: self.find_kept_rows(rank))
 
-    def latest(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
-        """What `kept` gives, looked for in the latest `arrivals` only, where that is given."""
-        found: dict[Edge, RowSets] = {}
-        left: dict[int, int] = {}
+    def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
+        """The answer of `kept_rows`, from the latest `arrivals` only where these are given."""
+        kept: dict[Edge, RowSets] = {}
+        room_by_ring: dict[int, int] = {}
         block = self.demand.block_heads * self.demand.layout.rows(rank)
         for edge in islice(self.arrivals(rank), arrivals):
-            room = left.setdefault(edge.lane, block)
-            if len(left) == self.lanes and max(left.values()) <= 0:
-                break  # a rank to which all blocks go is not looked at as a whole
-            ends = self.ends(edge) if room > 0 else ()
-            size = total(ends, self.demand.block_heads, self.demand.layout.rows(edge.owner))
-            if size and (size <= room or room == block):  # one at least, even where its block is a row longer
-                found[edge] = ends
-            left[edge.lane] = room - size
-        return found
+            room = room_by_ring.setdefault(edge.ring, block)
+            if len(room_by_ring) == self.rings and max(room_by_ring.values()) <= 0:
+                break  # else a rank to which all blocks go would look at all of them
+            rows = self.stopping(edge) if room > 0 else NO_ROWS
+            size = self._count(edge.owner, rows)
+            if size and (size <= room or room == block):  # at least one block, even where it is a row longer
+                kept[edge] = rows
+            room_by_ring[edge.ring] = room - size
+        return kept
 
-    def held(self, rank: int) -> tuple[Part, ...]:
-        """What `rank` keeps after the forward for a backward in which keys rotate."""
-        arrivals, kept = self.arriving(rank).values(), self.kept(rank)
-        return tuple(part for edge in arrivals if edge in kept for part in parts("kv", edge.owner, kept[edge]))
+    def kept_parts(self, rank: int) -> tuple[Part, ...]:
+        """The parts that `rank` keeps after the forward for a backward in which keys travel."""
+        arrivals, kept = self.edges_by_owner(rank).values(), self.kept_rows(rank)
+        return tuple(part for edge in arrivals if edge in kept for part in make_parts("kv", edge.owner, kept[edge]))
 
     def forward(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's forward."""
         builder = StepBuilder(+1)
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("kv", rank),))
-        for edge in self.arriving(rank).values():
-            block = parts("kv", edge.owner, self.cuts(edge))
-            builder.recv(edge.post, edge.time - 1, edge.source, block)
+        for edge in self.edges_by_owner(rank).values():
+            block = make_parts("kv", edge.owner, self.carried(edge))
+            builder.recv(edge.post, edge.step - 1, edge.source, block)
             if self.demand.visits(rank, edge.owner):
-                builder.visit(edge.time, block)
-        for edge in self.departing(rank):
-            builder.send(edge.post, edge.time - 1, edge.target, parts("kv", edge.owner, self.cuts(edge)))
+                builder.visit(edge.step, block)
+        for edge in self.departures(rank):
+            builder.send(edge.post, edge.step - 1, edge.target, make_parts("kv", edge.owner, self.carried(edge)))
         return builder.steps()
 
     def backward(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's backward in which keys and values, and their gradients, go back."""
-        builder, arrivals, departures = StepBuilder(-1), tuple(self.arriving(rank).values()), self.departing(rank)
+        builder = StepBuilder(-1)
+        arrivals = tuple(self.edges_by_owner(rank).values())
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("kv", rank),))
         for edge in arrivals:
             if self.demand.visits(rank, edge.owner):
-                builder.visit(edge.time, parts("kv", edge.owner, self.cuts(edge)))
-        kept = self.kept(rank)
+                builder.visit(edge.step, make_parts("kv", edge.owner, self.carried(edge)))
+        kept = self.kept_rows(rank)
         for edge in arrivals:
             if edge.source != edge.owner:
-                siblings = self.onward(self.arriving(edge.source)[edge.owner])
-                builder.send(edge.time, edge.post + 1, edge.source, parts("kv", edge.owner, self.back(edge, siblings)))
-            builder.send(edge.time - 1, edge.post, edge.source, parts("grad", edge.owner, self.cuts(edge)))
+                returned = make_parts("kv", edge.owner, self.returned(edge, self._siblings(edge)))
+                builder.send(edge.step, edge.post + 1, edge.source, returned)
+            builder.send(edge.step - 1, edge.post, edge.source, make_parts("grad", edge.owner, self.carried(edge)))
             if edge not in kept:
-                builder.recv(edge.time + 1, edge.time + 1, edge.owner, parts("kv", edge.owner, self.ends(edge)))
-        for edge in departures:
+                stopping = make_parts("kv", edge.owner, self.stopping(edge))
+                builder.recv(edge.step + 1, edge.step + 1, edge.owner, stopping)
+        for edge in self.departures(rank):
             if edge.owner != rank:
-                siblings = self.onward(self.arriving(rank)[edge.owner])
-                builder.recv(edge.time, edge.post + 1, edge.target, parts("kv", edge.owner, self.back(edge, siblings)))
-            builder.recv(edge.time - 1, edge.post, edge.target, parts("grad", edge.owner, self.cuts(edge)))
-        for edge in self.stops(rank):
-            if edge not in self.kept(edge.target):
-                builder.send(edge.time + 1, edge.time + 1, edge.target, parts("kv", rank, self.ends(edge)))
+                returned = make_parts("kv", edge.owner, self.returned(edge, self._siblings(edge)))
+                builder.recv(edge.step, edge.post + 1, edge.target, returned)
+            builder.recv(edge.step - 1, edge.post, edge.target, make_parts("grad", edge.owner, self.carried(edge)))
+        for edge in self.last_edges(rank):
+            if edge not in self.kept_rows(edge.target):
+                builder.send(edge.step + 1, edge.step + 1, edge.target, make_parts("kv", rank, self.stopping(edge)))
         return builder.steps()
 
-    def queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward in which queries rotate. The route is one of blocks of queries.
+    def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
+        """The steps of a rank's backward in which queries travel; `demand` is a `QueryDemand`.
 
-        They go outward as keys do in a forward, with lse and delta. What is gathered for a row lags one step behind,
-        and goes home from where the row stops. Where a row goes on to two ranks, its sum so far goes with the first;
-        the other begins anew.
+        Queries go outward as keys do in a forward, with lse and delta. The sums of a row lag one step behind, and go
+        home from the rank where the row stops. Where a row goes on to two ranks, its sums go with the first rank, and
+        the second rank begins with zeros.
         """
         builder = StepBuilder(+1)
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("q", rank),))
-        for edge in self.arriving(rank).values():
-            cuts, time = self.cuts(edge), (edge.post, edge.time - 1)
-            builder.recv(*time, edge.source, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
+        for edge in self.edges_by_owner(rank).values():
+            block = self._query_parts(edge)
+            builder.recv(edge.post, edge.step - 1, edge.source, block)
             if self.demand.visits(rank, edge.owner):
-                builder.visit(edge.time, parts("q", edge.owner, cuts))
+                builder.visit(edge.step, make_parts("q", edge.owner, self.carried(edge)))
             if edge.source != edge.owner:
-                siblings = self.onward(self.arriving(edge.source)[edge.owner])
-                builder.recv(edge.post + 1, edge.time, edge.source, parts("dq", edge.owner, self.back(edge, siblings)))
-            builder.send(edge.time + 1, edge.time + 1, edge.owner, parts("dq", edge.owner, self.ends(edge)))
-        for edge in self.departing(rank):
-            cuts, time = self.cuts(edge), (edge.post, edge.time - 1)
-            builder.send(*time, edge.target, parts("row", edge.owner, cuts) + parts("q", edge.owner, cuts))
+                returned = make_parts("dq", edge.owner, self.returned(edge, self._siblings(edge)))
+                builder.recv(edge.post + 1, edge.step, edge.source, returned)
+            builder.send(edge.step + 1, edge.step + 1, edge.owner, make_parts("dq", edge.owner, self.stopping(edge)))
+        for edge in self.departures(rank):
+            builder.send(edge.post, edge.step - 1, edge.target, self._query_parts(edge))
             if edge.owner != rank:
-                siblings = self.onward(self.arriving(rank)[edge.owner])
-                builder.send(edge.post + 1, edge.time, edge.target, parts("dq", edge.owner, self.back(edge, siblings)))
-        for edge in self.stops(rank):
-            builder.recv(edge.time + 1, edge.time + 1, edge.target, parts("dq", rank, self.ends(edge)))
+                returned = make_parts("dq", edge.owner, self.returned(edge, self._siblings(edge)))
+                builder.send(edge.post + 1, edge.step, edge.target, returned)
+        for edge in self.last_edges(rank):
+            builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts("dq", rank, self.stopping(edge)))
         return builder.steps()
 
-    def departing(self, rank: int) -> list[Edge]:
+    def departures(self, rank: int) -> list[Edge]:
         """The edges from `rank`."""
-        return [*self.first(rank), *(e for edge in self.arriving(rank).values() for e in self.onward(edge))]
+        onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
+        return [*self.first_edges(rank), *onward]
 
-    def arriving(self, rank: int) -> dict[int, Edge]:
-        """The edges to `rank` by owner."""
-        return self._answer("edges", rank, lambda rank: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
+    def edges_by_owner(self, rank: int) -> dict[int, Edge]:
+        """By owner, the edge to `rank`; the earliest edge first."""
+        key = (Route.edges_by_owner, type(self), self.inner, rank)
+        return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
-    def _answer(self, name: str, rank: int, make: Callable[[int], T]) -> T:
-        """What is known of a rank, kept with the demand, which other schedules may ask as well."""
-        return self.demand.memory.answer((type(self), self.inner, name, rank), lambda: make(rank))
+    def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
+        """As in `Schedule`. One of the two follows all edges; the other goes straight between owner and last reader.
 
-    def _minus(self, owner: int, cuts: RowSets, others: list[RowSets]) -> RowSets:
-        return minus(cuts, others, self.demand.block_heads, self.demand.layout.rows(owner))
+        Where keys travel, sums follow the edges, and blocks skip rows that their readers have kept since the forward.
+        """
+        follows, skips = (block, sums) if queries else (sums, block)
+        owners = representatives(self.demand)
+        moved = self.count_moved(owners)
+        kept, kept_of_other_nodes = (0, 0) if queries else self.count_kept(owners)
+        every = moved.every * (block + sums) - kept * skips
+        if self.inner == 1:
+            return every, every
+        return moved.outer * follows + (moved.onward + moved.stopping - kept_of_other_nodes) * skips, every
+
+    def count_moved(self, owners: Sequence[int]) -> MovedRows:
+        """The rows that move on the edges of the blocks of `owners`."""
+        every = outer = onward = stopping = 0
+        for owner in owners:
+            todo: list[tuple[Edge, tuple[Edge, ...]]] = [(edge, ()) for edge in self.first_edges(owner)]
+            while todo:
+                edge, siblings = todo.pop()
+                next_edges = self.next_edges(edge)
+                todo += [(e, next_edges) for e in next_edges]
+                rows = self._count(owner, self.carried(edge))
+                every += rows
+                if edge.source // self.inner != edge.target // self.inner:
+                    outer += rows
+                    onward += self._count(owner, self.returned(edge, siblings)) if edge.source != owner else 0
+                if edge.target // self.inner != owner // self.inner:
+                    stopping += self._count(owner, self.stopping(edge))
+        return MovedRows(every, outer, onward, stopping)
+
+    def count_kept(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """(rows, rows of other nodes) of all heads that `ranks` keep from the forward.
+
+        Of more than EXACT ranks, rows of the LATEST arrivals only: a rank where nothing stops has an arrival per rank.
+        """
+        every = of_other_nodes = 0
+        for rank in ranks:
+            kept = self.kept_rows(rank) if self.demand.layout.ranks <= EXACT else self.find_kept_rows(rank, LATEST)
+            for edge, row_sets in kept.items():
+                rows = self._count(edge.owner, row_sets)
+                every += rows
+                of_other_nodes += rows if edge.owner // self.inner != rank // self.inner else 0
+        return every, of_other_nodes
+
+    @property
+    def _cache(self) -> Cache:
+        """The demand's cache, which other schedules of the same demand use as well: its keys name the schedule."""
+        return self.demand.cache
+
+    def _siblings(self, edge: Edge) -> tuple[Edge, ...]:
+        """The edges on which the source of `edge`, which is not the owner, passes rows of the block on."""
+        return self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
+
+    def _query_parts(self, edge: Edge) -> tuple[Part, ...]:
+        row_sets = self.carried(edge)
+        return make_parts("row", edge.owner, row_sets) + make_parts("q", edge.owner, row_sets)
+
+    def _subtract(self, owner: int, row_sets: RowSets, others: list[RowSets]) -> RowSets:
+        return subtract(row_sets, others, self.demand.block_heads, self.demand.layout.rows(owner))
+
+    def _count(self, owner: int, row_sets: RowSets) -> int:
+        return count_rows(row_sets, self.demand.block_heads, self.demand.layout.rows(owner))
+
+
+#: (step at which a message is posted, step until whose end it is in flight, peer)
+MessageKey = tuple[int, int, int]
 
 
 @dataclass
 class StepBuilder:
-    """What a rank does at each step, counted up (+1) or down (-1). Messages of one pair and time are one message."""
+    """What a rank does at each step, counted up (+1) or down (-1). Parts of equal `MessageKey` become one message."""
 
     sign: int
     visits: dict[int, list[Part]] = field(default_factory=dict)
-    sends: dict[tuple[int, int, int], list[Part]] = field(default_factory=dict)
-    recvs: dict[tuple[int, int, int], list[Part]] = field(default_factory=dict)
+    sends: dict[MessageKey, list[Part]] = field(default_factory=dict)
+    recvs: dict[MessageKey, list[Part]] = field(default_factory=dict)
 
-    def visit(self, time: int, block: tuple[Part, ...]) -> None:
-        self.visits.setdefault(time, []).extend(block)
+    def visit(self, step: int, block: tuple[Part, ...]) -> None:
+        """Add a visit to a block."""
+        self.visits.setdefault(step, []).extend(block)
 
     def send(self, post: int, until: int, peer: int, block: tuple[Part, ...]) -> None:
+        """Add parts to the message to `peer`."""
         if block:
             self.sends.setdefault((post, until, peer), []).extend(block)
 
     def recv(self, post: int, until: int, peer: int, block: tuple[Part, ...]) -> None:
+        """Add parts to the message from `peer`."""
         if block:
             self.recvs.setdefault((post, until, peer), []).extend(block)
 
     def steps(self) -> tuple[Step, ...]:
-        times = {*self.visits, *(t for key in (*self.sends, *self.recvs) for t in key[:2])}
-        order = sorted(times, reverse=self.sign < 0)
-        place = {time: i for i, time in enumerate(order)}
-        sends = _by_post(self.sends, place)
-        recvs = _by_post(self.recvs, place)
+        """The steps in their order, without the steps at which nothing happens."""
+        used = {*self.visits, *(step for key in (*self.sends, *self.recvs) for step in key[:2])}
+        order = sorted(used, reverse=self.sign < 0)
+        index = {step: i for i, step in enumerate(order)}
+        sends = _group_by_post(self.sends, index)
+        recvs = _group_by_post(self.recvs, index)
         return tuple(
-            Step(tuple(sends.get(time, ())), tuple(recvs.get(time, ())), tuple(self.visits.get(time, ())))
-            for time in order
+            Step(tuple(sends.get(step, ())), tuple(recvs.get(step, ())), tuple(self.visits.get(step, ())))
+            for step in order
         )
 
 
-def _by_post(messages: dict[tuple[int, int, int], list[Part]], place: dict[int, int]) -> dict[int, list[Hop]]:
-    found: dict[int, list[Hop]] = {}
-    for (post, until, peer), pieces in messages.items():
-        ordered = tuple(sorted(pieces, key=lambda part: (ORDER[part.kind], part.owner)))
+def _group_by_post(messages: dict[MessageKey, list[Part]], index: dict[int, int]) -> dict[int, list[Hop]]:
+    """By the step at which they are posted, the messages; `index` renumbers steps without gaps."""
+    hops: dict[int, list[Hop]] = {}
+    for (post, until, peer), parts in messages.items():
+        ordered = tuple(sorted(parts, key=lambda part: (ORDER[part.kind], part.owner)))
         tag = 2 * post + (post != until)
-        found.setdefault(post, []).append(Hop(peer, tag, ordered, place[until]))
-    return found
+        hops.setdefault(post, []).append(Hop(peer, tag, ordered, index[until]))
+    return hops

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...cache import cached
 from ...errors import plural
 from ...layout.regular import Contiguous, Zigzag
 
@@ -170,7 +171,8 @@ def unequal(plan: Plan) -> str:
     return ""
 
 
+@cached
 def _even(plan: Plan) -> bool:
     """Whether all ranks own as many tokens."""
     each, rest = divmod(plan.tokens, plan.ranks)
-    return plan.memory.answer("even", lambda: not rest and all(plan.layout.rows(r) == each for r in range(plan.ranks)))
+    return not rest and all(plan.layout.rows(rank) == each for rank in range(plan.ranks))

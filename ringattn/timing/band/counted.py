@@ -47,8 +47,8 @@ class Counted:
     @cached_property
     def reach(self) -> int:
         """Hops that the block makes that goes farthest."""
-        return self.rates.plan.memory.answer(
-            ("reach", self.band, self.ways), lambda: max((self._reach(way) for way in self.ways), default=0)
+        return self.rates.plan.cache.answer(
+            ("Counted.reach", self.band, self.ways), lambda: max((self._reach(way) for way in self.ways), default=0)
         )
 
     @property
@@ -60,8 +60,8 @@ class Counted:
     @cached_property
     def straight(self) -> LastReceivers:
         """What goes straight between owners and the ranks where rows stop."""
-        return self.rates.plan.memory.answer(
-            ("straight", self.band, self.ways, self.course),
+        return self.rates.plan.cache.answer(
+            ("Counted.straight", self.band, self.ways, self.course),
             lambda: LastReceivers.of(self.band, self.ways, self.course, self.reach),
         )
 
@@ -103,8 +103,8 @@ class Counted:
     def ring(self) -> Ring:
         """The ring problem, counted step by step: once where that is little, else whenever it is asked for."""
         if self.band.ranks * self.steps <= REMEMBERED:
-            steps = self.rates.plan.memory.answer(
-                ("steps", self.band, self.ways, self.course), lambda: list(self._each())
+            steps = self.rates.plan.cache.answer(
+                ("Counted.steps", self.band, self.ways, self.course), lambda: list(self._each())
             )
             counted: Callable[[], Iterable[np.ndarray]] = lambda: steps  # noqa: E731
         else:
@@ -235,8 +235,8 @@ class Counted:
         if len(self.ways) > 1:
             return None
         sign = self.ways[0].sign if self.ways else 1
-        rank, compared, runs = self.rates.plan.memory.answer(
-            ("busiest", self.rates.machine.merge is None),
+        rank, compared, runs = self.rates.plan.cache.answer(
+            ("Counted.busiest", self.rates.machine.merge is None),
             lambda: self._busiest(self.ways[0].limit if self.ways else 0, sign),
         )
         if rank is None:

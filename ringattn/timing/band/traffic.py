@@ -39,7 +39,7 @@ class BandTraffic:
 
     @classmethod
     def of(cls, plan: Plan, backward: bool) -> BandTraffic:
-        """That of a ring plan: `Route.forward`, `Route.backward` and `Route.queries`."""
+        """That of a ring plan: `Route.forward`, `Route.backward` and `Route.backward_of_queries`."""
 
         def row(*kinds: Kind) -> int:
             one = RowSet((0,), ((range(1),),))

@@ -207,7 +207,7 @@ def _work(
     if noise is not None and rates.machine.jitter:
         compute *= float(factor(rates.machine.jitter, noise, 1)[0])
     rows = sum(
-        inner.transposed.size((range(keys, keys + 1),), queries)
+        inner.query_demand.count_needed((range(keys, keys + 1),), queries)
         for queries, keys in met
         if rates.machine.merge is not None and rates.merges(queries == keys)
     )

@@ -146,7 +146,7 @@ def _relative(plan: Plan, rank: int, backward: bool) -> list[Any]:
     """The steps of a rank and the pairs of its visits, with ranks counted from itself."""
 
     def parts(given: Any) -> list[Any]:
-        return [(part.kind, part.owner - rank, part.cut) for part in given]
+        return [(part.kind, part.owner - rank, part.row_set) for part in given]
 
     turned = backward and plan.rotates == "queries"
     return [
