@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import ringattn.pattern
+from ringattn.pattern import PATTERNS, Pattern
 
 PARTS = '''
 from dataclasses import dataclass
@@ -81,3 +87,12 @@ def test_packages_that_cannot_be_used_are_named(tmp_path: Path, points: str, wor
     env = offered(tmp_path / "site", f"[ringattn.patterns]\n{points}\n")
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_text_can_spell_every_pattern_of_the_package() -> None:
+    """A new file in pattern/ needs its line in PATTERNS. Operators, and views that plans make, have no name in text."""
+    unnamed = {"And", "Or", "Mix", "HeadSlice", "_Branch"}
+    for module in pkgutil.iter_modules(ringattn.pattern.__path__):
+        for kind in vars(importlib.import_module(f"ringattn.pattern.{module.name}")).values():
+            if isinstance(kind, type) and issubclass(kind, Pattern) and not inspect.isabstract(kind):
+                assert kind.__name__ in unnamed or kind in PATTERNS.values()
