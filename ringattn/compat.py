@@ -67,8 +67,8 @@ RING = (
     "v2",
     "production",
 )
-#: Names of dilated attention, True for a ring. The preceding projects had one implementation per name; here all names of
-#: a kind compute the same.
+#: Names of dilated attention, True for a ring. The preceding projects had one implementation per name; here all names
+#: of a kind compute the same.
 DILATED = {**dict.fromkeys(ONE_DEVICE, False), **dict.fromkeys(RING, True)}
 BLOCK_SPARSE = ("block_sparse", "block_sparse_ring", "BlockSparseRingDilatedAttention")
 VARIANTS = ("base", "multihead", "adaptive", "hierarchical")
@@ -163,11 +163,11 @@ def create_block_sparse_attention(
     - "multihead": on [B, N, embed_dim]; needs embed_dim= and num_heads=;
     - "adaptive": on q, k, v, with learned blocks; needs num_heads= and head_dim=, and takes no pattern.
 
-    `pattern` is a Pattern or its text, a name of PRESETS, or a name of FAMILIES (default "local_window"). A family takes
-    `block`, the tokens of a block (default 128), and `density`, the fraction of the key blocks that a query block keeps
-    (default 0.1). With `segment_lengths` and `dilation_rates` the keys of dilated attention are added, each pair once;
-    the density then grows, and `module.achieved_density(tokens, heads)` counts it. `causal` hides later keys. `ring_size`
-    is as in `create_dilated_attention`; `options` are those of the module.
+    `pattern` is a Pattern or its text, a name of PRESETS, or a name of FAMILIES (default "local_window"). A family
+    takes `block`, the tokens of a block (default 128), and `density`, the fraction of the key blocks that a query block
+    keeps (default 0.1). With `segment_lengths` and `dilation_rates` the keys of dilated attention are added, each pair
+    once; the density then grows, and `module.achieved_density(tokens, heads)` counts it. `causal` hides later keys.
+    `ring_size` is as in `create_dilated_attention`; `options` are those of the module.
     """
     density = _read_density(options, density)
     if variant not in VARIANTS:

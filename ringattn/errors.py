@@ -53,8 +53,9 @@ class NumericsFailure(RingAttentionError, RuntimeError):
 def raised_below(error: BaseException, packages: tuple[str, ...] = ()) -> bool:
     """True if the call inside the caller's `try` raised `error`; False if a signal handler that interrupted it did.
 
-    Use it in an `except` clause. The call inside `try` may run compiled code, and Python code of `packages`. A traceback
-    frame of any other module belongs to a signal handler: its error has another cause and must propagate unchanged.
+    Use it in an `except` clause. The call inside `try` may run compiled code, and Python code of `packages`. A
+    traceback frame of any other module belongs to a signal handler: its error has another cause and must propagate
+    unchanged.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # the first frame is the caller's
     modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]

@@ -46,7 +46,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, *failures: type[Exception]) -> Iterator[Path]:
-    """`replacing` for a block that only writes: OSErrors, such as of a full disk, and `failures` become InvalidInput."""
+    """`replacing` for a block that only writes: OSErrors, such as a full disk, and `failures` become InvalidInput."""
     expected: tuple[type[Exception], ...] = (OSError, *failures)
     with replacing(path) as temporary:
         try:
@@ -100,8 +100,8 @@ def check_writable(path: Path) -> None:
 def check_readable(path: Path, name: str) -> None:
     """Raise InvalidInput, naming the setting `name`, unless `path` is an ordinary file that this user can read.
 
-    Pipes and devices are refused without being opened: reading a pipe can block for ever, and only one rank could read
-    it.
+    Pipes and devices are refused without being opened: reading a pipe can block for ever, and what
+    one rank has read the other ranks cannot read again.
     """
     try:
         mode = path.stat().st_mode
@@ -178,8 +178,8 @@ def _file_type(path: Path) -> int:
 def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
     """A new empty file beside `path`, and the mode that `path` shall get; the file is removed if it is still there.
 
-    The writer holds a lock on the file, which the system releases when the process ends for any reason. A process number
-    could not show that the writer is alive: other machines and containers that share the folder reuse numbers.
+    The writer holds a lock on the file, which the system releases when the process ends for any reason. A process
+    number could not show that the writer is alive: other machines and containers that share the folder reuse numbers.
     """
     # Choose the name first, so that a signal between creation and assignment leaves no file behind.
     temporary, descriptor = path.with_name(_prefix(path) + secrets.token_hex(4)), -1

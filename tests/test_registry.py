@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import ringattn.pattern
+from ringattn.pattern import PATTERNS, Pattern
 
 PARTS = '''
 from dataclasses import dataclass
@@ -278,3 +284,12 @@ def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], ends
     assert "2 folder ranks" in ends[0][0] and "as planned" in ends[0][0], ends[0][0]
     assert not list((tmp_path / "messages").iterdir()), "every message was received"
+
+
+def test_text_can_spell_every_pattern_of_the_package() -> None:
+    """A new file in pattern/ needs its line in PATTERNS. Operators, and views that plans make, have no name in text."""
+    unnamed = {"And", "Or", "Mix", "HeadSlice", "_Branch"}
+    for module in pkgutil.iter_modules(ringattn.pattern.__path__):
+        for kind in vars(importlib.import_module(f"ringattn.pattern.{module.name}")).values():
+            if isinstance(kind, type) and issubclass(kind, Pattern) and not inspect.isabstract(kind):
+                assert kind.__name__ in unnamed or kind in PATTERNS.values()

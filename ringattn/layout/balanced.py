@@ -1,4 +1,4 @@
-"""The balanced layout: chunks of the sequence distributed so that all ranks compute about as many pairs of a pattern."""
+"""The balanced layout: chunks of the sequence, distributed so that all ranks compute about as many pairs."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ Shares = list[list[int]]
 class Balanced(Layout):
     """Chunks of `chunk` tokens, distributed so that the ranks compute about as many pairs of a pattern.
 
-    A rank owns at most ceil(chunks / ranks) chunks, so memory is balanced up to one chunk. A rank keeps a run of adjacent
-    chunks unless it has more than 1.05 of the mean pairs; then it exchanges the ends of its run with a light rank.
+    A rank owns at most ceil(chunks / ranks) chunks, so memory is balanced up to one chunk. A rank keeps a run of
+    adjacent chunks unless it has more than 1.05 of the mean pairs; then it exchanges the ends of its run with a light
+    rank.
 
-    Counted on 8 ranks with documents of lognormal lengths: this reduces the imbalance from 1.67 (contiguous) to 1.04 and
-    sends 0.61 of a full ring's bytes, where heaviest-chunk-first distribution gives 1.01 for 0.98 of the bytes, and
-    striping 1.05 for 1.00. A window stays contiguous, for 0.12 of the bytes.
+    Counted on 8 ranks with documents of lognormal lengths: this layout reduces the imbalance from 1.67 (contiguous) to
+    1.04 and sends 0.61 of a full ring's bytes, where heaviest-chunk-first distribution gives 1.01 for 0.98 of the
+    bytes, and striping 1.05 for 1.00. A window stays contiguous, for 0.12 of the bytes.
 
-    `runs` are (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to make one for a pattern. Raises
-    InvalidInput for runs that are not a partition of the chunks.
+    `runs` are (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to make one for a pattern.
+    Raises InvalidInput for runs that are not a partition of the chunks.
     """
 
     chunk: int
@@ -127,9 +128,9 @@ class Balanced(Layout):
 def balance(tokens: int, ranks: int, chunk: int | None, pattern: Pattern, heads: int) -> Balanced:
     """The layout that balances `pattern` over `heads` query heads. Costs O(chunks) calls of `pattern.count`.
 
-    `chunk` None gives at least 8 chunks per rank, each a multiple of 128 tokens if it is longer than 128. If few rows hold
-    most pairs, as global blocks do, only a smaller chunk can balance them. Raises InvalidInput for numbers that no layout
-    has, and if the pattern does not fit.
+    `chunk` None gives at least 8 chunks per rank, each a multiple of 128 tokens if it is longer than 128. If few rows
+    hold most pairs, as global blocks do, only a smaller chunk can balance them. Raises InvalidInput for numbers that no
+    layout has, and if the pattern does not fit.
     """
     # Report wrong numbers before the pattern is counted.
     Balanced(min(tokens, 0), ranks, 1 if chunk is None else chunk, ())
@@ -157,9 +158,10 @@ def balance(tokens: int, ranks: int, chunk: int | None, pattern: Pattern, heads:
 def deal(costs: list[int], ranks: int) -> Shares:
     """The chunks of each rank, at most ceil(chunks / ranks), with about equal sums of `costs` (cost of each chunk).
 
-    The ranks start with runs of equally many adjacent chunks. Only a rank with more than 1.05 of the mean cost exchanges
-    chunks with a light rank, so that neighbours stay together. If that does not reach the bound, the chunks are dealt
-    heaviest first to the least loaded rank instead, provided that this lowers the maximum by more than a percent.
+    The ranks start with runs of equally many adjacent chunks. Only a rank with more than 1.05 of the mean cost
+    exchanges chunks with a light rank, so that neighbours stay together. If that does not reach the bound, the chunks
+    are dealt heaviest first to the least loaded rank instead, provided that this lowers the maximum by more than a
+    percent.
     """
     chunks = len(costs)
     runs = [list(range(chunks * r // ranks, chunks * (r + 1) // ranks)) for r in range(ranks)]
@@ -260,7 +262,7 @@ def _end_swaps(costs: list[int], heavy: list[int], light: list[int]) -> Iterator
 
 
 def _single_swaps(costs: list[int], heavy: list[int], light: list[int], target: int) -> Iterator[_Swap]:
-    """Swaps of any chunk of `heavy` for the two chunks of `light` that make the cost of the swap nearest to `target`."""
+    """Swaps of each chunk of `heavy` for the two chunks of `light` that bring the swap's cost nearest to `target`."""
     order = sorted(range(len(light)), key=lambda j: costs[light[j]])
     ascending = [costs[light[j]] for j in order]
     for i, chunk in enumerate(heavy):

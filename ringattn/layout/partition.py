@@ -36,7 +36,8 @@ class Layout(Value, ABC):
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, int | np.integer) or not isinstance(self.ranks, int | np.integer):
             raise InvalidInput(
-                f"a layout needs whole numbers, got tokens={self.tokens!r} and ranks={self.ranks!r}; try tokens=4096, ranks=8"
+                f"a layout needs whole numbers, got tokens={self.tokens!r} and ranks={self.ranks!r}; "
+                "try tokens=4096, ranks=8"
             )
         if self.tokens < 0 or self.ranks < 1:
             raise InvalidInput(
@@ -45,8 +46,8 @@ class Layout(Value, ABC):
             )
         if max(self.tokens, self.ranks) > MOST:
             raise InvalidInput(
-                f"a layout of {self.tokens:.3g} tokens on {self.ranks:.3g} ranks: positions are 64-bit integers, so the "
-                f"largest number is {MOST:.3g}; try tokens=1e12"
+                f"a layout of {self.tokens:.3g} tokens on {self.ranks:.3g} ranks: positions are 64-bit integers, so "
+                f"the largest number is {MOST:.3g}; try tokens=1e12"
             )
 
     @property
@@ -56,7 +57,7 @@ class Layout(Value, ABC):
 
     @property
     def digest(self) -> str:
-        """Distinguishes partitions with equal `name`, `tokens` and `ranks`; empty if these three determine the layout."""
+        """Text that differs for partitions of equal `name`, `tokens` and `ranks`; "" if these determine the layout."""
         return ""
 
     @property
@@ -78,7 +79,7 @@ class Layout(Value, ABC):
 
     @abstractmethod
     def grouped(self, size: int) -> Layout:
-        """The layout over groups of `size` adjacent ranks: each of its ranks / size ranks owns the shards of a group."""
+        """The layout of ranks / size ranks, each of which owns the shards of `size` adjacent ranks of this layout."""
 
     def rows(self, rank: int) -> int:
         """The number of positions that `rank` owns."""

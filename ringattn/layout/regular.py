@@ -171,9 +171,9 @@ def _read_name(name: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:(block|chunk)\s*=\s*)?(\d+|auto)\s*\))?\s*", name)
     kind, keyword, size = match.groups() if match is not None else (name, None, None)
     expected_keyword = {"striped": "block", "balanced": "chunk"}.get(kind)
-    known = match is not None and (kind in _FORMULAS or kind == "balanced")
+    valid_kind = match is not None and (kind in _FORMULAS or kind == "balanced")
     size_allowed = size is None or (expected_keyword and keyword in (None, expected_keyword))
-    if not known or not size_allowed or (size == "auto" and kind != "balanced"):
+    if not valid_kind or not size_allowed or (size == "auto" and kind != "balanced"):
         hint = did_you_mean(kind, [*_FORMULAS, "balanced", "auto"])
         raise InvalidInput(
             f"unknown layout {name!r}; {hint}expected contiguous, zigzag, striped, striped(block), balanced or "
@@ -226,8 +226,8 @@ def make_layout(
 ) -> Layout:
     """The layout called `name` of `tokens` positions over `ranks` ranks; a Layout is checked and returned.
 
-    Names: "contiguous", "zigzag", "striped", "striped(64)" (tokens of a block), "balanced" and "balanced(256)" (tokens of
-    a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it distributes chunks by their numbers of
+    Names: "contiguous", "zigzag", "striped", "striped(64)" (tokens of a block), "balanced" and "balanced(256)" (tokens
+    of a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it distributes chunks by their numbers of
     query-key pairs. If several patterns share the shards, as those of a model's layers may, make one Layout and pass it
     to all calls, because "balanced" is another partition for each pattern.
 

@@ -1,7 +1,7 @@
 """Patterns: which query position attends which key position. One pattern per file; each pattern is a set of tiles.
 
-A new pattern is one file: a frozen dataclass with `tiles` and `visible` (see `Pattern`). A file of this package adds its
-line to PATTERNS; another package offers it through an entry point (see `ringattn.registry.Registry`). Text such as
+A new pattern is one file: a frozen dataclass with `tiles` and `visible` (see `Pattern`). A file of this package adds
+its line to PATTERNS; another package offers it through an entry point (see `ringattn.registry.Registry`). Text such as
 `pattern="Mine(3) & Causal()"` then works everywhere a pattern is accepted, on the command line too.
 
 The module of a pattern is imported when its name is first used.

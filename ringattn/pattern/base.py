@@ -38,8 +38,8 @@ class Pattern(Value, ABC):
     `repr(pattern)` is text that `parse_pattern` reads back. Patterns combine by `a & b` (pairs of both), `a | b` (pairs
     of either) and `mix(a, b)` (one branch each). A query that attends no key gets output 0 and lse -inf.
 
-    A subclass is a frozen dataclass with two independent definitions of the same pairs: `tiles`, which all planning uses,
-    and `visible`, from which `mask` is made. The tests compare `tiles` with `mask`.
+    A subclass is a frozen dataclass with two independent definitions of the same pairs: `tiles`, which all planning
+    uses, and `visible`, from which `mask` is made. The tests compare `tiles` with `mask`.
     """
 
     #: True for a pattern that is used once, such as a selection made in every training step: its plans are not cached.
@@ -80,7 +80,7 @@ class Pattern(Value, ABC):
         """Raise InvalidInput if the pattern does not fit a sequence of `tokens` tokens and `heads` query heads."""
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
-        """The exact number of query-key pairs in `q` x `k`, summed over `heads` and branches, in closed form per tile."""
+        """The exact number of query-key pairs in `q` x `k`, summed over `heads` and branches; closed form per tile."""
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
 
     def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
@@ -99,8 +99,8 @@ class Pattern(Value, ABC):
     def period(self) -> int | None:
         """A shift that leaves the pattern unchanged, in tokens; None if no such shift is known.
 
-        Query q attends key k as often as query q + period attends key k + period, for every head, in every sequence that
-        contains the four positions. The property is the smallest such shift that is known.
+        Query q attends key k as often as query q + period attends key k + period, for every head, in every sequence
+        that contains the four positions. The property is the smallest such shift that is known.
         """
         return None
 
@@ -144,8 +144,8 @@ class Pattern(Value, ABC):
     ) -> str:
         """The pattern of one head as text: lines are queries, columns are keys, at most `cells` x `cells` characters.
 
-        A character shows the exact share of pairs in its cell: "·" none, "░" under half, "▓" half or more, "█" all; with
-        `ascii` ".", "-", "+" and "#". `heads` (default: head + 1) is the number of heads of the model.
+        A character shows the exact share of pairs in its cell: "·" none, "░" under half, "▓" half or more, "█" all;
+        with `ascii` ".", "-", "+" and "#". `heads` (default: head + 1) is the number of heads of the model.
         """
         heads = head + 1 if heads is None else heads
         self.check(tokens, heads)
@@ -181,8 +181,8 @@ class Combination(Pattern):
     @property
     def period(self) -> int | None:
         periods = [operand.period for operand in self.operands]
-        known = [period for period in periods if period is not None]
-        return lcm(*known) if len(known) == len(periods) else None
+        shifts = [period for period in periods if period is not None]
+        return lcm(*shifts) if len(shifts) == len(periods) else None
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,8 @@ class Or(Union):
             if operand.branches > 1:
                 raise InvalidInput(
                     f"| takes patterns of one branch, but {operand!r} has {operand.branches}: a union counts each pair "
-                    f"once, a mix counts it once per branch; try {operand.union_hint}mix(a, b), or | inside the branches"
+                    f"once, a mix counts it once per branch; try {operand.union_hint}mix(a, b), "
+                    "or | inside the branches"
                 )
         super().__post_init__()
 
@@ -364,15 +365,16 @@ def mix(*patterns: Pattern) -> Mix:
 
 
 def _intersect_runs(a: Run | None, b: Run | None) -> Run | None:
-    """The common positions of two runs; None if either run is unknown. Runs of one query overlap, at the query."""
+    """The common positions of two runs that overlap, because both contain the same queries; None if one is unknown."""
     return None if a is None or b is None else (max(a[0], b[0]), min(a[1], b[1]))
 
 
 def _span_runs(runs: Iterable[Run | None]) -> Run | None:
     """The union of runs that overlap, because all contain the same queries; None if a run is unknown."""
-    known = []
+    starts, ends = [], []
     for run in runs:
         if run is None:
             return None
-        known.append(run)
-    return min(run[0] for run in known), max(run[1] for run in known)
+        starts.append(run[0])
+        ends.append(run[1])
+    return min(starts), max(ends)

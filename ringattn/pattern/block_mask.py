@@ -31,12 +31,12 @@ ATTRIBUTES = (
 def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
     """The pattern of a torch.nn.attention.flex_attention.BlockMask: BlockSparse, or BlockSparse & Causal().
 
-    Full blocks become a BlockSparse table. Partial blocks are accepted if `mask_mod` restricts each of them to its causal
-    part and `& Causal()` would not change a full block; other partial blocks raise Unsupported. A pattern holds for the
-    whole batch: the masks of all batch elements must equal the mask of element `batch`.
+    Full blocks become a BlockSparse table. Partial blocks are accepted if `mask_mod` restricts each of them to its
+    causal part and `& Causal()` would not change a full block; other partial blocks raise Unsupported. A pattern holds
+    for the whole batch: the masks of all batch elements must equal the mask of element `batch`.
 
-    Raises InvalidInput for an object without the attributes of a BlockMask, blocks that are not square, different numbers
-    of queries and keys, or masks that differ within the batch.
+    Raises InvalidInput for an object without the attributes of a BlockMask, blocks that are not square, different
+    numbers of queries and keys, or masks that differ within the batch.
     """
     missing = [name for name in ATTRIBUTES if not hasattr(mask, name)]
     if missing:

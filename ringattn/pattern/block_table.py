@@ -119,8 +119,9 @@ class BlockTable(Pattern):
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class BlockSparse(BlockTable):
-    """Query block i of head h attends key block j iff table[h, i, j]; a block is `block` tokens, the last may be shorter.
+    """Query block i of head h attends key block j iff table[h, i, j].
 
+    A block is `block` tokens; the last block may be shorter.
     `table` is bool [heads or 1, blocks, blocks] or [blocks, blocks]: an array, a nested list, or the text that `repr`
     prints. A table of one head holds for all heads. The pattern keeps a read-only copy as `table`, bool [heads or 1,
     blocks, blocks].
@@ -138,8 +139,8 @@ class BlockSparse(BlockTable):
             checked = checked[None]
         if checked.ndim != 3 or not len(checked) or checked.shape[1] != checked.shape[2]:
             raise InvalidInput(
-                f"BlockSparse: the table has shape {checked.shape}, expected [heads or 1, blocks, blocks], as queries and "
-                "keys have the same blocks; try np.ones((1, 8, 8), bool)"
+                f"BlockSparse: the table has shape {checked.shape}, expected [heads or 1, blocks, blocks], as "
+                "queries and keys have the same blocks; try np.ones((1, 8, 8), bool)"
             )
         checked.setflags(write=False)
         self._normalize(block=block, table=checked)
@@ -148,8 +149,8 @@ class BlockSparse(BlockTable):
         rows, blocks = self.table.shape[1], self.block_count(tokens)
         if rows != blocks:
             raise InvalidInput(
-                f"BlockSparse: the table has {rows:,} x {rows:,} blocks of {self.block:,} tokens, but {tokens:,} tokens "
-                f"make {blocks:,} blocks; try a table of {blocks:,} x {blocks:,} blocks, or another block"
+                f"BlockSparse: the table has {rows:,} x {rows:,} blocks of {self.block:,} tokens, but {tokens:,} "
+                f"tokens make {blocks:,} blocks; try a table of {blocks:,} x {blocks:,} blocks, or another block"
             )
         if len(self.table) not in (1, heads):
             raise InvalidInput(

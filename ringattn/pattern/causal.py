@@ -13,7 +13,7 @@ from .tile import Tile, make_tile
 
 @dataclass(frozen=True)
 class Causal(Pattern):
-    """Query q attends key k iff k <= q, so q attends q + 1 keys. Combine it to hide the future: `Causal() & Sinks(4)`."""
+    """Query q attends key k iff k <= q, so q attends q + 1 keys. `Causal() & Sinks(4)` hides the future of sinks."""
 
     @property
     def period(self) -> int | None:

@@ -24,18 +24,19 @@ OPTIONS = {"mix": ("lse", "group", "union"), "offsets": ("per_head", "group")}
 class Dilated(Pattern):
     """Dilated attention: branch i splits the sequence into segments and attends every r-th position within a segment.
 
-    With w = segments[i] tokens and r = rates[i], position p belongs to branch i iff (p mod w) mod r == offset; it attends
-    the positions of the branch in its own segment, with `causal` only those up to itself. A last shorter segment has
-    fewer keys and no padding. The defaults are the segments and rates of LongNet (Ding et al. 2023, arXiv:2307.02486).
+    With w = segments[i] tokens and r = rates[i], position p belongs to branch i iff (p mod w) mod r == offset; it
+    attends the positions of the branch in its own segment, with `causal` only those up to itself. A last shorter
+    segment has fewer keys and no padding. The defaults are the segments and rates of LongNet (Ding et al. 2023,
+    arXiv:2307.02486).
 
-    mix="lse" (LongNet): every head has every branch, and branch outputs are weighted by their softmax denominators: a
-    pair in two branches counts twice. mix="union": every head has every branch, and each pair counts once.
-    mix="group": heads are divided into len(segments) groups of adjacent heads (the first groups are larger by one head if
-    needed), a head has the branch of its group only, and outputs are divided by the number of branches. This needs the
-    number of `heads`, which every plan sets (`bind`).
-
-    offsets="per_head": head j has offset j mod r, the default except for mix="group". offsets="group": branch i has
-    offset i mod r for all heads, the only choice for mix="group".
+    - mix="lse" (LongNet): every head has every branch, and branch outputs are weighted by their softmax denominators,
+      so that a pair in two branches counts twice.
+    - mix="union": every head has every branch, and each pair counts once.
+    - mix="group": heads are divided into len(segments) groups of adjacent heads, the first groups larger by one head if
+      needed. A head has the branch of its group only, and outputs are divided by the number of branches. This needs the
+      number of `heads`, which every plan sets (`bind`).
+    - offsets="per_head": head j has offset j mod r; the default, except for mix="group".
+    - offsets="group": branch i has offset i mod r for all heads; the only choice for mix="group".
 
     Raises InvalidInput for segments or rates that are not integers >= 1, for unequal numbers of segments and rates, and
     for unknown options.

@@ -29,16 +29,16 @@ EXAMPLE = "Documents([512, 256, 256])"
 class Documents(Pattern):
     """Several documents packed into one sequence: a query attends exactly the keys of its own document.
 
-    `lengths` are the tokens of each document, in order; they must sum to the tokens of the sequence, and a length may be
-    0. `cu_seqlens`, instead of `lengths`, are the cumulative lengths that FlashAttention's varlen functions take: 0, 512,
-    768, 1024 for documents of 512, 256 and 256 tokens. Both may be a list, a tuple, or a one-dimensional integer array or
-    tensor. Combine with `Causal()` for language models: `Causal() & Documents([512, 256, 256])`.
+    `lengths` are the tokens of each document, in order; they must sum to the tokens of the sequence, and a length may
+    be 0. `cu_seqlens`, instead of `lengths`, are the cumulative lengths that FlashAttention's varlen functions take: 0,
+    512, 768, 1024 for documents of 512, 256 and 256 tokens. Both may be a list, a tuple, or a one-dimensional integer
+    array or tensor. Combine with `Causal()` for language models: `Causal() & Documents([512, 256, 256])`.
 
-    A positional array or tensor that begins with 0 is read as cu_seqlens. For an array of lengths whose first document is
-    empty write `Documents(x.tolist())`.
+    A positional array or tensor that begins with 0 is read as cu_seqlens. For an array of lengths whose first document
+    is empty write `Documents(x.tolist())`.
 
-    Raises InvalidInput for negative or non-integer values and for decreasing cu_seqlens; a plan raises it if the lengths
-    do not sum to its tokens.
+    Raises InvalidInput for negative or non-integer values and for decreasing cu_seqlens; a plan raises it if the
+    lengths do not sum to its tokens.
     """
 
     lengths: tuple[int, ...]
@@ -73,7 +73,8 @@ class Documents(Pattern):
             else:
                 hint = f"drop {total - tokens:,} tokens"
             raise InvalidInput(
-                f"Documents: the {len(self.lengths)} lengths sum to {total:,}, the sequence has {tokens:,} tokens; {hint}"
+                f"Documents: the {len(self.lengths)} lengths sum to {total:,}, the sequence has {tokens:,} tokens; "
+                f"{hint}"
             )
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:

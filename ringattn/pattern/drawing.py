@@ -7,10 +7,10 @@ from itertools import pairwise
 
 
 def draw(count: Callable[[range, range], int], tokens: int, *, cells: int, ascii: bool) -> str:
-    """A drawing of the tokens x tokens square (lines are queries), at most `cells` x `cells` characters; "" for 0 tokens.
+    """A drawing of the tokens x tokens square (lines are queries), at most `cells` x `cells` characters.
 
-    `count(q, k)` returns the number of pairs in a cell. A character shows its share of all pairs of the cell: none, under
-    half, half or more, all (or more than all, if branches count pairs twice).
+    `count(q, k)` returns the number of pairs in a cell. A character shows its share of all pairs of the cell: none,
+    under half, half or more, all (or more than all, if branches count pairs twice).
     """
     cells = min(cells, tokens)
     marks = ".-+#" if ascii else "·░▓█"

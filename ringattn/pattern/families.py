@@ -18,9 +18,9 @@ from .ranges import ceil_div, clip, join_runs
 class Family(BlockTable):
     """A block-sparse pattern set either by its own width parameter or by `density`.
 
-    `density` is the fraction of the key blocks that a query block keeps, 0 < density <= 1. It becomes a number of blocks
-    only if `total`, the number of blocks of the sequence, is known: `bind` sets it, as every plan does. Without `total`
-    the methods that need it raise InvalidInput. All parameters are checked on construction (InvalidInput).
+    `density` is the fraction of the key blocks that a query block keeps, 0 < density <= 1. It becomes a number of
+    blocks only if `total`, the number of blocks of the sequence, is known: `bind` sets it, as every plan does. Without
+    `total` the methods that need it raise InvalidInput. All parameters are checked on construction (InvalidInput).
     """
 
     #: The function name that `repr` prints and `parse_pattern` reads.
@@ -129,7 +129,8 @@ class LocalWindow(Family):
         if self.blocks is not None:
             return [clip(range(low, high + 1), first - self.blocks, last + self.blocks)]
         kept, total = self.kept_and_total()
-        # The window moves right with its query block, so the query blocks whose window meets [first, last] are adjacent.
+        # The window moves right with its query block, so the query blocks whose window meets [first, last] are
+        # adjacent.
         least = low if first < kept else first - kept + 1 + kept // 2
         most = high if last >= total - kept else last + kept // 2
         return [clip(range(low, high + 1), least, most)]
@@ -219,9 +220,9 @@ class StridedBlocks(Family):
 class GlobalLocal(Family):
     """The first `globals` blocks attend every block and are attended by every block; the others add a local window.
 
-    Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks; `block` is the tokens of a
-    block. With `density`, it attends the globals and one window of the other blocks, n key blocks in all. The global and
-    local attention of Longformer (Beltagy et al. 2020, arXiv:2004.05150) in blocks.
+    Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks; `block` is the tokens
+    of a block. With `density`, it attends the globals and one window of the other blocks, n key blocks in all. The
+    global and local attention of Longformer (Beltagy et al. 2020, arXiv:2004.05150) in blocks.
     """
 
     spelling: ClassVar[str] = "global_local"
@@ -250,8 +251,9 @@ class GlobalLocal(Family):
             least = (self.globals + 1) / self.total
             alternative = f", or a density >= {least:.4g}" if least <= 1 else ""
             raise InvalidInput(
-                f"global_local: density={self.density} of {self.total:,} key blocks is {room:.4g} blocks per row, fewer "
-                f"than the {self.globals} globals and one local block; try globals={max(0, int(room) - 1)}{alternative}"
+                f"global_local: density={self.density} of {self.total:,} key blocks is {room:.4g} blocks per row, "
+                f"fewer than the {self.globals} globals and one local block; "
+                f"try globals={max(0, int(room) - 1)}{alternative}"
             )
 
     def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:

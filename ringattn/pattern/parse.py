@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Mapping
 
 from ..errors import InvalidInput, did_you_mean
@@ -76,7 +77,9 @@ class _Parser:
         try:
             return self.functions[name](*arguments, **keywords)
         except TypeError as error:
-            raise self._error(f"{ast.unparse(node)}: {error}; see help(ringattn.{name})") from None
+            signature = inspect.signature(self.functions[name])
+            parameters = ", ".join(str(parameter).partition(":")[0] for parameter in signature.parameters.values())
+            raise self._error(f"{ast.unparse(node)}: {error}; expected {name}({parameters})") from None
 
     def _argument(self, node: ast.expr) -> object:
         if isinstance(node, ast.Call | ast.BinOp):

@@ -21,8 +21,8 @@ def top_k(
     instead of k, k is that fraction of the key blocks, rounded, at least 1.
 
     With `causal`, only the key blocks up to the query block compete and the query's own block is always kept; a query
-    block with fewer than k candidates keeps all of them. Inside the own block later keys stay visible: combine the result
-    with `& Causal()` to hide them.
+    block with fewer than k candidates keeps all of them. Inside the own block later keys stay visible: combine the
+    result with `& Causal()` to hide them.
 
     Raises InvalidInput for scores that have no order, another shape, or unless exactly one of k and density is given.
     """

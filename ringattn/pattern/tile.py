@@ -13,12 +13,12 @@ from .ranges import ceil_div, clip, count_at_most, intersect, subtract, union
 class Tile:
     """A set of query-key pairs: x in `q` attends y in `k` iff lo <= x - y <= hi, for each head in `heads`.
 
-    Positions are global, and steps of `q` and `k` may exceed 1. `lo` or `hi` None means unbounded. `branch` is the index
-    of the tile's attention in a multi-branch pattern.
+    Positions are global, and steps of `q` and `k` may exceed 1. `lo` or `hi` None means unbounded. `branch` is the
+    index of the tile's attention in a multi-branch pattern.
 
-    Tiles made by `make_tile` and the functions of this module are trimmed: a tile is not empty, a bound that excludes no
-    pair is None, and if `q` and `k` have equal steps, or the tile is dense, every query row and every key row is in at
-    least one pair.
+    Tiles made by `make_tile` and the functions of this module are trimmed: a tile is not empty, a bound that excludes
+    no pair is None, and if `q` and `k` have equal steps, or the tile is dense, every query row and every key row is in
+    at least one pair.
     """
 
     heads: range
