@@ -1,5 +1,5 @@
-"""Parts that an installed package adds by entry points: a pattern, a schedule and a bench suite in one file, and errors of
-such packages.
+"""Parts that an installed package adds by entry points: a pattern, a schedule and a bench suite in one file, and errors
+of such packages.
 """
 
 from __future__ import annotations
