@@ -1,4 +1,4 @@
-"""Parts that an installed package adds by entry points, one file each: patterns, schedules, kernels, transports, bench suites."""
+"""Parts that an installed package adds by entry points: patterns, schedules, kernels, transports and bench suites."""
 
 from __future__ import annotations
 

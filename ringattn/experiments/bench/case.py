@@ -64,8 +64,8 @@ class BenchCase:
     """Columns that run alternately on the same `ranks` processes, and the ratios of their times.
 
     `check(context, results)` compares the columns' results once, before the timing; it returns errors by name, and
-    raises where a result is wrong. A case with `formula_bytes` measures the peak memory of its one column instead of its
-    time: the function returns the predicted rise in bytes, and peak / prediction may reach `limit`.
+    raises where a result is wrong. A case with `formula_bytes` measures the peak memory of its one column instead of
+    its time: the function returns the predicted rise in bytes, and peak / prediction may reach `limit`.
     """
 
     name: str

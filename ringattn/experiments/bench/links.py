@@ -54,9 +54,9 @@ class Links:
 class MessageBoard:
     """When the messages between the processes of one machine have arrived: a file in memory that all of them map.
 
-    The model: a message starts when both sides have posted it, and when its link has finished the messages before it. It
-    occupies its link for bytes / rate. Links are queues: one for all messages that leave a node, and one for each ordered
-    pair of ranks in a node.
+    The model: a message starts when both sides have posted it, and when its link has finished the messages before it.
+    It occupies its link for bytes / rate. Links are queues: one for all messages that leave a node, and one for each
+    ordered pair of ranks in a node.
     """
 
     def __init__(self, path: Path, links: Links) -> None:
@@ -125,8 +125,8 @@ class _Wrapper:
 class DelayedTransport(_Wrapper):
     """A transport between ranks of one machine whose messages arrive no sooner than on the links of a MessageBoard.
 
-    The messages are really sent, too. Their modelled time passes while the rank computes; a wait sleeps for what is left
-    of it, which takes no core from ranks that compute. Handshakes are not delayed.
+    The messages are really sent, too. Their modelled time passes while the rank computes; a wait sleeps for what is
+    left of it, which takes no core from ranks that compute. Handshakes are not delayed.
     """
 
     def __init__(self, inner: Transport, board: MessageBoard) -> None:

@@ -1,9 +1,9 @@
-"""Ranks on two nodes of one machine, for tests and benchmarks: real shaped links where possible, modelled links elsewhere.
+"""Ranks on two nodes of one machine, for tests and benchmarks: behind real shaped links, or modelled links.
 
 Both kinds of links stay, as each is needed. The measurements of suites "schedules" and "auto" rest on the real links,
 network namespaces joined by a device that `tc` slows down: TCP, Gloo's own messages and the processor time of the
-network code are in their times, and no model of ours. Making namespaces takes root and Linux tools, which a container or
-a laptop often lacks; there `links.DelayedTransport` keeps the suites and their tests running, and `describe_network`
+network code are in their times, and no model of ours. Making namespaces takes root and Linux tools, which a container
+or a laptop often lacks; there `links.DelayedTransport` keeps the suites and their tests running, and `describe_network`
 says so in the record.
 
 A namespace has no name: it lives as long as a process in it. All of these processes die with the process that started
@@ -102,9 +102,9 @@ def run_nodes(
     """Return values of function(rank, transport, *args) on `links.ranks` new Gloo ranks behind links, in rank order.
 
     `modelled` chooses the kind of links; None takes real links where they are possible. Ranks behind real links are
-    started by torchrun, one torchrun per node. `function` belongs to an importable module. `timeout` (seconds) bounds the
-    whole run and every message. Raises LaunchFailure with the last output of the ranks; no process and no namespace is
-    left behind.
+    started by torchrun, one torchrun per node. `function` belongs to an importable module. `timeout` (seconds) bounds
+    the whole run and every message. Raises LaunchFailure with the last output of the ranks; no process and no namespace
+    is left behind.
     """
     if modelled if modelled is not None else find_obstacle() is not None:
         with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:

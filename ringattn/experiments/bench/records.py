@@ -15,7 +15,7 @@ MIXED = "**The code changed during this run: its cases measured different versio
 
 
 def write_record(record: dict[str, Any], folder: Path) -> tuple[Path, Path]:
-    """Store the record of `runner.run_suite` under a dated and numbered name; returns the JSON and the Markdown file."""
+    """Store the record of `runner.run_suite` under a dated, numbered name; returns the JSON and the Markdown file."""
     make_folder(folder)
     cpu = re.sub(r"[^a-z0-9]+", "-", str(record["machine"]["cpu"]).lower()).strip("-")
     stem = f"{record['suite']}_{cpu}_{record['machine']['cores']}cores_{record['machine']['date'][:10]}"
@@ -36,8 +36,9 @@ def to_markdown(record: dict[str, Any]) -> str:
         "",
         f"{host['cpu']}, {host['cores']} cores, {host['memory_bytes'] / 2**30:.1f} GiB; torch {host['torch']}, "
         f"python {host['python']}, ringattn {host['ringattn']} at commit {host['commit']}"
-        f"{' with local changes' if host['dirty'] else ''}; {record['repeat']} alternating rounds (fewer of the longest "
-        "cases) after one warm-up. All numbers are measured; ratios are medians of the rounds' own ratios, [min .. max].",
+        f"{' with local changes' if host['dirty'] else ''}; {record['repeat']} alternating rounds (fewer of the "
+        "longest cases) after one warm-up. All numbers are measured; ratios are medians of the rounds' own ratios, "
+        "[min .. max].",
         *(["", MIXED] if record["mixed"] else []),
         "",
         *_table_lines(
@@ -51,7 +52,7 @@ def to_markdown(record: dict[str, Any]) -> str:
 
 
 def conclusion_lines(record: dict[str, Any]) -> list[str]:
-    """The conclusion of the suite, and a table of the conclusions of its cases, as lines of Markdown; none for others."""
+    """Lines of Markdown: the conclusion of the suite, and a table of the conclusions of its cases. May be empty."""
     cases = [case for case in record["cases"] if "summary" in case]
     if not cases:
         return []

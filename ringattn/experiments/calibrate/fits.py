@@ -98,8 +98,8 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
 def fit_jitter(samples: Sequence[Sequence[float]]) -> float:
     """Standard deviation over mean of repeated times, pooled over the longer half of the measurements.
 
-    Each measurement is relative to its own mean. The shorter half is left out: what interrupts a rank for a moment lasts
-    many times as long as the shortest calls.
+    Each measurement is relative to its own mean. The shorter half is left out: what interrupts a rank for a moment
+    lasts many times as long as the shortest calls.
     """
     longest = sorted(samples, key=median)[len(samples) // 2 :]
     squares = count = 0.0

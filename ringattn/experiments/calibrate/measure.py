@@ -54,16 +54,17 @@ def calibrate(
     base: Machine,
     tell: Callable[[str], None],
 ) -> Calibration:
-    """Measure kernels, merging, links, overlap and noise on all ranks. Numbers that are not measured are those of `base`.
+    """Measure kernels, merging, links, overlap and noise on all ranks.
 
-    Collective. A process alone measures kernels and merging only. `tell` receives the name of each part before it is
-    measured. Raises InvalidInput, and Unsupported where the kernel cannot compute the dtype.
+    Numbers that are not measured are those of `base`. A process alone measures kernels and merging only. `tell`
+    receives the name of each part before it is measured. Collective. Raises InvalidInput, and Unsupported where the
+    kernel cannot compute the dtype.
     """
     return _Calibrator(ranks, settings, sizes, tell).run(base)
 
 
 class _Calibrator:
-    """Collects the numbers of a machine in `values`, and what the machine file keeps of them in `samples` and `fits`."""
+    """Collects the machine's numbers in `values`, and the machine file's raw data in `samples` and `fits`."""
 
     def __init__(
         self, ranks: MeasuringRanks, settings: Settings, sizes: CalibrationSizes, tell: Callable[[str], None]

@@ -22,7 +22,7 @@ COLD_BYTES, MOST_OUTPUTS = 1 << 27, 64
 def time_merges(
     ranks: MeasuringRanks, rows: Sequence[int], heads: int, head_dim: int, dtype: torch.dtype, repeat: int
 ) -> list[tuple[int, list[float]]]:
-    """(bytes of an output and its lse in the wider dtype, seconds of merging a partial into them on all ranks) by size."""
+    """(bytes of an output and its lse in the wider dtype, seconds of merging another into them on all ranks)."""
     times = []
     for n in rows:
         size = n * heads * (head_dim + 1) * wide(dtype).itemsize

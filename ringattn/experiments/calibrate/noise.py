@@ -11,8 +11,8 @@ from ...machine.machine import Machine
 from .measuring_ranks import MeasuringRanks
 from .passes import Pass, Settings, list_cases, measure_passes
 
-#: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the work,
-#: busy at different times, and with bands. The model errs differently for each, and an interval is to hold for all.
+#: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the
+#: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.
 GRID = (
     ("Full()", "contiguous"),
     ("Causal()", "zigzag"),

@@ -18,8 +18,8 @@ from .measuring_ranks import ENOUGH, MeasuringRanks
 class Overlap:
     """Seconds of `rows` queries visiting `rows` keys, and of the block of `bytes` bytes that travels meanwhile.
 
-    By repetition and rank: `visit` alone; `message` alone; `together`, from posting the message to the end of the visit;
-    `both`, from posting the message until the visit has ended and the message has arrived.
+    By repetition and rank: `visit` alone; `message` alone; `together`, from posting the message to the end of the
+    visit; `both`, from posting the message until the visit has ended and the message has arrived.
     """
 
     rows: int

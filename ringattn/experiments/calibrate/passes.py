@@ -18,7 +18,7 @@ from .measuring_ranks import MeasuringRanks
 
 @dataclass(frozen=True)
 class Settings:
-    """What all measurements of a calibration share. `kernel` is a kernel's name or "auto", `repeat` the least repetitions."""
+    """What all measurements of a calibration share: `kernel` is a name or "auto", `repeat` the least repetitions."""
 
     heads: int
     head_dim: int
@@ -99,7 +99,7 @@ def measure_passes(
 
 
 def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> float:
-    """Seconds of a pass after a warm-up, between two barriers, so that the slowest rank counts; by the clock of rank 0."""
+    """Seconds of a pass after a warm-up, by the clock of rank 0, between two barriers: the slowest rank counts."""
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)
     q, k, v, grad = (torch.randn(shape, device=ranks.device).to(settings.torch_dtype) for _ in range(4))

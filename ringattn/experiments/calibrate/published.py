@@ -3,8 +3,8 @@
 The README of github.com/zhuzilin/ring-flash-attention (commit 01c8baf): iterations per second of 8 GPUs with 8k tokens
 each, bf16, causal, with the heads of Llama 3.1 8B (32 heads of 128, 8 key/value heads), on H800 and A100 nodes with
 NVLink. The time of its flash attention call on 8k tokens gives the speed of one device. Messages are assumed to hide
-under visits, as they do over NVLink (with the links of the device's preset), and merging to take no time: the prediction
-of a balanced ring is an upper bound.
+under visits, as they do over NVLink (with the links of the device's preset), and merging to take no time: the
+prediction of a balanced ring is an upper bound.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ LEVEL = 0.9
 class Errors:
     """Errors of modelled times relative to the medians of measured times, and how many runs lie in their intervals.
 
-    `bias` is the mean signed error, below 0 where the model predicts too short times; `median`, `p90` and `worst` are of
-    absolute errors. `coverage` is the share of single runs within their interval, None for a machine without residuals.
+    `bias` is the mean signed error, below 0 where the model predicts too short times; `median`, `p90` and `worst` are
+    of absolute errors. `coverage` is the share of single runs within their interval, None without residuals.
     """
 
     passes: int

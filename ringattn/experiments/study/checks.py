@@ -35,8 +35,8 @@ def refuse_settings_without_study(options: StudyGroup) -> None:
     for key, value in _changed_settings("study", options, StudyGroup()):
         text = str(value).replace("'", "")  # as the command line has it
         raise InvalidInput(
-            f"{key}={text} has no meaning without a study; give it axes, such as study.axes.ranks=[8,64], take a preset "
-            "with study=NAME, or write several values with -m"
+            f"{key}={text} has no meaning without a study; give it axes, such as study.axes.ranks=[8,64], take a "
+            "preset with study=NAME, or write several values with -m"
         )
 
 

@@ -57,7 +57,8 @@ class Journal:
             self._lock.acquire()
         except Timeout:
             raise InvalidInput(
-                f"{self.path.parent}: another process is at work on this study; wait for it, or give another output.path"
+                f"{self.path.parent}: another process is at work on this study; wait for it, or give another "
+                "output.path"
             ) from None
         except (OSError, NotImplementedError) as error:
             raise InvalidInput(

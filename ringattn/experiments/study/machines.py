@@ -13,7 +13,7 @@ from .space import Point
 
 
 def machines_of(points: Sequence[Point]) -> dict[int, Machine]:
-    """The machine of each point by the point's number. Points whose machine is invalid are left out: they are refused."""
+    """The machine of each point by the point's number, without points whose machine is invalid: they are refused."""
     machines: dict[str, Machine | None] = {}
     by_point = {}
     for point in points:

@@ -82,8 +82,8 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     `tell` receives the progress. Raises InvalidInput and Unsupported, and, after all files are written, NumericsFailure
     where an execution found wrong numbers.
     """
-    given = dict(override.lstrip("+~").partition("=")[::2] for override in study.overrides)
-    check_study(study.config.study, study.points, given)
+    by_key = dict(override.lstrip("+~").partition("=")[::2] for override in study.overrides)
+    check_study(study.config.study, study.points, by_key)
     for folder in (*((STUDIES.parent, STUDIES) if study.folder.parent == STUDIES else ()), study.folder):
         make_folder(folder)
     _check_folder(study.folder)
@@ -194,8 +194,8 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
         extrapolations = extrapolate(table, machines, tokens)
         if not extrapolations:
             remarks.append(
-                f"Nothing is extrapolated to {tokens:,} tokens: this needs a series whose last two points have numbers, "
-                "as many tokens on each rank, and different numbers of ranks."
+                f"Nothing is extrapolated to {tokens:,} tokens: this needs a series whose last two points have "
+                "numbers, as many tokens on each rank, and different numbers of ranks."
             )
     lines = describe_machines(study.points, machines)
     provenance = {**head, "commit": git("rev-parse", "--short", "HEAD")}

@@ -48,8 +48,8 @@ def _check_single_value(argument: str, key: str, value: str) -> None:
     """Refuse several values of a key that all points of a study share."""
     if len(_values(argument, value)) > 1:
         raise InvalidInput(
-            f"{argument}: the points of -m are one study, which has one {key}; run a command for each value, or write a "
-            "list in brackets where the key takes a list"
+            f"{argument}: the points of -m are one study, which has one {key}; run a command for each value, or write "
+            "a list in brackets where the key takes a list"
         )
 
 

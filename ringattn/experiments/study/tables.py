@@ -67,7 +67,7 @@ def make_table(points: Sequence[Point], records: Mapping[int, Row], executed: Ma
 
 
 def _describe(point: Point) -> Row:
-    """The sizes and names of a point, which refused points have too. Values of the plan, made of `auto`, replace them."""
+    """The sizes and names of a point, refused or not. The plan's own values replace them, such as auto's choice."""
     config = point.config
     tokens, ranks = config.length(), config.ranks
     return {
@@ -105,7 +105,7 @@ def _csv_cell(value: Any) -> str:
 
 
 def to_json(table: Table, head: Mapping[str, Any], not_modelled: Sequence[str], more: Mapping[str, Any]) -> str:
-    """All numbers as JSON, each column with its unit and word; the word "kind" refers to the row's own column `kind`."""
+    """All numbers as JSON, each column with its unit and word; the word "kind" refers to the row's column `kind`."""
     summary = {
         **head,
         "counts": {status: sum(row["status"] == status for row in table.rows) for status in ("ok", "refused")},

@@ -1,4 +1,4 @@
-"""Suite "auto": whether the schedule that `auto` picks by the timing model is the fastest measured one, in 40 settings."""
+"""Suite "auto": how often the schedule that `auto` picks by the timing model is the fastest, in 40 settings."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ LINKED: tuple[tuple[str, str, str, int], ...] = (
 )
 LINKS = (Links(2, 2, 10e6, 100e6), Links(2, 2, 40e6, 400e6), Links(2, 2, 100e6, 100e6))
 NOTE = (
-    "auto: forward, 1 thread per rank, the layout as given; best / auto is the time of the fastest schedule over the time "
-    "of the schedule that auto picks, both medians of the rounds, and 1 where auto picks the fastest. The model gets the "
-    "rates of the links, and half the speed of a core where four ranks share two cores"
+    "auto: forward, 1 thread per rank, the layout as given; best / auto is the time of the fastest schedule over the "
+    "time of the schedule that auto picks, both medians of the rounds, and 1 where auto picks the fastest. The model "
+    "gets the rates of the links, and half the speed of a core where four ranks share two cores"
 )
 
 

@@ -29,9 +29,9 @@ NOTE = (
     "methods allgather (its default) and alltoall"
 )
 MEMORY_NOTE = (
-    "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds and ranks; "
-    "mallopt makes glibc return freed blocks at once, as glibc would otherwise keep blocks of an earlier round; formula: "
-    "the model of memory of ra.simulate"
+    "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds and "
+    "ranks; mallopt makes glibc return freed blocks at once, as glibc would otherwise keep blocks of an earlier round; "
+    "formula: the model of memory of ra.simulate"
 )
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -23,22 +23,23 @@ TOLERANCE = 1e-5
 #: Lengths of 16 documents. Their ends are not the ends of shards.
 DOCUMENTS = [200, 317, 150, 403, 61, 298, 350, 244, 411, 90, 333, 275, 180, 366, 222, 196]
 MESSAGES_NOTE = (
-    "columns named after a schedule and _messages: the schedule's time in communication, that is the messages of its plan "
-    "without computing, each posted and waited for at its step; columns named after a schedule alone are whole calls"
+    "columns named after a schedule and _messages: the schedule's time in communication, that is the messages of its "
+    "plan without computing, each posted and waited for at its step; columns named after a schedule alone are whole "
+    "calls"
 )
 COMPUTE_NOTE = (
     "column compute: the same call over a transport whose messages take no time, so that compute / ring is 1 minus the "
-    "share of exposed communication; compute / ring_messages, counted per visit over per hop, is the premise: at least 2. "
-    "All ranks share the machine's cores, and the processor time of the system's network code counts as exposed"
+    "share of exposed communication; compute / ring_messages, counted per visit over per hop, is the premise: at least "
+    "2. All ranks share the machine's cores, and the processor time of the system's network code counts as exposed"
 )
 DOUBLE_NOTE = (
-    "double_ring: the outer link is 10 times slower than the inner links. With N nodes of m ranks, blocks of B bytes, an "
-    "outer link of R bytes/s per node and direction and inner links of 10 R per rank, the forward of a dense ring sends "
-    "N m - 1 blocks over each outer link, one per step: (N m - 1) B / R; the double ring sends (N - 1) m, and m - 1 inner "
-    "hops after the last: ((N - 1) m + (m - 1) / 10) B / R. The ratio of the forward is therefore at most 3 / 2.1 = 1.43 "
-    "for 2 x 2 ranks, which has no target, and at most 7 / 4.3 = 1.63 for 2 x 4. In the backward of 2 x 2, queries go "
-    "around the ring, 4.5 blocks in all with lse, delta and dq, while the double ring sends 2 blocks of gradients. "
-    "outer_bytes: bytes that leave a node, counted in the plans"
+    "double_ring: the outer link is 10 times slower than the inner links. With N nodes of m ranks, blocks of B bytes, "
+    "an outer link of R bytes/s per node and direction and inner links of 10 R per rank, the forward of a dense ring "
+    "sends N m - 1 blocks over each outer link, one per step: (N m - 1) B / R; the double ring sends (N - 1) m, and "
+    "m - 1 inner hops after the last: ((N - 1) m + (m - 1) / 10) B / R. The ratio of the forward is therefore at most "
+    "3 / 2.1 = 1.43 for 2 x 2 ranks, which has no target, and at most 7 / 4.3 = 1.63 for 2 x 4. In the backward of "
+    "2 x 2, queries go around the ring, 4.5 blocks in all with lse, delta and dq, while the double ring sends 2 blocks "
+    "of gradients. outer_bytes: bytes that leave a node, counted in the plans"
 )
 
 
