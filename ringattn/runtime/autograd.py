@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels.base import Kernel
@@ -19,23 +20,17 @@ from .executor import Forward, Job, backward, count_kept, forward
 from .handshake import agree_backward
 from .memory_pool import empty
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class Runner(Protocol):
     """Runs the forward and the backward of a plan."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out and lse; with `keep` also the tensors that the backward starts from."""
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        result: Forward,
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> Tensors:
         """(dq, dk, dv), given d loss / d out and, or None, d loss / d lse."""
 
@@ -48,18 +43,12 @@ class OneRank:
     transport: Transport
     number: int
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         program = forward(self.job, q, k, v, keep=keep)
         return drive(number_tags(program, self.number, backward=False), self.transport)
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        result: Forward,
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> Tensors:
         agree_backward(self.transport, self.number)
         program = backward(self.job, grad, grad_lse, q, k, v, result)
@@ -75,7 +64,7 @@ class AllRanks:
     scale: float
     lse: bool
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         layout = self.plan.layout
         whole_out = None
         if self.plan.ranks > 1 and all(len(layout.shard(rank)) <= 1 for rank in self._ranks):
@@ -95,13 +84,7 @@ class AllRanks:
         return Forward(whole_out, layout.unshard_tensor([result.lse for result in results], -1), kept)
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        result: Forward,
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> Tensors:
         kept = iter(result.kept)
         programs = []
@@ -121,7 +104,7 @@ class AllRanks:
     def _job(self, rank: int) -> Job:
         return Job(self.plan, rank, self.kernel, self.scale, self.lse)
 
-    def _shard(self, x: torch.Tensor, rank: int, dim: int = -2) -> torch.Tensor:
+    def _shard(self, x: Tensor, rank: int, dim: int = -2) -> Tensor:
         return self.plan.layout.shard_tensor(x, rank, dim)
 
 
@@ -130,8 +113,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: Runner, floor: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, runner: Runner, floor: float | None
+    ) -> tuple[Tensor, Tensor]:
 
         def run() -> Forward:
             result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
@@ -150,7 +133,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *kept = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
         if ctx.padded:

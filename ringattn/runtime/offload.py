@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..cache import Cache
 from ..dtypes import ITEM_BYTES
@@ -67,9 +68,9 @@ def _hops(step: Step) -> tuple[Hop, ...]:
 class HostTensors:
     """Storage of whole tensors in host memory, which may be mapped from a file."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
 
-    def rows(self, name: str, r: range) -> torch.Tensor:
+    def rows(self, name: str, r: range) -> Tensor:
         return self.tensors[name][:, :, r.start : r.stop]
 
 
@@ -86,7 +87,7 @@ class HostStream:
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
         batch, heads, tokens, _ = q.shape
         out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
@@ -95,14 +96,8 @@ class HostStream:
         return Forward(out, lse, ())
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        result: Forward,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs) and cast at the end."""
         dq = torch.empty_like(q)
         dk, dv = (empty(x.shape, wide(x.dtype), x.device) for x in (k, v))
@@ -161,20 +156,13 @@ class HostStream:
     def _job(self, rank: int) -> Job:
         return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False)
 
-    def _load(self, storage: Storage, name: str, rows: range) -> torch.Tensor:
+    def _load(self, storage: Storage, name: str, rows: range) -> Tensor:
         """Rows of a stored tensor, on the device."""
         return storage.rows(name, rows).to(self.device)
 
 
 def make_stream(
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    chunk: int | None,
-    device: torch.device,
-    backward: bool,
+    call: Call, q: Tensor, k: Tensor, v: Tensor, *, chunk: int | None, device: torch.device, backward: bool
 ) -> HostStream:
     """The stream that computes `call` for tensors of these shapes and dtypes. The values of the tensors are not read.
 
@@ -212,7 +200,7 @@ _streams = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
 
 def stand_in(x: Any, device: torch.device) -> Any:
     """A tensor on `device` with the shape and dtype of x that takes no memory. Returns x if x is not a tensor."""
-    return torch.empty((), dtype=x.dtype, device=device).expand(x.shape) if isinstance(x, torch.Tensor) else x
+    return torch.empty((), dtype=x.dtype, device=device).expand(x.shape) if isinstance(x, Tensor) else x
 
 
 def check_chunk(chunk: object) -> None:
