@@ -1,1 +1,1 @@
-"""One call on a rank: the handshake, the executor of its plan, and autograd."""
+"""What one call runs on a rank: the handshake, the executor of the plan, and autograd."""

@@ -1,4 +1,4 @@
-"""Autocast, as torch's own attention has it: inputs are cast at the door, and inside nothing is."""
+"""Autocast as in torch's own attention: inputs are cast once, and nothing is cast inside."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def cast_inputs(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in the dtype of autocast, where it is on for their device; fp64 stays, as in torch.
+    """The tensors, cast to the dtype of autocast where autocast is on for their device. fp64 tensors stay, as in torch.
 
-    What is not a floating-point tensor is returned as it is, for the checks to report.
+    Arguments that are not floating-point tensors are returned unchanged; later checks report them.
     """
     return tuple(map(_cast, tensors))
 
@@ -25,7 +25,7 @@ def _cast(x: Any) -> Any:
 
 @contextmanager
 def autocast_off(device: torch.device) -> Iterator[None]:
-    """Autocast is off inside, for `device` and for the CPU and CUDA, between which attention is streamed."""
+    """A context without autocast on `device`, the CPU and CUDA: attention may be streamed between the CPU and CUDA."""
     with ExitStack() as stack:
         for kind in {"cpu", "cuda", device.type}:
             if _enabled(kind):
@@ -34,6 +34,7 @@ def autocast_off(device: torch.device) -> Iterator[None]:
 
 
 def _enabled(kind: str) -> bool:
+    """Whether autocast is on for devices of type `kind`."""
     try:
         return torch.is_autocast_enabled(kind)
     except RuntimeError:  # a device that has no autocast, such as meta

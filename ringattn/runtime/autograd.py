@@ -1,4 +1,4 @@
-"""Attention as one node of torch's graph, on one rank of a transport or on all ranks of this process."""
+"""Attention as one node of torch's graph, for one rank of a transport or for all ranks in this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels.base import Kernel
@@ -14,75 +15,82 @@ from ..plan.plan import Plan
 from ..transport.base import Transport, drive, number_tags
 from ..transport.virtual import Virtual
 from .autocast import autocast_off
-from .checkpointing import computed
+from .checkpointing import run_or_replay
 from .executor import Forward, Job, backward, count_kept, forward
 from .handshake import agree_backward
 from .memory_pool import empty
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class Runner(Protocol):
-    """Runs the forward and the backward of a plan, on whatever ranks."""
+    """Runs the forward and the backward of a plan."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+        """out and lse; with `keep` also the tensors that the backward starts from."""
 
-    def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors: ...
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> Tensors:
+        """(dq, dk, dv), given d loss / d out and, or None, d loss / d lse."""
 
 
 @dataclass(frozen=True)
 class OneRank:
-    """This process is one rank of a transport. `number` is that of the call among those of the ring."""
+    """Runs one rank of a transport. `number` counts the calls of the ring, equally on all ranks."""
 
     job: Job
     transport: Transport
     number: int
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         program = forward(self.job, q, k, v, keep=keep)
         return drive(number_tags(program, self.number, backward=False), self.transport)
 
-    def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> Tensors:
         agree_backward(self.transport, self.number)
-        program = backward(self.job, grad, grad_lse, *saved)
+        program = backward(self.job, grad, grad_lse, q, k, v, result)
         return drive(number_tags(program, self.number, backward=True), self.transport)
 
 
 @dataclass(frozen=True)
 class AllRanks:
-    """This process is all ranks; tensors are whole, and sharded here."""
+    """Runs all ranks in this process. Takes and returns the tensors of the whole sequence."""
 
     plan: Plan
     kernel: Kernel
     scale: float
     lse: bool
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         layout = self.plan.layout
-        whole = None
+        whole_out = None
         if self.plan.ranks > 1 and all(len(layout.shard(rank)) <= 1 for rank in self._ranks):
-            # A shard of one range is a view of the whole output, and the rank writes right into it.
-            whole = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
+            # A shard of one range is a view of the whole output, which the rank writes to.
+            whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         programs = []
         for rank in self._ranks:
-            out = None if whole is None else self._shard(whole, rank)
+            out = None if whole_out is None else self._shard(whole_out, rank)
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
             programs.append(forward(self._job(rank), x, y, z, keep=keep, out=out))
         results = Virtual(self.plan.ranks).run(programs)
         kept = tuple(x for result in results for x in result.kept)
         if self.plan.ranks == 1:
             return Forward(results[0].out, results[0].lse, kept)
-        if whole is None:
-            whole = layout.unshard_tensor([result.out for result in results])
-        return Forward(whole, layout.unshard_tensor([result.lse for result in results], -1), kept)
+        if whole_out is None:
+            whole_out = layout.unshard_tensor([result.out for result in results])
+        return Forward(whole_out, layout.unshard_tensor([result.lse for result in results], -1), kept)
 
-    def backward(self, grad: torch.Tensor, grad_lse: torch.Tensor | None, *saved: Any) -> Tensors:
-        q, k, v, result = saved
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> Tensors:
         kept = iter(result.kept)
         programs = []
         for rank in self._ranks:
-            mine = tuple(next(kept) for _ in range(count_kept(self.plan, rank)))
-            local = Forward(self._shard(result.out, rank), self._shard(result.lse, rank, -1), mine)
+            local_kept = tuple(next(kept) for _ in range(count_kept(self.plan, rank)))
+            local = Forward(self._shard(result.out, rank), self._shard(result.lse, rank, -1), local_kept)
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
             dlse = None if grad_lse is None else self._shard(grad_lse, rank, -1)
             programs.append(backward(self._job(rank), self._shard(grad, rank), dlse, x, y, z, local))
@@ -96,28 +104,28 @@ class AllRanks:
     def _job(self, rank: int) -> Job:
         return Job(self.plan, rank, self.kernel, self.scale, self.lse)
 
-    def _shard(self, x: torch.Tensor, rank: int, dim: int = -2) -> torch.Tensor:
+    def _shard(self, x: Tensor, rank: int, dim: int = -2) -> Tensor:
         return self.plan.layout.shard_tensor(x, rank, dim)
 
 
 class Attention(torch.autograd.Function):
-    """The whole ring is one node of the graph: it saves local q, k, v, out, lse and the block it ends with."""
+    """The whole ring as one node of the graph. Saves q, k, v, out, lse and the block that the forward ends with."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: Runner, floor: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, runner: Runner, floor: float | None
+    ) -> tuple[Tensor, Tensor]:
 
         def run() -> Forward:
             result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
-            if floor is not None:  # rows that see padded keys only are rows that see no key
+            if floor is not None:  # a row that sees only padded keys is a row that sees no key
                 empty = result.lse < floor
                 result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
                 result.lse.masked_fill_(empty, -torch.inf)
             return result
 
         with autocast_off(q.device):
-            result = computed(run)
+            result = run_or_replay(run)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, result.out, result.lse, *result.kept)
@@ -125,12 +133,12 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *kept = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
         if ctx.padded:
-            # The kernels do see these rows: a huge lse gives them the weights exp(-huge) = 0; an infinite one
-            # would be taken for the trace of a bad number.
+            # The kernels do compute these rows. A huge lse gives them the weights exp(-huge) = 0; an infinite lse would
+            # be taken for the mark of an input that is not finite.
             empty = lse == -torch.inf
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)

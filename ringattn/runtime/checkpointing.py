@@ -1,4 +1,4 @@
-"""Gradient checkpointing that does not repeat the ring: attention results are kept, everything else is recomputed."""
+"""Gradient checkpointing that keeps the results of attention and recomputes everything else, without the ring."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from .executor import Forward
 
 
 class _Tape:
-    """Results of the attention calls of one checkpointed function, in their order."""
+    """The results of the attention calls of one checkpointed function, in their order."""
 
     def __init__(self) -> None:
+        #: Every result, with the version counter of its output at the time of the call.
         self.results: list[tuple[Forward, int]] = []
         self.replaying = False
+        #: The index of the next result to replay.
         self.place = 0
 
 
@@ -27,16 +29,16 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
     """A `context_fn` for torch.utils.checkpoint: the recomputation takes (out, lse) of attention from the forward.
 
     `checkpoint(layer, x, use_reentrant=False, context_fn=ringattn.keep_attention)` recomputes the layer in the
-    backward without another pass around the ring: q, k and v are made anew, the output of every attention in the
-    layer is kept. Costs the memory of out, lse and the block that the ring's backward starts from; without it,
-    nothing is kept and the ring runs once more.
+    backward without another pass around the ring: q, k and v are recomputed, and the output of every attention in the
+    layer is kept. This costs the memory of out, lse and the block that the ring's backward starts from. Without
+    `keep_attention` nothing is kept, and the ring runs once more.
     """
     tape = _Tape()
-    return _Using(tape, replaying=False), _Using(tape, replaying=True)
+    return _TapeContext(tape, replaying=False), _TapeContext(tape, replaying=True)
 
 
-class _Using:
-    """Calls of attention in this context write to the tape, or read from it. Can be entered again and again."""
+class _TapeContext:
+    """A context in which calls of attention write to the tape or, with `replaying`, read from it. Reusable."""
 
     def __init__(self, tape: _Tape, *, replaying: bool) -> None:
         self.tape, self.replaying = tape, replaying
@@ -51,30 +53,33 @@ class _Using:
 
 
 def keeping() -> bool:
-    """True inside `keep_attention`: the tape holds the tensors that attention returns, so that nobody may change them."""
+    """Whether `keep_attention` keeps the tensors that attention returns, which must then not be changed in place."""
     return _tape.get() is not None
 
 
-def computed(run: Callable[[], Forward]) -> Forward:
-    """`run()`, or what it gave when the function that is being recomputed ran first."""
+def run_or_replay(run: Callable[[], Forward]) -> Forward:
+    """`run()`, or in a recomputation the result of the same call in the forward.
+
+    Raises InvalidInput if the recomputation differs from the forward, or if a kept output was changed in place.
+    """
     tape = _tape.get()
     if tape is None:
         return run()
     if not tape.replaying:
         result = run()
-        # The caller gets `result.out` itself, with a history; the tape holds the bare numbers.
+        # The caller gets `result.out` with its autograd history; the tape holds the numbers only.
         tape.results.append((replace(result, out=result.out.detach(), lse=result.lse.detach()), result.out._version))
         return result
     if tape.place == len(tape.results):
         raise InvalidInput(
             f"the recomputation calls attention more often than the forward did ({len(tape.results)} times); "
-            "a checkpointed function must do the same both times"
+            "let the checkpointed function make the same calls both times"
         )
     result, version = tape.results[tape.place]
     tape.place += 1
     if result.out._version != version:
         raise InvalidInput(
-            "the output of attention was changed in place after a forward with keep_attention, which keeps it for the "
-            "backward; change a copy, or checkpoint without keep_attention"
+            "the output of attention was changed in place after a forward with keep_attention, which keeps the output "
+            "for the backward; change a copy, or checkpoint without keep_attention"
         )
     return replace(result, out=result.out.detach(), lse=result.lse.detach())

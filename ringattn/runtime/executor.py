@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..kernels.base import Kernel, finite, finite_rows, marked, wide
 from ..kernels.base import backward as kernel_backward
@@ -47,7 +48,7 @@ class Job:
     lse: bool = False
     cast_grads: bool = True
 
-    def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) as the backward returns them, from their sums and the inputs q, k, v."""
         dq, dk, dv = (x.to(like.dtype) if self.cast_grads else x for x, like in zip(sums, inputs, strict=True))
         return dq, dk, dv
@@ -57,9 +58,9 @@ class Job:
 class Forward:
     """Result of a forward: out [B, H, n, Dv], lse [B, H, n], and the tensors kept for the backward."""
 
-    out: torch.Tensor
-    lse: torch.Tensor
-    kept: tuple[torch.Tensor, ...]
+    out: Tensor
+    lse: Tensor
+    kept: tuple[Tensor, ...]
 
 
 def count_kept(plan: Plan, rank: int) -> int:
@@ -67,15 +68,13 @@ def count_kept(plan: Plan, rank: int) -> int:
     return 2 * len(plan.for_rank(rank).kept) + (KEPT_BY_EXCHANGE if exchanges_heads(plan) else 0)
 
 
-def forward(
-    job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: bool, out: torch.Tensor | None = None
-) -> Program[Forward]:
+def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None) -> Program[Forward]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
     `keep`: keep what the backward starts from. The result is written to `out` where that is given.
     """
     program = forward_program(job.plan, job.rank, job.kernel)
-    buffers = Buffers(job.plan, program.largest_message, q.device)
+    buffers = Buffers(program.plan, program.largest_message, q.device)
     if not program.exchanges_heads:
         return (yield from _forward_ring(job, program, buffers, q, k, v, keep=keep, out=out))
     to_heads = TokensToHeads(program, buffers, job.rank, (q, k, v))
@@ -89,14 +88,8 @@ def forward(
 
 
 def backward(
-    job: Job,
-    grad: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    result: Forward,
-) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    job: Job, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
 
     Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be kept. Where
@@ -104,7 +97,7 @@ def backward(
     dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
     program = backward_program(job.plan, job.rank, job.kernel)
-    buffers = Buffers(job.plan, program.largest_message, q.device)
+    buffers = Buffers(program.plan, program.largest_message, q.device)
     run_ring = _backward_by_queries if program.ring_plan.rotates == "queries" else _backward_by_keys
     if not program.exchanges_heads:
         return (yield from run_ring(job, program, buffers, grad, grad_lse, q, k, v, result))
@@ -126,12 +119,12 @@ def _forward_ring(
     job: Job,
     program: ForwardProgram,
     buffers: Buffers,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     keep: bool,
-    out: torch.Tensor | None,
+    out: Tensor | None,
 ) -> Program[Forward]:
     """The forward of the ring: rows of queries as `program.ring_plan` deals them out."""
     visits = iter(program.merge_plan.visits)
@@ -166,13 +159,13 @@ def _backward_by_keys(
     job: Job,
     program: BackwardProgram,
     buffers: Buffers,
-    grad: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     result: Forward,
-) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """`backward` of the ring where blocks of keys and values come to the queries of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
     visits = iter(program.visits)
@@ -208,13 +201,13 @@ def _backward_by_queries(
     job: Job,
     program: BackwardProgram,
     buffers: Buffers,
-    grad: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     result: Forward,
-) -> Program[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """`backward` of the ring where queries, with their dO, lse and delta, come to the keys of this rank."""
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))

@@ -1,20 +1,23 @@
-"""Checks before the first message: of one rank's arguments, and that all ranks agree about theirs.
+"""The handshake before the first message: checks of one rank's arguments, and a comparison of all ranks' arguments.
 
-The handshake is a state machine of at most three exchanges, in each of which every rank sends exactly one record.
+The handshake has at most three exchanges. In each exchange every rank sends exactly one record.
 
-1. "call" ("positions" where only they are wanted): the mark of this rank's record, a digest of its arguments in one
-   spelling for all forms of equal arguments, and the history of its table of remembered handshakes. Where the histories
-   differ, all ranks empty their tables. Then all tables are the same; all ranks look the marks of all ranks up in theirs,
-   and all find a plan, which ends the handshake, or none does.
-2. "arguments": the records in full, which are compared.
-3. "plan": the hash of the plan that this rank has made of them. Where all are the same, all ranks remember the plan.
+1. "call" ("positions" if only positions are asked for): a digest of this rank's arguments, in one spelling for all
+forms
+   of equal arguments, and the history of its table of remembered handshakes. If the histories differ, all ranks clear
+   their tables, so that all tables are equal. All ranks then look up the digests of all ranks. Either all ranks find a
+   plan, which ends the handshake, or no rank does.
+2. "arguments": the arguments in full, which are compared.
+3. "plan": the hash of the plan that this rank has made from the arguments. If all hashes are equal, all ranks remember
+the
+   plan.
 
-Which exchange comes next depends only on what all ranks have received in the last one, never on what one rank knows, so
-that no rank waits in an exchange that another does not enter. An exception of one rank between two exchanges takes the
-place of its record in the next one, and ends the handshake on all ranks (`transport.records`): that rank raises its own
-exception, the others a Mismatch that names the rank. A rank that leaves all the same, as where it is interrupted within
-an exchange, sends its next "call" while others wait at another stage: all raise, and are in step again. What such a
-rank remembers has another history then, which the next call finds.
+Which exchange follows depends only on what all ranks have received in the previous exchange, so that all ranks enter
+the same exchanges. If a rank raises between two exchanges, its error replaces its record in the next exchange and ends
+the handshake on all ranks (`transport.records`): that rank raises its own exception, the other ranks raise a Mismatch
+that names the rank. A rank can still leave in the middle, for example when it is interrupted within an exchange. Its
+next "call" then meets the other ranks at another stage, all ranks raise, and the ranks are in step again. The history
+of that rank's table differs from then on, which the next call finds.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -44,13 +48,13 @@ from ..transport.base import Transport
 from ..transport.records import MARK, Exchange, digest
 from .options import AttentionOptions
 
-#: The most bytes of a record of arguments, whose long fields are shortened to digests.
+#: The most bytes of a record of arguments. Long fields are shortened to digests.
 LIMIT = 1 << 14
 #: Bytes of the number of a call.
 NUMBER = 8
-#: Makes the q, k and v of a call.
+#: Returns the q, k and v of a call, or raises.
 Prepare = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-#: No model has more heads; a tensor that seems to, and has few tokens, has probably not been transposed.
+#: No model has more heads. A tensor with more heads and few tokens has probably not been transposed.
 MANY_HEADS = 256
 SWAPPED = (
     "; if the tensors are [batch, tokens, heads, head_dim], pass x.transpose(1, 2) (the modules of ringattn.nn take "
@@ -60,7 +64,7 @@ SWAPPED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call(AttentionOptions):
-    """The arguments of a call beside its tensors."""
+    """The arguments of a call except its tensors. See `ring_attention`."""
 
     pattern: Pattern
     layout: str | Layout
@@ -68,44 +72,25 @@ class Call(AttentionOptions):
     return_lse: bool = False
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
-        """The kernel to use, or an error that says what is wrong with the local arguments."""
+        """The kernel to use. Raises an error that says what is wrong with this rank's arguments."""
         as_pattern(self.pattern)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, torch.Tensor) or x.ndim != 4:
-                found = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-                raise InvalidInput(f"{name} must be a tensor [batch, heads, tokens, head_dim], got {found}")
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
-            kinds = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
-            raise InvalidInput(f"q, k and v must have one dtype and one device, got {kinds}")
-        if dtype_name(q.dtype) not in ITEM_BYTES:
-            raise InvalidInput(f"dtype {q.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
-        if not (q.shape[0] == k.shape[0] == v.shape[0]) or not (q.shape[2] == k.shape[2] == v.shape[2]):
-            raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}{_hint(q, k, v)}")
-        if (
-            k.shape[1] != v.shape[1]
-            or q.shape[-1] != k.shape[-1]
-            or 0 in (q.shape[1], q.shape[3], v.shape[3], k.shape[1])
-        ):
-            raise InvalidInput(
-                f"k and v must have the same heads, q and k the same head dim, and none may be 0, got {shapes}"
-            )
-        if q.shape[1] % k.shape[1]:
-            raise InvalidInput(
-                f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly ({shapes}); "
-                f"the query heads must be a multiple of the key/value heads{_hint(q, k, v)}"
-            )
-        if q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2] > 0:
-            warnings.warn(
-                f"q {tuple(q.shape)} is read as [batch, heads, tokens, head_dim], {q.shape[1]:,} heads of "
-                f"{plural(q.shape[2], 'token')}{SWAPPED}", stacklevel=2,
-            )  # fmt: skip
+        _check_tensors(q, k, v)
         if isinstance(self.scale, bool) or not isinstance(self.scale, int | float):
             raise InvalidInput(f"scale must be a number, got {self.scale!r}; leave it out for 1 / sqrt(head_dim)")
+        self._check_names()
+        if self.scale != self.scale or self.scale in (inf, -inf):
+            raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
+        resolve(self.schedule)
+        check_rotate(self.rotate)
+        check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
+        return get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
+
+    def _check_names(self) -> None:
+        """Raise InvalidInput where layout, schedule, kernel or machine has a wrong type or is unknown."""
         if self.layout is None:
             raise InvalidInput(
-                "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut it, or "
-                "its name, such as layout='zigzag'"
+                "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut the "
+                "sequence, or its name, such as layout='zigzag'"
             )
         names: tuple[tuple[str, Any, Any, str], ...] = (
             ("layout", self.layout, str | Layout, "zigzag"),
@@ -118,23 +103,49 @@ class Call(AttentionOptions):
         if not isinstance(self.machine, Machine | str | None):
             raise InvalidInput(f"machine must be a ringattn.Machine or a name such as 'cpu', got {self.machine!r}")
         get_machine(self.machine)
-        if not self.scale == self.scale or self.scale in (float("inf"), float("-inf")):
-            raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
-        resolve(self.schedule)
-        check_rotate(self.rotate)
-        check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
-        return get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise InvalidInput where q, k and v do not fit each other. Warns if heads and tokens seem exchanged."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.ndim != 4:
+            actual = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidInput(f"{name} must be a tensor [batch, heads, tokens, head_dim], got {actual}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
+        kinds = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
+        raise InvalidInput(f"q, k and v must have one dtype and one device, got {kinds}")
+    if dtype_name(q.dtype) not in ITEM_BYTES:
+        raise InvalidInput(f"dtype {q.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
+    if not (q.shape[0] == k.shape[0] == v.shape[0]) or not (q.shape[2] == k.shape[2] == v.shape[2]):
+        raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}{_hint(q, k, v)}")
+    sizes = q.shape[1], q.shape[3], v.shape[3], k.shape[1]
+    if k.shape[1] != v.shape[1] or q.shape[-1] != k.shape[-1] or 0 in sizes:
+        raise InvalidInput(
+            f"k and v must have the same heads, q and k the same head dim, and none may be 0, got {shapes}"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise InvalidInput(
+            f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly ({shapes}); "
+            f"the query heads must be a multiple of the key/value heads{_hint(q, k, v)}"
+        )
+    if q.shape[1] > MANY_HEADS and q.shape[1] >= 8 * q.shape[2] > 0:
+        warnings.warn(
+            f"q {tuple(q.shape)} is read as [batch, heads, tokens, head_dim], {q.shape[1]:,} heads of "
+            f"{plural(q.shape[2], 'token')}{SWAPPED}",
+            stacklevel=3,
+        )
 
 
 def _hint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """What to try where wrong shapes would be right ones with heads and tokens exchanged."""
+    """Advice to transpose if the shapes would fit with heads and tokens exchanged; else no text."""
     tokens, heads = q.shape[1], q.shape[2]
-    fits = tokens == k.shape[1] == v.shape[1] and k.shape[2] == v.shape[2] > 0 and heads % k.shape[2] == 0
-    return SWAPPED if fits and tokens > heads else ""
+    would_fit = tokens == k.shape[1] == v.shape[1] and k.shape[2] == v.shape[2] > 0 and heads % k.shape[2] == 0
+    return SWAPPED if would_fit and tokens > heads else ""
 
 
 def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
-    """What a plan needs to know of the tensors."""
+    """The sizes and the dtype of the tensors, as keyword arguments of `make_plan`."""
     return {
         "heads": q.shape[1],
         "kv_heads": k.shape[1],
@@ -146,73 +157,79 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any
 
 
 def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call") -> tuple[Plan, Kernel]:
-    """The plan that all ranks of the transport run, and this rank's kernel for the (q, k, v) that `prepare` gives.
+    """The plan that all ranks of the transport run, and this rank's kernel for (q, k, v) = `prepare()`. Collective.
 
-    Every exception of `prepare`, and of what is done here between the exchanges, reaches all ranks. `stage` names the
-    first exchange: ranks that agree for different purposes are no match.
+    Every exception of `prepare`, and of the work between the exchanges, reaches all ranks. `stage` names the first
+    exchange: ranks that make a handshake for different purposes raise Mismatch.
     """
     agreed = transport.agreed
-    with Exchange(transport, stage, limit=2 * MARK) as told:
+    with Exchange(transport, stage, limit=2 * MARK) as exchange:
         q, k, v = prepare()
         kernel = call.check(q, k, v)
         transport.check(q.device)
         record = json.dumps(_record(q, k, v, call)).encode()
-        told.mine = digest(record) + agreed.history
-    for rank, both in enumerate(told.records):
+        exchange.mine = digest(record) + agreed.history
+    for rank, both in enumerate(exchange.records):
         if len(both) != 2 * MARK:
             raise _undecoded(rank, both)
-    marks = tuple(both[:MARK] for both in told.records)
-    plan: Plan | None = agreed.begin(marks, tuple(both[MARK:] for both in told.records))
+    marks = tuple(both[:MARK] for both in exchange.records)
+    plan: Plan | None = agreed.begin(marks, tuple(both[MARK:] for both in exchange.records))
     if plan is None:
-        plan = _compared(transport, q, k, v, call, record)
+        plan = _agree_in_full(transport, q, k, v, call, record)
     agreed.end(marks, None if call.pattern.transient else plan)
     return plan, kernel
 
 
-def _compared(
+def _agree_in_full(
     transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, record: bytes
 ) -> Plan:
-    """The plan after a handshake in full; every rank raises where the records, or the plans made of them, differ."""
-    with Exchange(transport, "arguments", LIMIT) as told:
-        told.mine = record
-    with Exchange(transport, "plan", LIMIT) as made:
-        records = _fields(told.records)
+    """The plan after the exchanges "arguments" and "plan". Every rank raises Mismatch if arguments or plans differ."""
+    with Exchange(transport, "arguments", LIMIT) as arguments:
+        arguments.mine = record
+    with Exchange(transport, "plan", LIMIT) as plans:
+        records = _decode(arguments.records)
         _compare(records)
-        rows = [found["rows"] for found in records]
+        rows = [fields["rows"] for fields in records]
         plan = make_plan(
-            call.pattern, tokens=sum(rows), ranks=transport.size, layout=call.layout, schedule=call.schedule,
-            machine=get_machine(call.machine, q.device.type), comm_dtype=call.comm_dtype, rotate=call.rotate,
+            call.pattern,
+            tokens=sum(rows),
+            ranks=transport.size,
+            layout=call.layout,
+            schedule=call.schedule,
+            machine=get_machine(call.machine, q.device.type),
+            comm_dtype=call.comm_dtype,
+            rotate=call.rotate,
             **describe(q, k, v),
-        )  # fmt: skip
+        )
         _check_rows(plan, rows)
-        made.mine = json.dumps({"layout": _written(plan.layout), "plan": plan.hash}).encode()
-    _compare(_fields(made.records))
+        plans.mine = json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
+    _compare(_decode(plans.records))
     return plan
 
 
 def agree_backward(transport: Transport, number: int) -> None:
-    """Return where all ranks begin the backward of the same call of their ring; else every rank raises Mismatch.
+    """Return if all ranks begin the backward of the same call, number `number`; else raise Mismatch on every rank.
 
-    As a call, its backward begins with a few bytes from each rank: ranks that run backwards in different order would
-    add the gradients of one call to those of another.
+    Ranks that run backwards in different orders would add the gradients of one call to the gradients of another. A few
+    bytes from each rank prevent this. Collective.
     """
-    with Exchange(transport, "backward", NUMBER) as told:
-        told.mine = number.to_bytes(NUMBER, "little")
-    numbers = [int.from_bytes(raw, "little") for raw in told.records]
+    with Exchange(transport, "backward", NUMBER) as exchange:
+        exchange.mine = number.to_bytes(NUMBER, "little")
+    numbers = [int.from_bytes(raw, "little") for raw in exchange.records]
     if any(other != number for other in numbers):
-        who = "; ".join(f"rank {rank} runs that of call {other + 1:,}" for rank, other in enumerate(numbers))
+        calls = "; ".join(f"rank {rank} runs that of call {other + 1:,}" for rank, other in enumerate(numbers))
         raise Mismatch(
-            f"the ranks run backwards of different calls of their group: {who}. Run backwards and calls in the same order "
-            "on all ranks"
+            f"the ranks run backwards of different calls of their group: {calls}. Run backwards and calls in the same "
+            "order on all ranks"
         )
 
 
 def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, Any]:
     """What this rank is about to do, in one spelling for all forms of equal arguments.
 
-    `rows` and `layout_tokens`, the tokens that a Layout was made for, are this rank's own: they are not compared.
+    `rows`, and `layout_tokens` (the tokens that a Layout was made for), may differ between ranks and are not compared.
     """
-    layout, wire = call.layout, call.comm_dtype
+    layout, comm_dtype = call.layout, call.comm_dtype
     pattern = repr(call.pattern)
     if call.pattern.transient:
         pattern = f"{_SELECTED} {_short_digest(pattern)}"
@@ -221,28 +238,31 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
         "layout_tokens": layout.tokens if isinstance(layout, Layout) else None,
         **describe(q, k, v),
         "device": q.device.type,
-        "pattern": _shortened(pattern),
-        "layout": layout_name(layout) if isinstance(layout, str) else _written(layout),
+        "pattern": _shorten(pattern),
+        "layout": layout_name(layout) if isinstance(layout, str) else _spell_layout(layout),
         "schedule": resolve(call.schedule),
         "kernel": call.kernel,
-        "machine": _shortened(repr(get_machine(call.machine, q.device.type))),
+        "machine": _shorten(repr(get_machine(call.machine, q.device.type))),
         "scale": float(call.scale),
         "deterministic": bool(call.deterministic),
-        "comm_dtype": None if wire is None else dtype_name(wire),
+        "comm_dtype": None if comm_dtype is None else dtype_name(comm_dtype),
         "rotate": call.rotate,
         "return_lse": bool(call.return_lse),
         "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }
 
 
-def _written(layout: Layout) -> str:
+def _spell_layout(layout: Layout) -> str:
+    """The name of a layout, with a digest of the partition if the layout is balanced."""
     return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name
 
 
+#: Stands for a pattern that a scorer selects in every call.
 _SELECTED = "blocks selected anew (all ranks need the same scorer weights, k, and train or eval mode),"
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
+    """The text, or its beginning and a digest if it is long."""
     return text if len(text) < 200 else f"{text[:160]}... (digest {_short_digest(text)})"
 
 
@@ -250,57 +270,65 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _fields(records: list[bytes]) -> list[dict[str, Any]]:
-    """The records of all ranks; a Mismatch that names the rank of the first that is none."""
-    found: list[dict[str, Any]] = []
+def _decode(records: list[bytes]) -> list[dict[str, Any]]:
+    """The records of all ranks. Raises a Mismatch that names the first rank whose record cannot be decoded."""
+    decoded: list[dict[str, Any]] = []
     for rank, raw in enumerate(records):
         try:
             fields = json.loads(raw)
-        except ValueError:  # neither UTF-8, nor JSON
+        except ValueError:  # not UTF-8, or not JSON
             fields = None
-        if not isinstance(fields, dict) or (found and fields.keys() != found[0].keys()):
+        if not isinstance(fields, dict) or (decoded and fields.keys() != decoded[0].keys()):
             raise _undecoded(rank, raw)
-        found.append(fields)
-    return found
+        decoded.append(fields)
+    return decoded
 
 
 def _undecoded(rank: int, raw: bytes) -> Mismatch:
+    """The error for a record that cannot be decoded."""
     return Mismatch(
-        f"rank {rank} sent {plural(len(raw), 'byte')} that cannot be decoded as its part of the handshake; install the same "
-        "ringattn on all ranks, and let nothing else use this transport meanwhile"
+        f"rank {rank} sent {plural(len(raw), 'byte')} that cannot be decoded as its part of the handshake; install the "
+        "same ringattn on all ranks, and let nothing else use this transport meanwhile"
     )
 
 
 def _compare(records: list[dict[str, Any]]) -> None:
+    """Raise a Mismatch that names the ranks and their values if a compared field differs between ranks."""
     for name in records[0]:
         values = [record[name] for record in records]
-        if name in _OWN or all(value == values[0] for value in values) or (name == "layout" and _open(values)):
+        if name in _NOT_COMPARED or all(value == values[0] for value in values):
             continue
-        who = {value: [r for r, other in enumerate(values) if other == value] for value in values}
-        parts = [f"{value} on rank{'s' if len(ranks) > 1 else ''} {_ranks(ranks)}" for value, ranks in who.items()]
-        raise Mismatch(f"the ranks disagree about {name}: {'; '.join(parts)}. All ranks must pass the same")
+        if name == "layout" and _are_undecided(values):
+            continue
+        by_value = {value: [r for r, other in enumerate(values) if other == value] for value in values}
+        parts = [
+            f"{value} on rank{'s' if len(ranks) > 1 else ''} {_list_ranks(ranks)}" for value, ranks in by_value.items()
+        ]
+        raise Mismatch(f"the ranks disagree about {name}: {'; '.join(parts)}. Pass the same on all ranks")
 
 
-#: Fields of a record that are not compared.
-_OWN = ("rows", "layout_tokens")
+#: Fields of a record that may differ between ranks.
+_NOT_COMPARED = ("rows", "layout_tokens")
 
 
-def _open(layouts: list[str]) -> bool:
-    """Whether balanced layouts are given by name on some ranks: the partitions are compared when all are known."""
+def _are_undecided(layouts: list[str]) -> bool:
+    """Whether some rank names a balanced layout whose partition is known, and compared, only with the plan."""
     return all(x.startswith("balanced") for x in layouts) and not all("partition" in x for x in layouts)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
+    """The first ranks of a list, as text."""
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _check_rows(plan: Plan, rows: list[int]) -> None:
-    wanted = [plan.layout.rows(rank) for rank in range(plan.ranks)]
-    for rank, (found, right) in enumerate(zip(rows, wanted, strict=True)):
-        if found != right:
+    """Raise a Mismatch that names the first rank whose number of rows differs from the layout's."""
+    planned = [plan.layout.rows(rank) for rank in range(plan.ranks)]
+    for rank, (actual, expected) in enumerate(zip(rows, planned, strict=True)):
+        if actual != expected:
             more = ", pattern=..., heads=..." if plan.layout.digest else ""
             raise Mismatch(
-                f"rank {rank} holds {found:,} rows, but the layout {plan.layout.name} of {plan.tokens:,} tokens over "
-                f"{plan.ranks} ranks gives it {right:,}; shard with ringattn.make_layout({plan.layout.name!r}, "
+                f"rank {rank} holds {actual:,} rows, but the layout {plan.layout.name} of {plan.tokens:,} tokens over "
+                f"{plan.ranks} ranks gives it {expected:,}; shard with ringattn.make_layout({plan.layout.name!r}, "
                 f"tokens={plan.tokens}, ranks={plan.ranks}{more}).shard_tensor(x, rank)"
             )

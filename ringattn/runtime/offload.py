@@ -1,7 +1,7 @@
-"""One device computes a sequence that it cannot hold: chunks are virtual ranks that live in host storage.
+"""Attention over a sequence that does not fit into the device: chunks are virtual ranks that live in host storage.
 
-The ranks of an ordinary plan run one after another, with the ordinary executor; what they receive is copied from
-storage, and the gradients that they send home are added there. `transport.host` has the copies.
+The ranks of an ordinary plan run one after another, with the ordinary executor. What a rank receives is copied from
+storage, and the gradients that a rank sends are added in storage. `runtime.host` makes the copies.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..cache import Cache
 from ..dtypes import ITEM_BYTES
@@ -28,16 +29,16 @@ from .handshake import Call, describe
 from .host import Host, Storage
 from .memory_pool import empty
 
-#: The share of the device's free memory that chunks are chosen to take: kernels need workspaces, too.
+#: The share of the device's free memory that chosen chunks take. Kernels need the rest for workspaces.
 SHARE = 0.5
-#: Chosen chunks are multiples of this many rows, where they are that long.
+#: Chosen chunks are multiples of this many rows, unless they are shorter.
 MULTIPLE = 128
-#: Bytes of what a plan keeps of the chunks: each of them runs once in a pass.
+#: Bytes of chunks' steps that a plan keeps. Few, as each chunk runs once per pass.
 STEPS = 1 << 22
 
 
 class StreamedPlan(Plan):
-    """A plan whose ranks run alone. Their hops are copies: rows come from storage, gradients go there."""
+    """A plan whose ranks run alone: their messages are copies of rows from storage and of gradients to storage."""
 
     @cached_property
     def cache(self) -> Cache:
@@ -50,12 +51,12 @@ class StreamedPlan(Plan):
         return PullSchedule(self.demand).steps(rank)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """Bytes of the hops of a rank (None: of all), in both directions. Counted."""
+        """Bytes of the messages of a rank (None: of all ranks), in both directions. Counted."""
         hops = (hop for step in self._steps(rank, backward) for hop in _hops(step))
         return sum(self.part_bytes(part) for hop in hops for part in hop.parts)
 
     def messages(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """Hops of a rank (None: of all), in both directions. Counted."""
+        """Messages of a rank (None: of all ranks), in both directions. Counted."""
         return sum(len(_hops(step)) for step in self._steps(rank, backward))
 
 
@@ -65,11 +66,11 @@ def _hops(step: Step) -> tuple[Hop, ...]:
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Storage of whole tensors in host memory (which may be mapped from a file)."""
+    """Storage of whole tensors in host memory, which may be mapped from a file."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
 
-    def rows(self, name: str, r: range) -> torch.Tensor:
+    def rows(self, name: str, r: range) -> Tensor:
         return self.tensors[name][:, :, r.start : r.stop]
 
 
@@ -77,7 +78,7 @@ class HostTensors:
 class HostStream:
     """Runs the ranks of a plan on one device, from and to host storage. A runner of `autograd.Attention`.
 
-    `counters` hold the bytes of all hops so far. A rank's own q, k, v, out, lse and gradients cross once besides.
+    `counters` count the messages so far. The copies of a rank's own q, k, v, out, lse and gradients are not counted.
     """
 
     plan: StreamedPlan
@@ -86,8 +87,8 @@ class HostStream:
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
-        """out [B, H, N, Dv] and lse [B, H, N] in host memory; nothing is kept on the device."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+        """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
         batch, heads, tokens, _ = q.shape
         out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
@@ -95,27 +96,29 @@ class HostStream:
         return Forward(out, lse, ())
 
     def backward(
-        self, grad: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        result: Forward,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs), and rounded at the end."""
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs) and cast at the end."""
         dq = torch.empty_like(q)
         dk, dv = (empty(x.shape, wide(x.dtype), x.device) for x in (k, v))
-        given = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
-        extra = {} if grad_lse is None else {"dlse": grad_lse}
-        self.differentiate(HostTensors({**given, **extra, "dq": dq, "dk": dk, "dv": dv}), lse=grad_lse is not None)
-        dk = dk.to(k.dtype)  # one after the other: the first sum is gone before the second is rounded
+        tensors = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
+        if grad_lse is not None:
+            tensors["dlse"] = grad_lse
+        tensors |= {"dq": dq, "dk": dk, "dv": dv}
+        self.differentiate(HostTensors(tensors), lse=grad_lse is not None)
+        del tensors
+        dk = dk.to(k.dtype)  # in two statements, so that one fp32 sum is freed before the other is cast
         dv = dv.to(v.dtype)
         return dq, dk, dv
 
     def compute(self, storage: Storage) -> None:
-        """Read q, k and v from storage, and write out and lse there."""
+        """Read q, k and v from storage, and write out and lse to storage."""
         host = Host(self.plan, storage, self.device, self.counters)
         sign, _ = positive(self.scale)
         for rank, rows in self._shards():
-            q, k, v = (self._here(storage, name, rows) for name in ("q", "k", "v"))
+            q, k, v = (self._load(storage, name, rows) for name in ("q", "k", "v"))
             target = storage.rows("out", rows)
-            direct = target if target.device == self.device else None  # on a CPU rows are written where they stay
+            direct = target if target.device == self.device else None  # on a CPU the executor writes to storage itself
             program = forward(self._job(rank), q if sign == 1 else q * sign, k, v, keep=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
             if direct is None:
@@ -123,7 +126,10 @@ class HostStream:
             storage.rows("lse", rows).copy_(result.lse)
 
     def differentiate(self, storage: Storage, *, lse: bool = False) -> None:
-        """Read q, k, v, out, lse, dout (and dlse), write dq, and gather dk and dv in storage, in fp32 or fp64 there."""
+        """Read q, k, v, out, lse and dout (with `lse` also dlse), write dq, and sum dk and dv in storage.
+
+        dk and dv in storage are fp32 (fp64 for fp64 inputs).
+        """
         host = Host(self.plan, storage, self.device, self.counters)
         sign, _ = positive(self.scale)
         for _, rows in self._shards():
@@ -131,17 +137,17 @@ class HostStream:
                 storage.rows(name, rows).zero_()
         for rank, rows in self._shards():
             names = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if lse else ()))
-            q, k, v, out, total, grad, *grad_lse = (self._here(storage, name, rows) for name in names)
+            q, k, v, out, total, grad, *grad_lse = (self._load(storage, name, rows) for name in names)
             q = q if sign == 1 else q * sign
-            program = backward(
-                self._job(rank), grad, grad_lse[0] if lse else None, q, k, v, Forward(out, total, ())
-            )  # fmt: skip
+            result = Forward(out, total, ())
+            program = backward(self._job(rank), grad, grad_lse[0] if lse else None, q, k, v, result)
             dq, dk, dv = host.run(program, self.plan.for_rank(rank).backward)
             storage.rows("dq", rows).copy_(dq if sign == 1 else dq * sign)
             for name, x in (("dk", dk), ("dv", dv)):
                 storage.rows(name, rows).add_(x.cpu())
 
     def _shards(self) -> list[tuple[int, range]]:
+        """Every rank that has rows, with its rows. Empty for an empty batch."""
         layout = self.plan.layout
         if not self.plan.batch:
             return []
@@ -150,111 +156,119 @@ class HostStream:
     def _job(self, rank: int) -> Job:
         return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False)
 
-    def _here(self, storage: Storage, name: str, rows: range) -> torch.Tensor:
+    def _load(self, storage: Storage, name: str, rows: range) -> Tensor:
+        """Rows of a stored tensor, on the device."""
         return storage.rows(name, rows).to(self.device)
 
 
 def make_stream(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, chunk: int | None, device: torch.device,
-    backward: bool,
-) -> HostStream:  # fmt: skip
-    """The stream that computes `call` for tensors of these shapes and dtypes; their numbers are not looked at.
+    call: Call, q: Tensor, k: Tensor, v: Tensor, *, chunk: int | None, device: torch.device, backward: bool
+) -> HostStream:
+    """The stream that computes `call` for tensors of these shapes and dtypes. The values of the tensors are not read.
 
-    `backward`: a chunk that is not given shall leave room for the backward. Raises InvalidInput, Unsupported or
-    OutOfMemory.
+    `chunk` is the number of rows on the device at a time; None chooses it by the free memory, with room for the
+    backward if `backward`. Raises InvalidInput, Unsupported or OutOfMemory.
     """
     kernel = call.check(*(stand_in(x, device) for x in (q, k, v)))
-    facts, tokens = describe(q, k, v), q.shape[2]
-    size = chunk_rows(tokens, device=device, backward=backward, **facts) if chunk is None else chunk
+    sizes, tokens = describe(q, k, v), q.shape[2]
+    rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
 
     def make() -> StreamedPlan:
-        return _streamed(call.pattern, tokens, size, facts)
+        return _make_streamed_plan(call.pattern, tokens, rows, sizes)
 
-    key = call.pattern, tokens, size, *facts.items()
+    key = call.pattern, tokens, rows, *sizes.items()
     return HostStream(make() if call.pattern.transient else _streams.answer(key, make), kernel, call.scale, device)
 
 
-def _streamed(pattern: Pattern, tokens: int, chunk: int, facts: dict[str, Any]) -> StreamedPlan:
+def _make_streamed_plan(pattern: Pattern, tokens: int, chunk: int, sizes: dict[str, Any]) -> StreamedPlan:
+    """The plan with one rank per chunk of `chunk` rows."""
     plan = make_plan(
-        pattern, tokens=tokens, ranks=max(1, -(-tokens // chunk)), layout="contiguous", schedule="direct", rotate="keys",
-        **facts,
-    )  # fmt: skip
+        pattern,
+        tokens=tokens,
+        ranks=max(1, -(-tokens // chunk)),
+        layout="contiguous",
+        schedule="direct",
+        rotate="keys",
+        **sizes,
+    )
     return StreamedPlan(**{entry.name: getattr(plan, entry.name) for entry in fields(plan)})
 
 
-#: Plans streamed lately.
+#: The plans of recent streams.
 _streams = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
 
 
 def stand_in(x: Any, device: torch.device) -> Any:
-    """A tensor on `device` with the shape and dtype of x, that takes no memory; x itself where it is no tensor."""
-    return torch.empty((), dtype=x.dtype, device=device).expand(x.shape) if isinstance(x, torch.Tensor) else x
+    """A tensor on `device` with the shape and dtype of x that takes no memory. Returns x if x is not a tensor."""
+    return torch.empty((), dtype=x.dtype, device=device).expand(x.shape) if isinstance(x, Tensor) else x
 
 
 def check_chunk(chunk: object) -> None:
-    """Raise InvalidInput where `chunk` is neither None nor a number of rows."""
+    """Raise InvalidInput unless `chunk` is None or a positive number of rows."""
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise InvalidInput(
             f"chunk={chunk!r} must be an integer >= 1, the most rows of q, k and v that the device holds at a time; "
-            "leave it out to have it chosen by the free memory"
+            "leave it out to choose it by the free memory"
         )
 
 
 def get_device(device: torch.device | str | None) -> torch.device:
-    """The device that computes: by default the current CUDA device where there is one, else the CPU."""
+    """The device that computes. The default is the current CUDA device if there is one, else the CPU.
+
+    Raises InvalidInput for a name that torch does not know, a device of another type, or a missing CUDA device.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError):
-        raise InvalidInput(f"device={device!r} is no device; expected cpu, cuda or cuda:1") from None
-    if found.type not in ("cpu", "cuda"):
-        raise InvalidInput(f"device={device}: attention is streamed to cpu or cuda")
-    if found.type == "cuda":
-        if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
-            raise InvalidInput(
-                f"device={device}: there is no such CUDA device (ringattn doctor tells why); try device=cpu"
-            )
-        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-    return found
+        raise InvalidInput(f"device={device!r} is not a device; expected cpu, cuda or cuda:1") from None
+    if parsed.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"device={device}: attention is streamed to cpu or cuda; try device=cpu")
+    if parsed.type == "cpu":
+        return parsed
+    if not torch.cuda.is_available() or (parsed.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"device={device}: there is no such CUDA device (ringattn doctor says why); try device=cpu")
+    return torch.device("cuda", torch.cuda.current_device() if parsed.index is None else parsed.index)
 
 
 def row_bytes(
     *, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool
 ) -> int:
-    """Bytes on the device per row of a chunk. With e bytes per number, w = max(e, 4), D = head_dim, Dv = value_dim:
+    """Bytes on the device per row of a chunk, with e bytes per number and w = max(e, 4).
 
-    forward: q and out, the chunk's own K/V block and two that take turns, in e; sums of out and one visit's output, in w;
-    q and a K/V block again in w, for kernels that compute in fp32; lse and its partials.
-    backward: q, out, dO and the own K/V block in e, and again in w for such kernels; dq, dk, dv and those of two
-    visits in w; four buffers of K/V or dK/dV size that take turns, in w; lse.
+    Forward: q, out, the chunk's own K/V block and two K/V buffers in e bytes. The sums of out and one visit's output in
+    w bytes. q and one K/V block again in w bytes, for kernels that compute in fp32. lse and its partials. Backward: q,
+    out, dO and the own K/V block in e bytes, and again in w bytes for kernels that compute in fp32. dq, dk, dv and the
+    gradients of two visits in w bytes. Four buffers of K/V or dK/dV size in w bytes. lse.
     """
     item = ITEM_BYTES[dtype]
     w, pair = max(item, 4), kv_heads * (head_dim + value_dim)
     if backward:
-        mine = heads * (head_dim + 2 * value_dim) + pair
-        numbers = mine * (item + w) + (3 * (heads * head_dim + pair) + 4 * pair) * w
+        own = heads * (head_dim + 2 * value_dim) + pair
+        numbers = own * (item + w) + (3 * (heads * head_dim + pair) + 4 * pair) * w
     else:
         numbers = (heads * (head_dim + value_dim) + 3 * pair) * item + (heads * (head_dim + 2 * value_dim) + pair) * w
     return batch * (numbers + 16 * heads)
 
 
-def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **facts: Any) -> int:
-    """The rows of a chunk that fit: half of the free memory of the device over `row_bytes`, in multiples of 128.
+def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
+    """The rows of a chunk that fits: half of the device's free memory over `row_bytes`, in multiples of 128.
 
-    Where the device is the CPU, what storage will hold of the results is not free. Patterns that give heads different
-    numbers of rows need more buffers in the backward: then give a smaller chunk.
+    `sizes` are those of `describe`. On the CPU the memory of the results in storage does not count as free. Patterns
+    that give heads different numbers of rows need more buffers in the backward; a smaller chunk= makes room for them.
+    Raises OutOfMemory if one row does not fit.
     """
-    per_row = row_bytes(backward=backward, **facts)
+    per_row = row_bytes(backward=backward, **sizes)
     if device.type == "cuda":
         free, where = torch.cuda.mem_get_info(device)[0], str(device)
     else:
-        free, where = available() - tokens * _result_bytes(backward=backward, **facts), "host memory"
+        free, where = available() - tokens * _result_bytes(backward=backward, **sizes), "host memory"
     rows = int(free * SHARE) // max(per_row, 1)
     if rows < 1 and tokens:
         raise OutOfMemory(
-            f"a chunk of one row takes {per_row:,} bytes on {device}, and {where} has {max(free, 0):,} left; free memory, "
-            "or give chunk= to try all the same"
+            f"a chunk of one row takes {per_row:,} bytes on {device}, and {where} has {max(free, 0):,} left; free "
+            "memory, or give chunk= to try anyway"
         )
     return max(1, min(tokens, rows // MULTIPLE * MULTIPLE or rows))
 
@@ -262,10 +276,10 @@ def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **facts: An
 def _result_bytes(
     *, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool
 ) -> int:
-    """Bytes of the results per token, in storage."""
+    """Bytes per token of the results in storage."""
     item = ITEM_BYTES[dtype]
     w = max(item, 4)
-    found = heads * (value_dim * item + w)
+    row = heads * (value_dim * item + w)
     if backward:
-        found += heads * head_dim * item + kv_heads * (head_dim + value_dim) * (w + item)
-    return batch * found
+        row += heads * head_dim * item + kv_heads * (head_dim + value_dim) * (w + item)
+    return batch * row

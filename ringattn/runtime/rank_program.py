@@ -55,10 +55,10 @@ def forward_program(plan: Plan, rank: int, kernel: Kernel) -> ForwardProgram:
     """The forward of `rank` with the calls that `kernel` makes."""
     ring_plan, owner = _ring_plan(plan, rank)
     steps, kept = plan.for_rank(rank).forward, plan.for_rank(rank).kept
+    merge_plan = make_merge_plan(ring_plan, owner, kernel)
     return ForwardProgram(
-        plan, ring_plan, owner, steps, _ring_steps(plan, steps), kept, _largest_message(plan, rank),
-        make_merge_plan(ring_plan, owner, kernel),
-    )  # fmt: skip
+        plan, ring_plan, owner, steps, _ring_steps(plan, steps), kept, _largest_message(plan, rank), merge_plan
+    )
 
 
 def backward_program(plan: Plan, rank: int, kernel: Kernel) -> BackwardProgram:

@@ -1,4 +1,4 @@
-"""Merging partial softmaxes: the only place with this formula."""
+"""The merge of partial softmaxes: the only place in the package with this formula."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Fold the partial (part, part_lse) into (out, lse), in place.
+    """Merge the partial (part, part_lse) into (out, lse), in place.
 
-    out [..., n, D] and lse [..., n] are fp32 or fp64, and lse may be wider than out; part may have a narrower dtype. lse
-    is the natural log of the sum of exp(logits); -inf marks a row that saw no key, whose out must be finite.
-    With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and lse <- log(exp(lse) + exp(part_lse)):
-    the online softmax of Milakov and Gimelshein (2018) in the form that cannot overflow.
+    out [..., n, D] and lse [..., n] are fp32 or fp64, and lse may be wider than out; part may have a narrower dtype.
+    lse is the natural log of the sum of exp(logits). lse is -inf for a row that saw no key, and out must then be
+    finite. With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and lse <- log(exp(lse) + exp(part_lse)).
+    Source: the online softmax of Milakov and Gimelshein (2018), in a form that cannot overflow.
     """
     gate = torch.sigmoid(part_lse - lse)
-    gate.masked_fill_(part_lse == -torch.inf, 0.0)  # where both are empty, sigmoid(-inf + inf) is NaN
+    gate.masked_fill_(part_lse == -torch.inf, 0.0)  # if both saw no key, sigmoid(-inf + inf) is NaN
     out.lerp_(part.to(out.dtype), gate.to(out.dtype).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 

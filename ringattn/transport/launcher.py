@@ -129,10 +129,9 @@ def run_local(
     Raises LaunchFailure with the stderr of the rank that failed first. Neither a process nor a temporary file is left
     behind, even if this process receives SIGTERM, which ends it with SystemExit.
     """
-    # Not torch.distributed.elastic.multiprocessing: its ranks get only SIGINT when their parent is killed, which a rank
-    # inside a collective does not act on, and it terminates all ranks at the first failure, so that the rank to blame
-    # cannot be told from a rank that lost its peer. It also replaces this process's signal handlers and needs torch
-    # here.
+    # torch.distributed.elastic.multiprocessing is not used: when their parent is killed, its ranks get only SIGINT,
+    # which a rank inside a collective does not act on. At the first failure it terminates all ranks, so that the rank
+    # to blame cannot be told from a rank that lost its peer.
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
     context = get_context("spawn")

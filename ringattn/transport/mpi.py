@@ -149,7 +149,7 @@ class Mpi:
         return data
 
     def _finish(self, requests: list[Any], names: list[str]) -> None:
-        """Wait until all requests are done. Raises CommFailure, with the `names` of late requests, after the timeout."""
+        """Wait until all requests are done. After the timeout, raise CommFailure with the `names` of late requests."""
         self._check_usable()
         self._open_requests[id(requests)] = requests
         deadline, polls = time.monotonic() + self.timeout, 0

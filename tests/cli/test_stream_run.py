@@ -178,7 +178,7 @@ def config(**options: object) -> RunConfig:
         ({"stream": "disk", "path": "no/x.safetensors"}, "the folder no does not exist"),
         ({"stream": "host", "chunk": 0}, "chunk=0 must be an integer >= 1"),
         ({"stream": "host", "chunk": "many"}, "chunk=many: not a whole number"),
-        ({"stream": "host", "device": "tpu"}, "device='tpu' is no device"),
+        ({"stream": "host", "device": "tpu"}, "device='tpu' is not a device"),
         ({"stream": "host", "ranks": 4}, "ranks=4 has no meaning with stream=host"),
         ({"stream": "host", "comm_dtype": "bfloat16"}, "comm_dtype=bfloat16 has no meaning with stream=host"),
         ({"stream": "host", "transport": TransportGroup("virtual")}, "transport=virtual has no meaning with stream=host"),

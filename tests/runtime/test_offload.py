@@ -338,7 +338,7 @@ def test_rows_that_are_written_are_in_the_file(tmp_path: Path) -> None:
         ({"stream": "host", "chunk": 0}, InvalidInput, "chunk=0 must be an integer >= 1"),
         ({"stream": "host", "chunk": 2.0}, InvalidInput, "chunk=2.0 must be an integer >= 1"),
         ({"stream": "host", "device": "meta"}, InvalidInput, "device=meta: attention is streamed to cpu or cuda"),
-        ({"stream": "host", "device": "gpu"}, InvalidInput, "device='gpu' is no device"),
+        ({"stream": "host", "device": "gpu"}, InvalidInput, "device='gpu' is not a device"),
         ({"stream": "host", "device": "cuda:99"}, InvalidInput, "there is no such CUDA device"),
         ({"stream": "host", "device": "cpu", "kernel": "aten_cuda"}, Unsupported, "needs tensors on a cuda device"),
         ({"chunk": 4}, InvalidInput, "chunk=4 has a meaning only with stream='host'"),
