@@ -107,7 +107,7 @@ def test_axes_are_checked() -> None:
     for axes, words in (
         ({"rank": [1]}, "did you mean 'ranks'"),
         ({"pattern": ["windo"]}, "did you mean 'window'"),
-        ({"machine.bta": [1]}, "did you mean 'bandwidth'"),
+        ({"machine.bandwith": [1]}, "did you mean 'bandwidth'"),
         ({"ranks": 4}, "expected a list"),
         ({"ranks": [1.5]}, "not a whole number"),
         ({"backward": ["maybe"]}, "expected true or false"),
