@@ -360,7 +360,11 @@ def test_wrong_requests() -> None:
         (lambda: simulate(big, EVEN), Unsupported, "steps and messages are more than"),
         (lambda: simulate(plan, "cpus"), InvalidInput, "did you mean 'cpu'"),
         (lambda: replace(EVEN, gamma=-1.0), InvalidInput, "gamma=-1.0 must be a number >= 0, or None"),
-        (lambda: replace(EVEN, buffers=0), InvalidInput, "buffers=0 must be a whole number >= 1, or None; .* receive slots"),
+        (
+            lambda: replace(EVEN, buffers=0),
+            InvalidInput,
+            "buffers=0 must be a whole number >= 1, or None; .* receive slots",
+        ),
         (lambda: replace(EVEN, sources=(("flop", "cited"),)), InvalidInput, "did you mean 'flops'"),
         (lambda: replace(EVEN, sources=(("flops", "heard"),)), InvalidInput, "one of cited, assumed, measured"),
     ):
