@@ -151,7 +151,7 @@ _A100_PCIE: Facts = {
     "bandwidth": assumed(1e10, "80 % of one 100 Gb/s Ethernet card per node, which 4 GPUs share"),
     "ranks_per_node": assumed(4, "a server with four cards and no NVLink bridges"),
     "shared_nic": assumed(True, "one network card per node"),
-    "node_latency": assumed(1.5e-5, "a NCCL message through the host's PCIe switch"),
+    "node_latency": assumed(1.5e-5, "an NCCL message through the host's PCIe switch"),
     "node_bandwidth": assumed(
         2e10, "two thirds of the 32e9 bytes/s each way of PCIe 4.0 x16 (PCI-SIG); less across sockets"
     ),
@@ -170,7 +170,7 @@ _GTX1080: Facts = {
         "35 % of 8.87e12 fp32 flop/s: 2,560 cores x 2 x 1.733 GHz, NVIDIA GeForce GTX 1080 whitepaper (2016); the "
         "card has no tensor cores, and flash kernels do not run on it",
     ),
-    "latency": assumed(5e-5, "a NCCL message between two cards through host memory"),
+    "latency": assumed(5e-5, "an NCCL message between two cards through host memory"),
     "bandwidth": assumed(
         6e9,
         "40 % of the 15.75e9 bytes/s each way of PCIe 3.0 x16 (PCI-SIG): cards without peer access copy "
