@@ -54,7 +54,8 @@ class BackwardProgram(RankProgram):
 def forward_program(plan: Plan, rank: int, kernel: Kernel) -> ForwardProgram:
     """The forward of `rank` with the calls that `kernel` makes."""
     ring_plan, owner = _ring_plan(plan, rank)
-    steps, kept = plan.for_rank(rank).forward, plan.for_rank(rank).kept
+    rank_plan = plan.for_rank(rank)
+    steps, kept = rank_plan.forward, rank_plan.kept
     merge_plan = make_merge_plan(ring_plan, owner, kernel)
     return ForwardProgram(
         plan, ring_plan, owner, steps, _ring_steps(plan, steps), kept, _largest_message(plan, rank), merge_plan
@@ -64,7 +65,8 @@ def forward_program(plan: Plan, rank: int, kernel: Kernel) -> ForwardProgram:
 def backward_program(plan: Plan, rank: int, kernel: Kernel) -> BackwardProgram:
     """The backward of `rank` with the calls that `kernel` makes."""
     ring_plan, owner = _ring_plan(plan, rank)
-    steps, kept = plan.for_rank(rank).backward, plan.for_rank(rank).kept
+    rank_plan = plan.for_rank(rank)
+    steps, kept = rank_plan.backward, rank_plan.kept
     visits = ring_plan.cache.answer(
         (_backward_calls, owner, kernel.name), lambda: _backward_calls(ring_plan, owner, kernel)
     )
