@@ -111,7 +111,7 @@ def make_call(
 def time_overheads(
     ranks: MeasuringRanks, kernel: Kernel, head_dim: int, dtype: torch.dtype, repeat: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of forward and of backward calls on one row and one key of one head: a call's time beside its work."""
+    """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work."""
     work = Work(range(1), range(1), range(1), (range(1),))
     forward, backward = (
         time_work(ranks, kernel, work, head_dim, dtype, backward=backward, repeat=repeat).seconds
