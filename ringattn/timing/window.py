@@ -10,11 +10,11 @@ import numpy as np
 
 from ..errors import InvalidInput, Unsupported
 from ..machine.machine import Machine
-from .problem import Problem, problem
+from .problem import RingProblem, make_ring_problem
 from .rates import Factors, Faults, Rates, factors
-from .solvers.events import events
+from .solvers.delay import DelayState
+from .solvers.event_loop import simulate_events
 from .solvers.recurrence import Phase, Ring, Stall
-from .solvers.stencil import Delay
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -72,10 +72,10 @@ def window(
         )
     rates = Rates(plan, machine, backward)
     faults = Faults(factors("slow", slow, plan.ranks), factors("slow_links", slow_links, plan.ranks), tuple(stalls))
-    found = problem(rates, faults)
+    found = make_ring_problem(rates, faults)
     if isinstance(found, str):
         return _stepped(rates, faults, ranks, steps, found)
-    if found.bound:
+    if found.bounding:
         raise Unsupported(
             f"{plan.ranks:,} ranks hide their messages under a busiest one, whose time alone is known; try fewer ranks"
         )
@@ -85,23 +85,25 @@ def window(
     begun, busy, messages = _run(found, ranks, steps)
     plain = begun
     if faults:
-        other = problem(rates, Faults())
-        assert isinstance(other, Problem) and not other.bound
+        other = make_ring_problem(rates, Faults())
+        assert isinstance(other, RingProblem) and not other.bounding
         plain = _run(other, ranks, steps)[0]
     return StepWindow("stencil", ranks, steps, begun, busy, begun - plain, messages)
 
 
-def _run(found: Problem, ranks: range, steps: range) -> tuple[np.ndarray, np.ndarray, tuple[TimedMessage, ...] | None]:
-    ring = found.whole()
+def _run(
+    found: RingProblem, ranks: range, steps: range
+) -> tuple[np.ndarray, np.ndarray, tuple[TimedMessage, ...] | None]:
+    ring = found.all_ranks()
     if ring.ranks * steps.stop > REACHED:
         raise Unsupported(
             f"{ring.ranks:,} ranks x {steps.stop:,} steps are gone through to reach the end of the window, of which at "
             f"most {REACHED:,} are; try an earlier one"
         )
-    state, done = Delay(ring), 0
+    state, done = DelayState(ring), 0
     begun, busy = [], []
     messages: list[TimedMessage] | None = [] if ring.buffers == 1 else None
-    for phase in ring.each():
+    for phase in ring.each_phase():
         skipped = max(0, min(phase.steps, steps.start - done))
         if skipped:
             state.advance(phase, skipped)
@@ -126,7 +128,7 @@ def _part(values: np.ndarray, ranks: range) -> np.ndarray:
 def _messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range) -> list[TimedMessage]:
     """With one slot a message begins when both its ends have begun the step."""
     found = []
-    for lane in phase.lanes:
+    for lane in phase.messages:
         seconds = np.broadcast_to(lane.seconds, (ring.ranks,))
         for source in ranks:
             if np.isfinite(seconds[source]):
@@ -134,8 +136,8 @@ def _messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range
                 found.append(
                     TimedMessage(step, source, target, float(max(now[source], now[target])), float(seconds[source]))
                 )
-    if phase.chords is not None:
-        chords = phase.chords
+    if phase.direct is not None:
+        chords = phase.direct
         for source, target, seconds in zip(
             *(x.tolist() for x in (chords.source, chords.target, chords.seconds)), strict=True
         ):
@@ -159,7 +161,7 @@ def _stepped(rates: Rates, faults: Faults, ranks: range, steps: range, why: str)
                     busy[step - steps.start, rank - ranks.start] = seconds
                 last[rank - ranks.start] = step
 
-        events(rates, given, why, seen=seen)
+        simulate_events(rates, given, why, observe=seen)
         for place, step in enumerate(last):
             if steps.start <= step < steps.stop:
                 busy[step - steps.start, place] = np.nan  # that is the end of the rank
