@@ -1,4 +1,4 @@
-"""How far a long computation is. It tells whoever listens, and knows nothing of terminals."""
+"""Progress of long computations: loops report to a listener, which may draw a progress bar."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
-#: Called before each unit of work with its number, their count, and what they are.
-Tell = Callable[[int, int, str], None]
-#: A variable of the context, since loops lie deep below the calls that are asked for.
-_listener: ContextVar[Tell | None] = ContextVar("listener", default=None)
+#: Called before each item of a loop: (index of the item, number of items, plural noun for the items).
+Listener = Callable[[int, int, str], None]
+# A context variable, because the loops lie many calls below the code that sets the listener.
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
-def listening(tell: Tell) -> Iterator[None]:
-    """`tell` hears of what is `told` in the block."""
-    token = _listener.set(tell)
+def listening(listener: Listener) -> Iterator[None]:
+    """Send the progress of every `track` loop inside the `with` block to `listener`."""
+    token = _listener.set(listener)
     try:
         yield
     finally:
         _listener.reset(token)
 
 
-def told(items: Iterable[T], count: int, what: str) -> Iterator[T]:
-    """The items; the listener hears before each of them, but for a single one."""
-    tell = _listener.get() if count > 1 else None
-    for done, item in enumerate(items):
-        if tell is not None:
-            tell(min(done, count), count, what)
+def track(items: Iterable[T], count: int, what: str) -> Iterator[T]:
+    """Iterate and report progress; silent for a single item.
+
+    `count` is the expected number of items, `what` a plural noun for them, such as "steps".
+    """
+    listener = _listener.get() if count > 1 else None
+    for index, item in enumerate(items):
+        if listener is not None:
+            listener(min(index, count), count, what)
         yield item

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..progress import Tell
+from ..progress import Listener
 from ..text import duration
 
 #: Without a terminal, seconds between two lines.
@@ -19,7 +19,7 @@ LINES = 10
 
 
 @contextmanager
-def progress(on: Console, *, wanted: bool = True, lines: bool = False) -> Iterator[Tell]:
+def progress(on: Console, *, wanted: bool = True, lines: bool = False) -> Iterator[Listener]:
     """What is told in the block appears on a terminal, and is gone after it. Where `on` is none, a line with the time left
     goes to standard error every `EVERY` seconds; with `lines` also at every tenth of the work."""
     if not wanted:

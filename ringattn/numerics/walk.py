@@ -20,7 +20,7 @@ from ..plan.row_sets import WHOLE, RowSet, RowSets
 from ..plan.schedules import planner
 from ..plan.schedules.route import Route
 from ..plan.work import Work
-from ..progress import told
+from ..progress import track
 from .mutate import Mutation
 from .source import RowSource, placed
 
@@ -99,7 +99,7 @@ class Walk:
         size, at, hops = self.plan.ranks, 0, 0
         for one in reversed(self.streams):
             one.next = next(one.blocks, None)
-        owners = iter(told(count(), size, "blocks"))
+        owners = iter(track(count(), size, "blocks"))
         while waiting := [one for one in self.streams if one.next is not None]:
             here = [one for one in waiting if one.next is not None and one.next[0] == at]
             if not here:

@@ -22,7 +22,7 @@ from ..kernels.base import Kernel
 from ..pattern import Pattern, Tile
 from ..plan.plan import Plan
 from ..plan.steps import Part
-from ..progress import told
+from ..progress import track
 from ..runtime.executor import Forward, Job, backward, forward
 from .exact import ExactQueries, exact_keys, exact_rows
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
@@ -357,7 +357,7 @@ def whole(
     plain = get_kernel(kernel, one, one, one)
     done = _Compared(true, source, factor, plain)
     groups = make_groups(plan, mine, backward=grads, together=together)
-    for group in told(groups, len(groups), "groups of ranks"):
+    for group in track(groups, len(groups), "groups of ranks"):
         members = [rank for cohort in group.cohorts for rank in cohort.ranks]
         book = PairLedger(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
 

@@ -20,8 +20,8 @@ def check_options(
     """Raise InvalidInput where an argument of `simulate` has a wrong type or an impossible value."""
     if not isinstance(plan, Plan):
         raise InvalidInput(f"simulate: expected a Plan, as make_plan gives it, got {plan!r}")
-    choices = ("auto", *SOLVERS)
-    if solver not in choices:
+    if not isinstance(solver, str) or (solver != "auto" and solver not in SOLVERS):
+        choices = ("auto", *SOLVERS)
         raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}")
     if not isinstance(backward, bool):
         raise InvalidInput(f"backward={backward!r}: expected True or False")

@@ -27,9 +27,9 @@ MOST_RANKS = 1 << 20
 class RingProblem:
     """A ring whose numbers are known of all ranks at once, its steps, and what of the plan was compared to know that.
 
-    Where `copies` > 1, the plan's ranks are so many copies of the ranks of `ring`, one after another. With `bounding` only
-    the last finish of `ring` is that of the plan. `counts` gives the numbers where they differ from rank to rank and from
-    step to step.
+    Where `copies` > 1, the plan's ranks are so many copies of the ranks of `ring`, one after another. With `bounding`
+    only the last finish of `ring` is that of the plan. `counts` gives the numbers where they differ from rank to rank
+    and from step to step.
     """
 
     ring: Ring
@@ -108,7 +108,8 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Wa
     compute = scale_by_slow_ranks(pairs * rates.pair, faults)
     merge = scale_by_slow_ranks(rates.merge(band.rows * band.heads), faults)
     traffic, hops = BandTraffic.of(plan, rates.backward), ranks - 1
-    # The rank after the last receiver is the owner: sums that go there directly make one more hop, after the last visit.
+    # The rank after the last receiver is the owner: sums that go there directly make one more hop, after the last
+    # visit.
     last_row_bytes = 0 if traffic.homeward or not hops else traffic.direct_row_bytes
     sign = (-1 if traffic.homeward else 1) * (ways[0].sign if ways else 1)
     last = ranks + (last_row_bytes > 0)
@@ -135,8 +136,8 @@ def _describe_band(band: Band) -> str:
     low, high = "-inf" if band.lo is None else f"{band.lo:,}", "inf" if band.hi is None else f"{band.hi:,}"
     mask = "all pairs" if band.dense else f"{low} <= q - k <= {high}"
     return (
-        f"the mask's tiles: one, {mask}, over all heads ({band.heads:,}); {plural(band.rows, 'token')} on each of {band.ranks:,} "
-        "ranks (integers of the whole plan, no sample)"
+        f"the mask's tiles: one, {mask}, over all heads ({band.heads:,}); {plural(band.rows, 'token')} on each of "
+        f"{band.ranks:,} ranks (integers of the whole plan, no sample)"
     )
 
 

@@ -55,35 +55,36 @@ def simulate(
     slow_factors = factors("slow", slow, plan.ranks)
     link_factors = factors("slow_links", slow_links, plan.ranks)
     problem = make_timing_problem(Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls)))
-    by_events = solver == "events" or problem.ring is None
-    if problem.ring is not None and not by_events:
-        _check_ring(problem.ring, problem)
+    ring = None if solver == "events" else problem.ring
+    if ring is not None:
+        _check_ring(ring, problem)
     solved = _solve(problem, solver)
-    compute, exposed = solved.loads.causes(solved.seconds)
-    traffic: Traffic | None = solved.traffic
-    if problem.ring is not None and problem.ring.bounding and not by_events:
-        # Only the busiest rank is known, not what other ranks do and send.
-        compute, exposed = _find_bounded_causes(problem, problem.ring, solved.seconds)
-        why = "a rank that is busiest at every step hides every message"
-        solved, traffic = replace(solved, finish=None, why=why), None
     sample: SampledTime | None = None
-    if machine.jitter and by_events:
-        sample = _sample_events(problem, seed)
-    elif machine.jitter and problem.ring is not None:
-        sample = sample_ring(problem.ring.all_ranks(), machine.jitter, seed)
-    return _make_timeline(problem.rates, solved, compute, exposed, traffic, sample, passes)
+    if machine.jitter:
+        if ring is None:
+            sample = _sample_events(problem, seed)
+        else:
+            sample = sample_ring(ring.all_ranks(), machine.jitter, seed)
+    if ring is not None and ring.bounding:
+        # The ring says nothing of what ranks other than the busiest do and send.
+        solved = replace(solved, finish=None, why="a rank that is busiest at every step hides every message")
+        compute, exposed = _find_bounded_causes(problem, ring, solved.seconds)
+        return _make_timeline(problem.rates, solved, compute, exposed, None, sample, passes)
+    compute, exposed = solved.loads.causes(solved.seconds)
+    return _make_timeline(problem.rates, solved, compute, exposed, solved.traffic, sample, passes)
 
 
 def _solve(problem: TimingProblem, solver: str) -> Solved:
-    """Return what the named solver gives, or with "auto" the first solver that the problem has all it needs for."""
-    for name in SOLVERS.own if solver == "auto" else (solver,):
-        solved = SOLVERS[name]().solve(problem)
+    """The result of the named solver, or with "auto" of the first solver whose needs the problem meets."""
+    needs = ""
+    for name in SOLVERS if solver == "auto" else (solver,):
+        candidate = SOLVERS[name]()
+        solved = candidate.solve(problem)
         if solved is not None:
             return solved
-    needs = SOLVERS[solver]().needs if solver != "auto" else "a ring or a plan of fewer ranks"
-    if problem.ring is None:
-        raise Unsupported(f"solver={solver} needs {needs}, but {problem.not_a_ring}; try solver=auto")
-    raise Unsupported(f"solver={solver} needs {needs}, which this plan on this machine has not; try solver=auto")
+        needs = candidate.needs
+    obstacle = "which this plan on this machine lacks" if problem.ring is not None else f"but {problem.not_a_ring}"
+    raise Unsupported(f"solver={solver} needs {needs}, {obstacle}; try solver=auto")
 
 
 def _check_ring(ring: RingProblem, problem: TimingProblem) -> None:
@@ -95,8 +96,8 @@ def _check_ring(ring: RingProblem, problem: TimingProblem) -> None:
     too_many = ring.counts is not None and ranks * ring.steps > MOST_WITH_JITTER
     if problem.rates.machine.jitter and (ring.bounding or too_many):
         raise Unsupported(
-            f"jitter on {ranks:,} ranks whose visits differ is too much to sample; leave machine.jitter out, or take fewer "
-            "ranks"
+            f"jitter on {ranks:,} ranks whose visits differ is too much to sample; leave machine.jitter out, or take "
+            "fewer ranks"
         )
 
 
@@ -133,8 +134,8 @@ def _make_timeline(
     solver, why, interval = solved.solver, solved.why, None
     exposed = {**exposed, "jitter": 0.0, "call": machine.call or 0.0}
     if sample is not None:
-        # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier with
-        # jitter, as it ends with the message; then the time is at least what a rank computes.
+        # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier
+        # with jitter, as it ends with the message; then the time is at least what a rank computes.
         sample = sample.at_least(seconds if not machine.gamma else compute)
         exposed["jitter"], seconds = sample.seconds - seconds, sample.seconds
         solver, why = f"{solver} + jitter", f"{why}; jitter: {sample.why}"

@@ -16,7 +16,7 @@ from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
 from ...files import OUTPUTS, check_writable, make_folder, write_text
 from ...plan.plan import Plan
-from ...progress import Tell
+from ...progress import Listener
 from ...reporting.provenance import git, source
 from ...timing.window import StepWindow, window
 from . import plots, trace
@@ -70,7 +70,7 @@ class Study:
         }  # fmt: skip
 
 
-def run(study: Study, tell: Tell = lambda done, count, what: None) -> Table:
+def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     """Do what is not done yet, and write all files; returns the table. Raises InvalidInput, Unsupported, and, after all
     is written, NumericsFailure where an execution found wrong numbers."""
     check(study.config.study, study.points, dict(one.lstrip("+~").partition("=")[::2] for one in study.overrides))
@@ -103,7 +103,7 @@ def _wrong(row: dict[str, Any]) -> bool:
     return row["executed ledger"] != "complete" or not all(error <= most for error in errors)  # NaN is wrong, too
 
 
-def _points(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, Any]]:
+def _points(study: Study, journal: Journal, tell: Listener) -> dict[int, dict[str, Any]]:
     """The records of all points, by number."""
     found: dict[int, dict[str, Any]] = {}
     timed: Timed = {}
@@ -116,7 +116,7 @@ def _points(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, A
     return found
 
 
-def _executions(study: Study, journal: Journal, tell: Tell) -> dict[int, dict[str, Any]]:
+def _executions(study: Study, journal: Journal, tell: Listener) -> dict[int, dict[str, Any]]:
     """What was executed of the points' plans, by point, as far as the budget goes: whole ranks first, then rows, of which
     the longest sequences come first."""
     options = study.config.study.execute

@@ -1,7 +1,7 @@
 """Exact pairs and rows of all ranks at once, in closed form, for masks of one band over equal chunks.
 
-The whole mask is one tile lo <= q - k <= hi, and every rank owns one chunk of n tokens (contiguous) or two (zigzag). Then
-the pairs of two chunks depend on their distance alone, so that counts of 262,144 ranks are a few array operations.
+The whole mask is one tile lo <= q - k <= hi, and every rank owns one chunk of n tokens (contiguous) or two (zigzag).
+Then the pairs of two chunks depend on their distance alone, so that counts of 262,144 ranks are a few array operations.
 `KeyDemand` counts the same numbers visit by visit.
 """
 
@@ -107,7 +107,7 @@ class Band:
         return [ranks] if self.chunks == 1 else [ranks, 2 * self.ranks - 1 - ranks]
 
     def _rows_seen(self, chunk: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows [start, stop) of a key chunk that query chunks first .. last see; start >= stop where none is seen."""
+        """The rows [start, stop) of a key chunk that query chunks first .. last see; start >= stop: none."""
         n = self.size
         start = np.zeros(chunk.shape, dtype=np.int64)
         stop = np.full(chunk.shape, n, dtype=np.int64)

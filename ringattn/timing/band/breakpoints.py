@@ -1,8 +1,9 @@
 """The few ranks at which pairs or rows of a band may change from one rank to the next, however many ranks there are.
 
-Pairs and rows are made of clipped distances between chunks: they are constant but where a distance crosses a limit of the
-band, or where ranks wrap around from the last to the first. A distance is a constant of the step plus 0, 1 or 2 times the
-rank, so that the breakpoints follow by solving for the rank. There may be more breakpoints than changes, never fewer.
+Pairs and rows are made of clipped distances between chunks: they are constant but where a distance crosses a limit of
+the band, or where ranks wrap around from the last to the first. A distance is a constant of the step plus 0, 1 or 2
+times the rank, so that the breakpoints follow by solving for the rank. There may be more breakpoints than changes,
+never fewer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def find_rank_breakpoints(band: Band, ways: Sequence[Way], traffic: BandTraffic,
 
 
 def find_owner_breakpoints(band: Band, way: Way, hops: np.ndarray) -> np.ndarray:
-    """Owners at which a run may begin whose blocks send equally many rows on some hops, int64 [hops, points], 0 included."""
+    """Owners at which a run may begin whose blocks send equally many rows on each hop, int64 [hops, points]."""
     points = [
         _replace_outside(_repeat_steps(point, hops), band.ranks) for point in _row_points(band, way, hops[:, None])
     ]
@@ -71,7 +72,8 @@ def _row_points(band: Band, way: Way, hops: np.ndarray) -> Iterator[np.ndarray]:
         for limit in (limits, -limits):
             yield end + limit[None]
     for distance in (way.sign * (hops + 1), np.full((1, 1), way.sign * way.limit)):
-        # The query chunk is at a distance from the owner around the ring: ranks wrap around, or it meets a mirrored chunk.
+        # The query chunk is at a distance from the owner around the ring: ranks wrap around, or it meets a mirrored
+        # chunk.
         yield (-distance) % ranks + np.arange(-1, 2)
         if band.chunks == 2:
             for around in (-ranks, 0, ranks):

@@ -52,7 +52,7 @@ class BandCounts:
 
     @property
     def steps(self) -> int:
-        """Steps of the pass. Sums that last receivers send to the owners directly take one more step after all visits."""
+        """Steps of the pass. Sums that last receivers send directly to the owners take one step after all visits."""
         last_sums = self.traffic.direct_row_bytes > 0 and not self.traffic.homeward and self.reach > 0
         return self.reach + 1 + last_sums
 
@@ -87,7 +87,8 @@ class BandCounts:
     def count(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The numbers of ranks at steps, int64 [2 + signs, ...].
 
-        Pairs of one head, query rows that are merged, and for each of `signs` the bytes that a rank sends to that neighbor.
+        Pairs of one head, query rows that are merged, and for each of `signs` the bytes that a rank sends to that
+        neighbor.
         """
         return np.concatenate([self._count_visits(ranks, steps), self._count_sent(ranks, steps)])
 
@@ -159,8 +160,8 @@ class BandCounts:
     def find_bounding_ring(self) -> tuple[Ring, int, str] | None:
         """A uniform ring with the same last finish, with its steps and what was compared; None where there is none.
 
-        There is one where a rank is at least as busy at every step as every other rank, and as any message takes. Then no
-        rank begins a step later than the busiest rank, which waits for nobody.
+        There is one where a rank is at least as busy at every step as every other rank, and as any message takes. Then
+        no rank begins a step later than the busiest rank, which waits for nobody.
         """
         if len(self.ways) > 1:
             return None
@@ -184,8 +185,8 @@ class BandCounts:
             if min(float(np.min(value)) for value in busy) < self._find_longest_message(sign):
                 return None
         words = (
-            f"{compared:,} pair counts: rank {rank} has the most at every step, and a whole block takes no longer than any "
-            "of its visits"
+            f"{compared:,} pair counts: rank {rank} has the most at every step, and a whole block takes no longer than "
+            "any of its visits"
         )
         return ring, sum(count for _, count in runs), words
 
@@ -201,7 +202,7 @@ class BandCounts:
 
     @cached_property
     def _neighbor_breakpoints(self) -> np.ndarray:
-        """step * ranks + rank where runs of ranks begin whose owner messages to a neighbor have equal bytes, ascending."""
+        """Ascending keys step * ranks + rank where ranks begin to send other bytes to a neighbor in owner messages."""
         points = [np.zeros(0, dtype=np.int64)]
         for keys, size in self._neighbor_messages.values():
             begins = np.append(True, (np.diff(keys) != 1) | (np.diff(size) != 0))
@@ -254,7 +255,7 @@ class BandCounts:
         return NeighborCosts(self.rates, faults, sizes, ranks, direct_seconds)
 
     def _find_reach(self, way: Way) -> int:
-        """Hops of the block that goes farthest on a way, by bisection: fewer rows are needed beyond a larger distance."""
+        """Hops of the block that goes farthest, by bisection: fewer rows are needed beyond a larger distance."""
 
         def reaches(distance: int) -> bool:
             owners = np.unique(find_owner_breakpoints(self.band, way, np.array([distance - 1])))
@@ -277,12 +278,12 @@ class BandCounts:
         return float(np.max(messages.seconds))
 
     def _find_busiest_rank(self, limit: int, sign: int) -> tuple[int | None, int, list[tuple[int, int]]]:
-        """A rank with the most pairs at each step up to `limit`, that merges all its rows where any rank merges, or None.
+        """A rank with the most pairs at each step up to `limit` that merges as many rows as any rank, or None.
 
-        With it come the number of counts that were compared, and the rank's pairs as runs (pairs, steps); the first step is
-        a run of its own. A visit's chunks are apart by rank - owner, which has two values at a step, before and after ranks
-        wrap around. Where a rank has two chunks, they are also apart by 2 ranks - 1 - rank - owner, over which the maximum
-        is taken.
+        With it come the number of counts that were compared, and the rank's pairs as runs (pairs, steps); the first
+        step is a run of its own. A visit's chunks are apart by rank - owner, which has two values at a step, before and
+        after ranks wrap around. Where a rank has two chunks, they are also apart by 2 ranks - 1 - rank - owner, over
+        which the maximum is taken.
         """
         band, ranks, steps = self.band, self.band.ranks, np.arange(limit + 1)
         apart = sign * steps

@@ -1,4 +1,4 @@
-"""Seconds of messages between ranks that are not neighbors, on a machine, together with what their ends send beside them."""
+"""Seconds of direct messages on a machine, and what they add to the messages that their ends send to neighbors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ FindNeighborCosts = Callable[[np.ndarray, np.ndarray], NeighborCosts]
 class DirectCosts:
     """The direct messages of some steps of the pass, and the seconds that they cost the ranks at their ends.
 
-    `end_keys` are step * ranks + rank of these ends, ascending. `end_seconds` are the seconds of the direct messages that an
-    end sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` is when the last of them has ended, [keys].
+    `end_keys` are step * ranks + rank of these ends, ascending. `end_seconds` are the seconds of the direct messages
+    that an end sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` is when the last of them has
+    ended, [keys].
     """
 
     ranks: int

@@ -16,9 +16,10 @@ Bytes = np.ndarray | float
 class NeighborCosts:
     """The messages of a step to neighbors, of all ranks or of `ranks`, which are neighbors along the last axis.
 
-    `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and kind of link follow each
-    other, so that each ends with the last of them at its sender or its receiver. `direct_seconds` are the seconds of the
-    direct messages that ranks send (0) and receive (1), between nodes (0) and within a node (1): float64 [2, 2, ranks].
+    `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and kind of link follow
+    each other, so that each ends with the last of them at its sender or its receiver. `direct_seconds` are the seconds
+    of the direct messages that ranks send (0) and receive (1), between nodes (0) and within a node (1): float64 [2, 2,
+    ranks].
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class NeighborCosts:
             empty = np.equal(size, 0)
             self.alone[sign] = np.where(empty, 0.0, seconds * factor)
             self.gaps[sign] = np.where(empty, 0.0, gap * factor)
-        #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1); None where
-        #: every rank has one message.
+        #: Seconds of all messages that a rank sends, and receives, between nodes (0) and within its node (1); None
+        #: where every rank has one message.
         self.sent: list[Value] | None = None
         self.received: list[Value] | None = None
         if len(self.alone) > 1 or direct_seconds is not None:

@@ -1,4 +1,4 @@
-"""Messages between the owners of a band's blocks and the last ranks that need rows of the blocks; of all ranks at once."""
+"""Direct messages between owners of blocks and the last receivers of rows of the blocks, of all ranks at once."""
 
 from __future__ import annotations
 

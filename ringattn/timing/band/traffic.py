@@ -28,10 +28,10 @@ class MovingRows:
 class BandTraffic:
     """What travels in a pass; rows with the same sender, receiver and step share one message.
 
-    `homeward`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes` are the
-    bytes of a row that travels directly between its owner and its last receiver, at the step after the last receiver's
-    distance; 0 where no row does. With `homeward`, direct rows are those that the last receivers have not kept, sent by the
-    owner; else they are the gradient sums of all rows, sent to the owner.
+    `homeward`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes` are
+    the bytes of a row that travels directly between its owner and its last receiver, at the step after the last
+    receiver's distance; 0 where no row does. With `homeward`, direct rows are those that the last receivers have not
+    kept, sent by the owner; else they are the gradient sums of all rows, sent to the owner.
     """
 
     moving: tuple[MovingRows, ...]

@@ -1,4 +1,4 @@
-"""Solvers of timing problems by name, the cheapest first. All solvers give the same times, each for its class of problems."""
+"""Solvers of timing problems by name, the cheapest first. Solvers differ in what they need, never in the times."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class Solved:
     """A solved timing problem: times, loads and traffic of one pass.
 
     `seconds` pass until the last rank has finished. `finish` holds the seconds of each rank, float64 [ranks], or None
-    where only the last finish is that of the plan. `why` says why the solver could be used, and `compared` which facts of
-    the plan were compared to see that the problem may be simplified (empty: every step was simulated).
+    where only the last finish is that of the plan. `why` says why the solver could be used, and `compared` which facts
+    of the plan were compared before the problem was simplified; it is empty where every step was simulated.
     """
 
     solver: str
@@ -51,7 +51,7 @@ class Solver(ABC):
 
     @abstractmethod
     def solve(self, problem: TimingProblem) -> Solved | None:
-        """Return the solved problem, or None where the problem has not what the solver needs.
+        """Return the solved problem, or None where the problem lacks what the solver needs.
 
         Raises Unsupported where the problem has what the solver needs, but is too large for the solver.
         """
@@ -62,7 +62,7 @@ class RingSolver(Solver):
 
     @abstractmethod
     def solve_ring(self, problem: RingProblem) -> RingTimes | None:
-        """Return the times of all ranks of the problem, or None where the ring has not what the solver needs."""
+        """Return the times of all ranks of the problem, or None where the ring lacks what the solver needs."""
 
     def solve(self, problem: TimingProblem) -> Solved | None:
         if problem.ring is None:

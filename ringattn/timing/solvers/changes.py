@@ -15,8 +15,8 @@ class CoefficientChanges:
     """`steps` steps of a stencil whose coefficients (own, below, above) change at a few ranks.
 
     The steps begin with the coefficients `initial`, float64 [ranks] each, or keep the previous coefficients where
-    `initial` is None. From step `step[i]` on, rank `rank[i]` has the coefficients `values[:, i]`; points ascend with their
-    step. `direct` are the direct messages of the same steps.
+    `initial` is None. From step `step[i]` on, rank `rank[i]` has the coefficients `values[:, i]`; points ascend with
+    their step. `direct` are the direct messages of the same steps.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""Solver closed_form: all ranks are alike. No rank waits for another, and a step takes the longest of visit and message."""
+"""Solver closed_form: all ranks are alike, so that a step takes the longest of a visit and a message."""
 
 from __future__ import annotations
 

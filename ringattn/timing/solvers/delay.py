@@ -1,8 +1,8 @@
 """The state of a ring between two steps, and its advance by the recurrence: every rank at every step, exactly.
 
 The state is kept in delay form: D = S - k * reference stays small, so that float64 loses nothing over 262,144 steps. A
-block of ranks stays in the cache for up to DEPTH steps, together with as many neighbors on either side as these steps can
-reach.
+block of ranks stays in the cache for up to DEPTH steps, together with as many neighbors on either side as these steps
+can reach.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...progress import told
+from ...progress import track
 from .changes import CoefficientChanges
 from .direct_messages import advance_delayed_ranks
 from .recurrence import NEVER, DirectMessages, NeighborMessages, Phase, Ring, Value, largest, shift_ranks
@@ -61,7 +61,7 @@ class DelayState:
             longest = largest(self.ring.busy(phase), *(sent.seconds for sent in phase.messages))
             self.reference = float(np.max(longest))
         if self.ring.buffers > 1:
-            for _ in told(range(steps), steps, "steps"):
+            for _ in track(range(steps), steps, "steps"):
                 self._advance_with_slots(phase)
         else:
             coefficients = [_delay_form(value, self.reference) for value in self.ring.coefficients(phase)]
@@ -128,15 +128,15 @@ def advance_blocks(
 ) -> np.ndarray:
     """Advance times float64 [ranks] by the stencil max(now + own, below + left, above + right) around the ring.
 
-    With `changes`, coefficients are arrays, and become the coefficients of the last step in place. Of a block that repeats
-    every `period` ranks, one period is computed. `direct` messages are added at the ranks that they may delay.
+    With `changes`, coefficients are arrays, and become the coefficients of the last step in place. Of a block that
+    repeats every `period` ranks, one period is computed. `direct` messages are added at the ranks that they may delay.
     """
     ranks = len(now)
     depth = max(1, min(DEPTH, steps, ranks))
     padded: list[Coefficient] = []
     buffers = [np.zeros(min(BLOCK, ranks) + 2 * depth) for _ in range(3)]
     then = np.empty_like(now)
-    for done in told(range(0, steps, depth), -(-steps // depth), f"steps by {depth}"):
+    for done in track(range(0, steps, depth), -(-steps // depth), f"steps by {depth}"):
         count = min(depth, steps - done)
         around = _pad_ring(now, depth)
         if changes is not None or not padded:
@@ -157,12 +157,8 @@ def advance_blocks(
                 # The ranks of one period, with as many ranks around them as these steps reach.
                 once = slice(depth - count, min(depth + period + count, size + 2 * depth))
                 rows = [c[once] if isinstance(c, np.ndarray) else c for c in block_coefficients]
-                start = around[part][once]
-                key = b"".join(x[:period].tobytes() if isinstance(x, np.ndarray) else b"." for x in (start, *rows))
-                if key not in computed_periods:
-                    advanced = _advance_block(start, count, rows, buffers)
-                    computed_periods[key] = advanced[count : count + period].copy()
-                then[low : low + size] = np.resize(computed_periods[key], size)
+                advanced = _advance_period(around[part][once], count, rows, period, buffers, computed_periods)
+                then[low : low + size] = np.resize(advanced, size)
             else:
                 advanced = _advance_block(around[part], count, block_coefficients, buffers, points)
                 then[low : low + size] = advanced[depth : depth + size]
@@ -194,6 +190,22 @@ def _repeats(rows: Sequence[Coefficient], period: int) -> bool:
         row[-1] == row[-1 - period] and row[0] == row[period] and bool((row[period:] == row[:-period]).all())
         for row in arrays
     )
+
+
+def _advance_period(
+    around: np.ndarray,
+    steps: int,
+    coefficients: Sequence[Coefficient],
+    period: int,
+    buffers: list[np.ndarray],
+    computed: dict[bytes, np.ndarray],
+) -> np.ndarray:
+    """Times of one period of ranks after some steps, float64 [period]; `computed` holds the equal periods of a step."""
+    rows = (around, *coefficients)
+    key = b"".join(row[:period].tobytes() if isinstance(row, np.ndarray) else b"." for row in rows)
+    if key not in computed:
+        computed[key] = _advance_block(around, steps, coefficients, buffers)[steps : steps + period].copy()
+    return computed[key]
 
 
 def _advance_block(

@@ -1,7 +1,7 @@
 """The stencil of a ring together with direct messages, at the ranks that these messages may delay.
 
-A delay moves by one rank per step, or jumps along a direct message. So all that direct messages change within some steps
-lies around their ends. These ranks are advanced together, beside the blocks of ranks that ignore direct messages.
+A delay moves by one rank per step, or jumps along a direct message. So all that direct messages change within some
+steps lies around their ends. These ranks are advanced together, beside the blocks of ranks that ignore direct messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def advance_delayed_ranks(
     direct: DirectMessages,
     changes: CoefficientChanges | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ranks that direct messages may delay within `steps` steps, ascending, and the times of these ranks afterwards.
+    """The ranks that direct messages may delay within `steps` steps, ascending, and their times after the steps.
 
     A step is max(now + own, below + left, above + right), and for both ends of a direct message max(source, target) +
     seconds. `changes` are the changed coefficients of all ranks at the same steps.

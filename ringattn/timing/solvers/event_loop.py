@@ -1,8 +1,9 @@
 """The steps of all ranks of a plan, event by event: for any schedule, and for nodes whose ranks share a NIC.
 
 A message begins when both of its ends have posted it. The messages that a rank posts in one step over one kind of link
-follow each other, so that all of them end together; a node's shared NIC sends, and receives, messages in the order in which
-they are ready. A rank begins its next step when its visits are done and the messages that are due have ended at both ends.
+follow each other, so that all of them end together; a node's shared NIC sends, and receives, messages in the order in
+which they are ready. A rank begins its next step when its visits are done and the messages that are due have ended at
+both ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import InvalidInput, Unsupported
-from ...progress import told
+from ...progress import track
 from ..forecast import visits
 from ..rates import Faults, Rates
 from ..resources import Loads, Traffic
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
 #: Ranks whose steps are counted before the steps of all ranks are planned.
 RANKS_COUNTED_FIRST = 8
-#: Called as observe(rank, step, seconds at which the step begins, seconds for which the rank is busy), and once more with
-#: the number of steps when a rank has finished.
+#: Called as observe(rank, step, seconds at which the step begins, seconds for which the rank is busy), and once more
+#: with the number of steps when a rank has finished.
 Observer = Callable[[int, int, float, float], None]
 
 
@@ -55,9 +56,9 @@ class _TimedHop:
 class _RankProgress:
     """A rank's steps, and where the rank is among them.
 
-    By step: `busy` seconds and posted messages. `begun` is when step `step` began, `done` when its visits are done, None
-    before that. By step, `open` counts the awaited messages that have not ended, and `ended` holds the latest end of those
-    that have.
+    By step: `busy` seconds and posted messages. `begun` is when step `step` began, `done` when its visits are done,
+    None before that. By step, `open` counts the awaited messages that have not ended, and `ended` holds the latest end
+    of those that have.
     """
 
     busy: list[float] = field(default_factory=list)
@@ -165,14 +166,15 @@ def _check_size(rates: Rates, why: str) -> None:
     plan = rates.plan
     if rates.buffers > 1:
         raise Unsupported(
-            f"buffers={rates.buffers}: plans that are simulated step by step have one receive slot, as the executor has; "
-            "leave machine.buffers out"
+            f"buffers={rates.buffers}: plans that are simulated step by step have one receive slot, as the executor "
+            "has; leave machine.buffers out"
         )
     if plan.ranks > MOST_RANKS:
         raise Unsupported(
-            f"{plan.ranks:,} ranks are more than the {MOST_RANKS:,} that are simulated step by step, as this plan must be: "
-            f"{why}. Try schedule=ring with Full, Causal or Window on contiguous or zigzag ranks of equal size, the backward "
-            "of such a plan without machine.shared_nic, or a mask that repeats on contiguous ranks of equal size"
+            f"{plan.ranks:,} ranks are more than the {MOST_RANKS:,} that are simulated step by step, as this plan "
+            f"must be: {why}. Try schedule=ring with Full, Causal or Window on contiguous or zigzag ranks of equal "
+            "size, the backward of such a plan without machine.shared_nic, or a mask that repeats on contiguous ranks "
+            "of equal size"
         )
     counted = sorted({plan.ranks * i // RANKS_COUNTED_FIRST for i in range(RANKS_COUNTED_FIRST)})
     sizes = [sum(1 + len(step.sends) for step in rank_steps(plan, rank, rates.backward)) for rank in counted]
@@ -182,8 +184,8 @@ def _check_size(rates: Rates, why: str) -> None:
 
 def _too_many_events(count: str) -> str:
     return (
-        f"{count} steps and messages are more than the {MOST_EVENTS:,} that are simulated; try fewer ranks, or a narrower "
-        "mask"
+        f"{count} steps and messages are more than the {MOST_EVENTS:,} that are simulated; try fewer ranks, or a "
+        "narrower mask"
     )
 
 
@@ -198,7 +200,7 @@ def _prepare(
     ranks: list[_RankProgress] = []
     events = message_count = 0
     visit_seconds: list[list[float]] = [[] for _ in range(plan.ranks)]
-    for index in told(range(plan.ranks), plan.ranks, "ranks"):
+    for index in track(range(plan.ranks), plan.ranks, "ranks"):
         steps, rank = rank_steps(plan, index, rates.backward), _RankProgress()
         message_count += sum(len(step.sends) for step in steps)
         events += sum(1 + len(step.sends) for step in steps)
@@ -230,8 +232,8 @@ def _check_stalls(faults: Faults, index: int, steps: int) -> None:
     for stall in faults.stalls:
         if stall.rank == index and stall.step >= steps:
             raise InvalidInput(
-                f"{stall}: rank {index} has the steps 0 .. {steps - 1}, as the plan is simulated step by step; try a step "
-                "among these"
+                f"{stall}: rank {index} has the steps 0 .. {steps - 1}, as the plan is simulated step by step; try one "
+                "of these steps"
             )
 
 

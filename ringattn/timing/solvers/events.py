@@ -1,4 +1,4 @@
-"""Solver events: any plan, every step and message; of many ranks a smaller plan with the same times, where there is one."""
+"""Solver events: every step and message of a plan, or of a smaller plan with the same times."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Solver events for many ranks: where a mask repeats and sees only so far, a smaller plan has the same times.
 
 Ranks own equal runs of tokens, and the mask and the nodes repeat every `period` ranks. A rank's finish depends on other
-ranks through messages alone. The messages that can delay it, one after another, were posted at ever earlier steps: so the
-finish depends on no rank farther away than the sum over steps of the longest distance of a message. Hence the first ranks,
-the last ranks and one period between them, each with as many ranks around as that distance, have the times of the same ranks
-in any longer plan.
+ranks through messages alone. The messages that can delay it, one after another, were posted at ever earlier steps: so
+the finish depends on no rank farther away than the sum over steps of the longest distance of a message. Hence the first
+ranks, the last ranks and one period between them, each with as many ranks around as that distance, have the times of
+the same ranks in any longer plan.
 """
 
 from __future__ import annotations
@@ -72,12 +72,15 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
         solver="events, folded",
         seconds=solved.seconds,
         finish=fold.unfold(solved.finish),
-        why=f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; ranks repeat every {size:,}, and {reach} ({why})",
+        why=(
+            f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; ranks repeat every {size:,}, and "
+            f"{reach} ({why})"
+        ),
         loads=Loads(*(fold.unfold(x) for x in (small.compute, small.merge, small.interference, small.stalls))),
         traffic=_unfold_traffic(rates, fold, solved.traffic),
         compared=(
-            f"steps and pairs of {compared:,} ranks of the whole plan with those of the smaller plan; the finish of two "
-            "periods"
+            f"steps and pairs of {compared:,} ranks of the whole plan with those of the smaller plan; the finish of "
+            "two periods"
         ),
     )
 
@@ -95,7 +98,8 @@ def find_fold(rates: Rates) -> Fold | str:
     rows = plan.tokens // plan.ranks
     size = lcm(lcm(mask_period, rows) // rows, machine.ranks_per_node)
     if size > LONGEST_PERIOD or 4 * size > plan.ranks:
-        return f"the mask and the nodes repeat every {size:,} ranks, and at most {LONGEST_PERIOD} are folded, or a fourth of all"
+        most = min(LONGEST_PERIOD, plan.ranks // 4)
+        return f"the mask and the nodes repeat every {size:,} ranks, and at most {most:,} are folded"
     around = 0 if _periods_are_apart(plan, size) else _find_dependence(rates, size)
     if around is None:
         return "ranks of nodes with a shared NIC depend on each other without end"

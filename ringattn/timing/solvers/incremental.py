@@ -1,4 +1,4 @@
-"""A band solved step by step, of which only the ranks are counted anew whose numbers change. Reported as solver stencil.
+"""Solver stencil for bands: every rank at every step, where only ranks whose numbers change are counted anew.
 
 From one step to the next few ranks change: those where ranks wrap around the ring, and those at the limits of the band.
 Sums over all steps follow from the changes, too: a number that grows by d at step k of K adds (K - k) d to its sum.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...progress import told
+from ...progress import track
 from ..band.breakpoints import find_rank_breakpoints
 from ..band.counts import BandCounts
 from ..band.direct_costs import DirectCosts
@@ -23,8 +23,8 @@ from .recurrence import Ring, Value
 
 #: All ranks are counted at a step at which more ranks change.
 MANY = 4096
-#: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other messages
-#: of the neighbor, which go to the neighbor's neighbors.
+#: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other
+#: messages of the neighbor, which go to the neighbor's neighbors.
 NEAR = np.arange(-2, 3)
 
 
@@ -76,8 +76,8 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> ChangedRuns:
 class IncrementalSteps:
     """Yields the changed coefficients of a band's steps once, in parts of DEPTH steps, and sums what ranks do and send.
 
-    `totals` and `interference_totals` are complete after the last part. `totals`, int64 [2 + 2 signs, ranks], holds pairs of
-    one head, query rows that are merged, bytes sent by direction, and messages by direction.
+    `totals` and `interference_totals` are complete after the last part. `totals`, int64 [2 + 2 signs, ranks], holds
+    pairs of one head, query rows that are merged, bytes sent by direction, and messages by direction.
     """
 
     def __init__(self, counts: BandCounts) -> None:
@@ -90,7 +90,7 @@ class IncrementalSteps:
         self.interference_now, self.interference_totals = np.zeros((2, self.ranks))
 
     def __iter__(self) -> Iterator[CoefficientChanges]:
-        for first in told(range(0, self.steps, DEPTH), -(-self.steps // DEPTH), f"steps by {DEPTH}"):
+        for first in track(range(0, self.steps, DEPTH), -(-self.steps // DEPTH), f"steps by {DEPTH}"):
             steps = np.arange(max(first - 1, 0), min(first + DEPTH, self.steps))
             runs = find_changed_runs(self.counts, steps)
             direct_costs = self.counts.direct_costs(int(steps[0]), int(steps[-1]) + 1)

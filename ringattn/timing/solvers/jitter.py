@@ -2,8 +2,8 @@
 
 The time of a visit is its mean times a gamma variable of mean 1 (exponential where the standard deviation is the mean).
 In a ring of K steps the slowest rank has waited for the worst path through the times of its neighbors: last-passage
-percolation. The time is K rate + b K^(1/3), whose second term is both the drift and the fluctuation (Johansson 2000), so
-that T / K is a line in K^(-2/3).
+percolation. The time is K rate + b K^(1/3), whose second term is both the drift and the fluctuation (Johansson 2000),
+so that T / K is a line in K^(-2/3).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from ...errors import Unsupported
-from ...progress import told
+from ...progress import track
 from .recurrence import Phase, Ring
 from .stencil import solve_stencil
 
@@ -61,13 +61,14 @@ def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
     ]
     if ring.stalls or any(isinstance(value, np.ndarray) for value in values):
         raise Unsupported(
-            f"jitter on {ring.ranks:,} ranks x {steps:,} steps: more than {MOST_RUN:,} are extrapolated from smaller rings, "
-            "which needs all ranks and links alike; try a machine with ranks_per_node=1 and no slow ranks, or fewer ranks"
+            f"jitter on {ring.ranks:,} ranks x {steps:,} steps: more than {MOST_RUN:,} are extrapolated from smaller "
+            "rings, which needs all ranks and links alike; try a machine with ranks_per_node=1 and no slow ranks, or "
+            "fewer ranks"
         )
     # The longest phase, for as many steps as ranks, stands for all steps.
     longest = max(ring.phases, key=lambda phase: phase.steps)
     run_seconds = []
-    for _ in told(range(REPEATS), REPEATS, "runs with jitter"):
+    for _ in track(range(REPEATS), REPEATS, "runs with jitter"):
         per_step = [
             _run_once(replace(ring, ranks=n, phases=(replace(longest, steps=n),)), jitter, generator) / n for n in SIZES
         ]
@@ -79,7 +80,7 @@ def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
 
 def sample_runs(run: Callable[[], float], why: str) -> SampledTime:
     """The time of REPEATS runs, of which `run` returns the seconds; `why` names the runs."""
-    run_seconds = [run() for _ in told(range(REPEATS), REPEATS, "runs with jitter")]
+    run_seconds = [run() for _ in track(range(REPEATS), REPEATS, "runs with jitter")]
     return _average(run_seconds, False, f"{len(run_seconds)} {why}")
 
 

@@ -1,8 +1,8 @@
-"""Solver periodic: ranks repeat with a period. One period stands for all, and once its state repeats, steps are skipped.
+"""Solver periodic: ranks repeat with a period. One period stands for all, and steps that repeat are skipped.
 
-A ring whose numbers repeat every q ranks has starts that repeat, too: S_{r+q}(k) = S_r(k), by induction over k. A max-plus
-linear recurrence whose state at step k + p is the state at step k plus a constant repeats for ever (cyclicity: Baccelli,
-Cohen, Olsder, Quadrat, Synchronization and Linearity, section 3.7).
+A ring whose numbers repeat every q ranks has starts that repeat, too: S_{r+q}(k) = S_r(k), by induction over k. A
+max-plus linear recurrence whose state at step k + p is the state at step k plus a constant repeats for ever (cyclicity:
+Baccelli, Cohen, Olsder, Quadrat, Synchronization and Linearity, section 3.7).
 """
 
 from __future__ import annotations

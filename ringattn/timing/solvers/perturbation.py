@@ -1,11 +1,11 @@
-"""Solver perturbation: a uniform ring in which a few ranks are slower or stall once. Their delays spread as light cones.
+"""Solver perturbation: a uniform ring with a few slow ranks or stalls, whose delays spread as light cones.
 
-In a uniform ring with step time a = max(c + mu, l), a delay moves to a neighbor within one step at the cost of the slack
-a - l, and stays on its rank at no cost. The delay of rank r is the maximum over paths that end at r: what slow ranks add
-per step while the path stays on them, plus the stalls that the path passes, less the slack of its moves. Between two
-stalls the best path stays on one slow rank only, as its gain is linear in the steps that it stays on either of two. So the
-best path is found from stall to stall, and cones that overlap need no approximation. A first step without merging leaves
-each rank with a delay of its own, as a stall does.
+In a uniform ring with step time a = max(c + mu, l), a delay moves to a neighbor within one step at the cost of the
+slack a - l, and stays on its rank at no cost. The delay of rank r is the maximum over paths that end at r: what slow
+ranks add per step while the path stays on them, plus the stalls that the path passes, less the slack of its moves.
+Between two stalls the best path stays on one slow rank only, as its gain is linear in the steps that it stays on either
+of two. So the best path is found from stall to stall, and cones that overlap need no approximation. A first step
+without merging leaves each rank with a delay of its own, as a stall does.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Parts:
 class _UniformRing:
     """The ring without perturbations: `steps` steps of `step` seconds each, and how delays move from rank to rank.
 
-    A delay moves by one rank per step in a direction of `signs`, and loses `slack` seconds on each move. A slow rank adds
-    its `gains` to a delay at each step for which the delay stays on the rank.
+    A delay moves by one rank per step in a direction of `signs`, and loses `slack` seconds on each move. A slow rank
+    adds its `gains` to a delay at each step for which the delay stays on the rank.
     """
 
     ranks: int

@@ -1,16 +1,19 @@
 """The ring as a recurrence for the times at which ranks begin steps, and the arithmetic that its solvers share.
 
-S_r(k) is the time at which rank r begins step k, c_r its visit, mu_r its merging, l_r = alpha_r + m_r / beta_r the time of
-its message to the next rank, g_r = m_r / beta_r the part of l_r that occupies the link, and B the number of receive slots:
+S_r(k) is the time at which rank r begins step k, c_r its visit, mu_r its merging, l_r = latency_r + m_r / bandwidth_r
+the time of its message of m_r bytes to the next rank, g_r = m_r / bandwidth_r the part of l_r that occupies the link,
+and B the number of receive slots:
 
-    X_r(k)    = max(S_r(k), S_next(k - B + 1))          the sender has the block, the receiver has a free slot
-    A_next(k) = max(X_r(k) + l_r(k), A_next(k') + g_r(k))     k' is the step of the previous message on this link
-    S_r(k+1)  = max(S_r(k) + c_r(k) + gamma min(c_r(k), l) + mu_r(k), A_r(k), and, where ranks wait for sends, A_next(k - B + 1))
+    X_r(k) = max(S_r(k), S_next(k - B + 1))                  the sender has the block, the receiver has a free slot
+    A_next(k) = max(X_r(k) + l_r(k), A_next(k') + g_r(k))    k' is the step of the previous message on this link
+    S_r(k + 1) = max(S_r(k) + c_r(k) + gamma min(c_r(k), l) + mu_r(k), A_r(k), A_next(k - B + 1))
+                                                             the last only where ranks wait for their sends
 
-In the last line l is the longest message that r sends or receives in step k, and gamma the part of that time by which
-messages slow a visit. Each direction of travel has messages of its own. With B = 1 and l >= g the recurrence is a stencil
-of three ranks: S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward adds direct messages: a message
-between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both ranks wait for its end.
+In the last formula l is the longest message that r sends or receives in step k, and gamma the part of that time by
+which messages slow a visit. Each direction of travel has messages of its own. With B = 1 and l >= g the recurrence is a
+stencil of three ranks: S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward adds direct
+messages: a message between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both ranks wait for
+its end.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ NEVER = float("-inf")
 class DirectMessages:
     """Messages between ranks that are not neighbors, one array entry per message, ascending by step.
 
-    A message begins when both ends, `source` and `target`, have started step `step`, and takes `seconds`. Both ends wait
-    for its end before they start the next step. Steps count from the first step of the block of steps in hand.
+    A message begins when both ends, `source` and `target`, have started step `step`, and takes `seconds`. Both ends
+    wait for its end before they start the next step. Steps count from the first step of the block of steps in hand.
     """
 
     step: np.ndarray
@@ -73,8 +76,8 @@ class NeighborMessages:
 class Phase:
     """`steps` equal steps: each rank computes for `compute` seconds, merges for `merge`, and sends `messages`.
 
-    A phase of one step may have `direct` messages of step 0, too. `longest_direct` holds the seconds of the longest direct
-    message of each rank, 0 where a rank has none.
+    A phase of one step may have `direct` messages of step 0, too. `longest_direct` holds the seconds of the longest
+    direct message of each rank, 0 where a rank has none.
     """
 
     steps: int
@@ -168,8 +171,8 @@ class Ring:
     def coefficients(self, phase: Phase) -> tuple[Value, Value, Value]:
         """The stencil (a, b, d) of a phase, for rings with one receive slot.
 
-        A rank begins its next step at least a seconds after its own last start, b after the start of the rank below, and
-        d after the start of the rank above.
+        A rank begins its next step at least a seconds after its own last start, b after the start of the rank below,
+        and d after the start of the rank above.
         """
         assert self.buffers == 1
         own = self.busy(phase)

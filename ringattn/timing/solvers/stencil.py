@@ -9,8 +9,8 @@ from .delay import DelayState
 from .incremental import solve_incremental
 from .recurrence import Ring
 
-#: The most ranks x steps that are advanced: with one receive slot, with several slots, and with several slots where pairs
-#: and rows are counted at every step.
+#: The most ranks x steps that are advanced: with one receive slot, with several slots, and with several slots where
+#: pairs and rows are counted at every step.
 MOST, MOST_WITH_SLOTS, MOST_COUNTED = 1 << 38, 1 << 31, 1 << 28
 
 
@@ -48,6 +48,6 @@ def _check_size(problem: RingProblem, most: int) -> None:
     ranks = problem.ring.ranks * problem.copies
     if ranks * problem.steps > most:
         raise Unsupported(
-            f"{ranks:,} ranks x {problem.steps:,} steps with {problem.ring.buffers} receive slots are more than {most:,}, "
-            "the most that solver stencil goes through; try fewer ranks, or leave machine.buffers out"
+            f"{ranks:,} ranks x {problem.steps:,} steps with {problem.ring.buffers} receive slots are more than "
+            f"{most:,}, the most that solver stencil goes through; try fewer ranks, or leave machine.buffers out"
         )
