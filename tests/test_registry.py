@@ -293,3 +293,44 @@ def test_text_can_spell_every_pattern_of_the_package() -> None:
         for kind in vars(importlib.import_module(f"ringattn.pattern.{module.name}")).values():
             if isinstance(kind, type) and issubclass(kind, Pattern) and not inspect.isabstract(kind):
                 assert kind.__name__ in unnamed or kind in PATTERNS.values()
+
+
+SOLVER = '''
+from ringattn.timing.solvers.base import RingSolver, RingTimes
+from ringattn.timing.solvers.stencil import solve_stencil
+
+
+class Twice(RingSolver):
+    """The stencil's times, for rings of two ranks."""
+
+    name = "twice"
+    needs = "two ranks"
+
+    def solve_ring(self, problem):
+        ring = problem.all_ranks()
+        return solve_stencil(ring) if ring.ranks == 2 else None
+'''
+USE_SOLVER = """
+import ringattn as ra
+two, four = (ra.make_plan(ra.Full(), tokens=64, ranks=ranks, schedule="ring") for ranks in (2, 4))
+found = ra.simulate(two, "cpu", solver="twice")
+assert found.solver == "twice" and found.seconds == ra.simulate(two, "cpu", solver="stencil").seconds
+assert ra.simulate(two, "cpu").solver != "twice"
+for call, words in (
+    (lambda: ra.simulate(four, "cpu", solver="twice"), "solver=twice needs two ranks, which this plan"),
+    (lambda: ra.simulate(two, "cpu", solver="twic"), "did you mean 'twice'"),
+):
+    try:
+        call()
+    except ra.RingAttentionError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+"""
+
+
+def test_an_installed_package_adds_a_solver(tmp_path: Path) -> None:
+    env = offered(tmp_path / "site", "[ringattn.solvers]\ntwice = outside:Twice\n")
+    (tmp_path / "site" / "outside.py").write_text(SOLVER)
+    done = subprocess.run([sys.executable, "-c", USE_SOLVER], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

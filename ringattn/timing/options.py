@@ -1,55 +1,65 @@
-"""What `simulate` is asked for, checked before anything is counted."""
+"""Checks of the arguments of `simulate`, before anything is counted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TypeGuard
 
 from ..errors import InvalidInput, did_you_mean
+from ..plan.plan import Plan
+from .solvers import SOLVERS
 from .solvers.recurrence import Stall
 
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
-
-#: The solvers of a ring, the cheapest first; E is sampling on top of one of them.
-SOLVERS = ("closed_form", "periodic", "perturbation", "stencil")
-CHOICES = ("auto", *SOLVERS, "events")
-#: More passes than this are a slip of the hand: even of a microsecond each they take 30 years.
-PASSES = 10**15
+#: More passes than this are a mistake: even at a microsecond each they would take 30 years.
+MOST_PASSES = 10**15
 
 
-def check(plan: Plan, *, backward: Any, stalls: Any, passes: Any, solver: Any, seed: Any) -> None:
-    """Raise InvalidInput where an argument of `simulate` is of another type, or cannot be."""
-    if not hasattr(plan, "for_rank") or isinstance(plan, type):  # plans are made of what stands below
+def check_options(
+    plan: object, *, backward: object, stalls: object, passes: object, solver: object, seed: object
+) -> None:
+    """Raise InvalidInput where an argument of `simulate` has a wrong type or an impossible value."""
+    if not isinstance(plan, Plan):
         raise InvalidInput(f"simulate: expected a Plan, as make_plan gives it, got {plan!r}")
-    if solver not in CHOICES:
-        raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, CHOICES)}expected one of {', '.join(CHOICES)}")
+    if not isinstance(solver, str) or (solver != "auto" and solver not in SOLVERS):
+        choices = ("auto", *SOLVERS)
+        raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}")
     if not isinstance(backward, bool):
         raise InvalidInput(f"backward={backward!r}: expected True or False")
     if not plan.batch:
         raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
-    if passes is not None and (not _whole(passes) or passes < 1):
-        raise InvalidInput(
-            f"passes={passes!r}: expected how often the pass is made, an integer >= 1, or None: no job is stated"
-        )
-    if passes is not None and passes > PASSES:
-        raise InvalidInput(f"passes: expected how often the pass is made, at most {PASSES:.0e}, and this is more")
+    if passes is not None:
+        _check_passes(passes)
     check_seed(seed)
+    _check_stalls(stalls, plan.ranks)
+
+
+def check_seed(seed: object) -> None:
+    """Raise InvalidInput where a seed is not an integer that random numbers can start from."""
+    if not _is_integer(seed) or seed < 0:
+        raise InvalidInput(f"seed={seed!r}: expected an integer >= 0; try seed=0")
+
+
+def _check_passes(passes: object) -> None:
+    if not _is_integer(passes) or passes < 1:
+        raise InvalidInput(
+            f"passes={passes!r}: expected how often the job makes the pass, an integer >= 1, or None for no job"
+        )
+    if passes > MOST_PASSES:  # the message leaves the number out, which may have thousands of digits
+        raise InvalidInput(
+            f"passes: expected how often the job makes the pass, at most {MOST_PASSES:.0e}, and this is more"
+        )
+
+
+def _check_stalls(stalls: object, ranks: int) -> None:
     if isinstance(stalls, str) or not isinstance(stalls, Sequence):
         raise InvalidInput(f"stalls={stalls!r}: expected a list of Stall(rank, step, seconds)")
     for stall in stalls:
         if not isinstance(stall, Stall):
             raise InvalidInput(f"stalls: {stall!r} is no Stall(rank, step, seconds)")
-        numbers = _whole(stall.rank) and _whole(stall.step) and isinstance(stall.seconds, int | float)
-        if not numbers or not (0 <= stall.rank < plan.ranks and stall.step >= 0 and 0 <= stall.seconds < float("inf")):
-            raise InvalidInput(f"{stall}: expected a rank 0 .. {plan.ranks - 1}, a step >= 0 and seconds >= 0")
+        numbers = _is_integer(stall.rank) and _is_integer(stall.step) and isinstance(stall.seconds, int | float)
+        if not numbers or not (0 <= stall.rank < ranks and stall.step >= 0 and 0 <= stall.seconds < float("inf")):
+            raise InvalidInput(f"{stall}: expected a rank 0 .. {ranks - 1}, a step >= 0 and seconds >= 0")
 
 
-def check_seed(seed: Any) -> None:
-    """Raise InvalidInput where a seed is no whole number that random numbers can be made from."""
-    if not _whole(seed) or seed < 0:
-        raise InvalidInput(f"seed={seed!r}: expected an integer >= 0; try seed=0")
-
-
-def _whole(value: Any) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -87,11 +87,11 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
     messages = 0
     for phase in ring.phases() if callable(ring.phases) else ring.phases:
         loads.add(ring, phase)
-        for lane in phase.lanes:
+        for lane in phase.messages:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
             messages += copies * phase.steps * int(np.count_nonzero(sent))
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
-        direct += [] if phase.chords is None else [phase.chords.bytes]
+        direct += [] if phase.direct is None else [phase.direct.bytes]
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds
     neighbours = np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)])
@@ -101,5 +101,5 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
 
 def _is_uniform(phase: Phase) -> bool:
     """Whether all ranks do the same in a phase."""
-    values = (phase.compute, phase.merge, *(lane.seconds for lane in phase.lanes))
+    values = (phase.compute, phase.merge, *(lane.seconds for lane in phase.messages))
     return not any(isinstance(value, np.ndarray) for value in values)

@@ -10,11 +10,11 @@ import numpy as np
 
 from ..errors import InvalidInput, Unsupported
 from ..machine.machine import Machine
-from .problem import Problem, problem
+from .problem import RingProblem, make_ring_problem
 from .rates import Factors, Faults, Rates, parse_factors
-from .solvers.events import events
+from .solvers.delay import DelayState
+from .solvers.event_loop import simulate_events
 from .solvers.recurrence import Phase, Ring, Stall
-from .solvers.stencil import Delay
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -77,10 +77,10 @@ def window(
     faults = Faults(
         parse_factors("slow", slow, plan.ranks), parse_factors("slow_links", slow_links, plan.ranks), tuple(stalls)
     )
-    ring_problem = problem(rates, faults)
+    ring_problem = make_ring_problem(rates, faults)
     if isinstance(ring_problem, str):
         return _simulate_window(rates, faults, ranks, steps, ring_problem)
-    if ring_problem.bound:
+    if ring_problem.bounding:
         raise Unsupported(
             f"{plan.ranks:,} ranks hide their messages under the busiest rank, and only its time is known; "
             "try fewer ranks"
@@ -93,26 +93,26 @@ def window(
     begun, busy, messages = _solve_window(ring_problem, ranks, steps)
     undisturbed = begun
     if faults:
-        same_without_faults = problem(rates, Faults())
-        assert isinstance(same_without_faults, Problem) and not same_without_faults.bound
+        same_without_faults = make_ring_problem(rates, Faults())
+        assert isinstance(same_without_faults, RingProblem) and not same_without_faults.bounding
         undisturbed = _solve_window(same_without_faults, ranks, steps)[0]
     return StepWindow("stencil", ranks, steps, begun, busy, begun - undisturbed, messages)
 
 
 def _solve_window(
-    ring_problem: Problem, ranks: range, steps: range
+    ring_problem: RingProblem, ranks: range, steps: range
 ) -> tuple[np.ndarray, np.ndarray, tuple[TimedMessage, ...] | None]:
     """(begun, busy, messages) of a window, by the stencil of the ring."""
-    ring = ring_problem.whole()
+    ring = ring_problem.all_ranks()
     if ring.ranks * steps.stop > REACHED:
         raise Unsupported(
             f"{ring.ranks:,} ranks x {steps.stop:,} steps lie before the end of the window, and at most {REACHED:,} "
             "are computed; try an earlier window"
         )
-    state, done = Delay(ring), 0
+    state, done = DelayState(ring), 0
     begun, busy = [], []
     messages: list[TimedMessage] | None = [] if ring.buffers == 1 else None
-    for phase in ring.each():
+    for phase in ring.each_phase():
         skipped = max(0, min(phase.steps, steps.start - done))
         if skipped:
             state.advance(phase, skipped)
@@ -141,13 +141,13 @@ def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: 
     def add(source: int, target: int, seconds: float) -> None:
         messages.append(TimedMessage(step, source, target, float(max(now[source], now[target])), seconds))
 
-    for lane in phase.lanes:
+    for lane in phase.messages:
         seconds = np.broadcast_to(lane.seconds, (ring.ranks,))
         for source in ranks:
             if np.isfinite(seconds[source]):
                 add(source, (source + lane.sign) % ring.ranks, float(seconds[source]))
-    if phase.chords is not None:
-        columns = phase.chords.source, phase.chords.target, phase.chords.seconds
+    if phase.direct is not None:
+        columns = phase.direct.source, phase.direct.target, phase.direct.seconds
         for source, target, lasts in zip(*(column.tolist() for column in columns), strict=True):
             if source in ranks:
                 add(source, target, lasts)
@@ -169,7 +169,7 @@ def _simulate_window(rates: Rates, faults: Faults, ranks: range, steps: range, w
                     busy[step - steps.start, rank - ranks.start] = seconds
                 last[rank - ranks.start] = step
 
-        events(rates, faults, why, seen=note)
+        simulate_events(rates, faults, why, observe=note)
         for place, step in enumerate(last):
             if steps.start <= step < steps.stop:
                 busy[step - steps.start, place] = np.nan  # the last event of a rank is its end

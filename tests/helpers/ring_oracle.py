@@ -60,7 +60,7 @@ def steps_of(ring: Ring) -> list[Step]:
                     (at(lane.seconds, r), at(lane.gap, r)) if at(lane.seconds, r) != NEVER else None
                     for r in range(ring.ranks)
                 ]
-                for lane in phase.lanes
+                for lane in phase.messages
             }
             busy = []
             for r in range(ring.ranks):

@@ -13,12 +13,12 @@ from ring_oracle import truth
 
 from ringattn import Causal, Machine, Pattern, Stall, Window, make_plan, simulate
 from ringattn.plan.schedules.relay import Way
-from ringattn.timing.band.banded import banded
-from ringattn.timing.band.counted import Counted
+from ringattn.timing.band.band import find_band
+from ringattn.timing.band.counts import BandCounts
 from ringattn.timing.rates import Faults, Rates
 from ringattn.timing.resources import survey
+from ringattn.timing.solvers import delay as delays
 from ringattn.timing.solvers import incremental as sweeps
-from ringattn.timing.solvers import stencil as tier_d
 
 CLOSE = 1e-12
 EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
@@ -31,7 +31,7 @@ MACHINES = (
 
 
 @st.composite
-def counted(draw: st.DrawFn) -> Counted:
+def counted(draw: st.DrawFn) -> BandCounts:
     """Bands on up to 20 ranks, with ways that need not be those that a plan would choose, and faults."""
     ranks, chunk = draw(st.integers(1, 20)), draw(st.integers(1, 5))
     tokens = 2 * ranks * chunk
@@ -40,28 +40,28 @@ def counted(draw: st.DrawFn) -> Counted:
     pattern: Pattern = draw(window | st.builds(lambda left: Causal() & Window(left), ends) | st.just(Causal()))
     layout = draw(st.sampled_from(["contiguous", "zigzag"]))
     plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=2, head_dim=8)
-    band = banded(plan)
+    band = find_band(plan)
     assert band is not None
     ways = (Way(+1, ranks - 1),), (Way(-1, ranks - 1),), (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     factors = st.none() | st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=ranks, max_size=ranks).map(np.array)
     taken = tuple(way for way in draw(st.sampled_from(ways)) if way.limit)
-    one = Counted(
+    one = BandCounts(
         Rates(plan, draw(st.sampled_from(MACHINES)), False), Faults(draw(factors), draw(factors)), band, taken
     )
     stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, one.reach), st.sampled_from([0.01, 1.0]))
     return replace(one, faults=replace(one.faults, stalls=tuple(draw(st.lists(stalls, max_size=2)))))
 
 
-def every(one: Counted) -> list[np.ndarray]:
+def every(one: BandCounts) -> list[np.ndarray]:
     """Pairs and rows of all ranks, step by step, until nothing is sent."""
     found = []
     while not found or found[-1][2:].any():
-        found.append(one.at(one.ranks, np.asarray(len(found))))
+        found.append(one.count(one.ranks, np.asarray(len(found))))
     return found
 
 
 @given(counted())
-def test_pairs_and_rows_of_every_clock_are_those_of_the_plan(one: Counted) -> None:
+def test_pairs_and_rows_of_every_clock_are_those_of_the_plan(one: BandCounts) -> None:
     demand = one.rates.plan.demand
     for step, counts in enumerate(every(one)):
         for rank in range(one.band.ranks):
@@ -72,14 +72,14 @@ def test_pairs_and_rows_of_every_clock_are_those_of_the_plan(one: Counted) -> No
                 owner = (rank - way.sign * step) % one.band.ranks
                 there = [(owner + way.sign * d) % one.band.ranks for d in range(step + 1, way.limit + 1)]
                 rows = demand.count_needed(tuple(range(r, r + 1) for r in there), owner) // demand.block_heads
-                assert counts[2 + index, rank] == rows * one.course.cargo[0].row_bytes
+                assert counts[2 + index, rank] == rows * one.traffic.moving[0].row_bytes
 
 
 @given(counted())
-def test_what_changes_is_found_at_few_places(one: Counted) -> None:
+def test_what_changes_is_found_at_few_places(one: BandCounts) -> None:
     counts = every(one)
     assert one.reach + 1 == len(counts)
-    found = sweeps.changed(one, np.arange(len(counts)))
+    found = sweeps.find_changed_runs(one, np.arange(len(counts)))
     marks = np.zeros((len(counts), one.band.ranks), dtype=bool)
     for row, start, stop in zip(found.row, found.start, found.stop, strict=True):
         marks[row, start:stop] = True
@@ -88,22 +88,24 @@ def test_what_changes_is_found_at_few_places(one: Counted) -> None:
 
 
 @given(counted(), st.sampled_from([1, 3, 16384]), st.sampled_from([1, 4, 128]), st.sampled_from([0, 4, 4096]))
-def test_a_sweep_is_the_recurrence(one: Counted, block: int, depth: int, many: int) -> None:
+def test_a_sweep_is_the_recurrence(one: BandCounts, block: int, depth: int, many: int) -> None:
     """Finish times against plain Python, loads and traffic against sums over all steps, for any sizes of blocks."""
-    ring = one.ring()
+    ring = one.make_ring()
     assert callable(ring.phases)
     whole = replace(ring, phases=tuple(ring.phases()))
-    known = tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY
-    tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY = block, depth, depth, many
+    known = delays.BLOCK, delays.DEPTH, sweeps.DEPTH, sweeps.MANY
+    delays.BLOCK, delays.DEPTH, sweeps.DEPTH, sweeps.MANY = block, depth, depth, many
     try:
-        solved, loads, traffic = sweeps.swept(one)
+        solved = sweeps.solve_incremental(one)
     finally:
-        tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY = known
+        delays.BLOCK, delays.DEPTH, sweeps.DEPTH, sweeps.MANY = known
     assert solved.finish == pytest.approx(truth(whole), rel=CLOSE, abs=CLOSE)
     wanted, bytes_sent = survey(whole)
-    assert traffic == bytes_sent
+    assert solved.traffic == bytes_sent
     for name in ("compute", "merge", "interference", "stalls"):
-        assert getattr(loads, name) == pytest.approx(getattr(wanted, name) * np.ones(ring.ranks), rel=1e-9, abs=1e-12)
+        assert getattr(solved.loads, name) == pytest.approx(
+            getattr(wanted, name) * np.ones(ring.ranks), rel=1e-9, abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -111,18 +113,18 @@ def test_blocks_that_repeat_are_gone_through_once(layout: str, monkeypatch: pyte
     """512 ranks in nodes of 8, in blocks of 64: bitwise what they are where nothing is taken to repeat."""
     plan = make_plan(Causal(), tokens=512 * 64, ranks=512, layout=layout, schedule="ring", heads=4, dtype="bfloat16")
     machine = Machine(5e10, 1e-5, 2e9, ranks_per_node=8, node_bandwidth=2e10, gamma=0.05, merge=1e11)
-    monkeypatch.setattr(tier_d, "BLOCK", 64)
-    monkeypatch.setattr(tier_d, "DEPTH", 16)
-    short, gone = 0, tier_d._block
+    monkeypatch.setattr(delays, "BLOCK", 64)
+    monkeypatch.setattr(delays, "DEPTH", 16)
+    short, gone = 0, delays._advance_block
 
     def counting(around: np.ndarray, *rest: object) -> np.ndarray:
         nonlocal short
         short += len(around) <= 8 + 2 * 16
         return gone(around, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tier_d, "_block", counting)
+    monkeypatch.setattr(delays, "_advance_block", counting)
     found = simulate(plan, machine, solver="stencil")
-    monkeypatch.setattr(tier_d, "_repeats", lambda rows, period: False)
+    monkeypatch.setattr(delays, "_repeats", lambda rows, period: False)
     whole = simulate(plan, machine, solver="stencil")
     assert short and found.finish is not None and (found.finish == whole.finish).all()
 

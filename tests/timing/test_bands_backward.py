@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn import Causal, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
-from ringattn.timing.band.counted import Counted
-from ringattn.timing.problem import Problem, problem
+from ringattn.timing.band.counts import BandCounts
+from ringattn.timing.problem import RingProblem, make_ring_problem
 from ringattn.timing.rates import Faults, Rates
 from ringattn.timing.resources import Traffic
+from ringattn.timing.solvers import delay as delays
 from ringattn.timing.solvers import incremental as sweeps
-from ringattn.timing.solvers import stencil as tier_d
-from ringattn.timing.solvers.changes import Changes
+from ringattn.timing.solvers.changes import CoefficientChanges
 from ringattn.timing.solvers.direct_messages import DirectMessages
 from ringattn.timing.solvers.recurrence import NEVER
 from ringattn.timing.window import window
@@ -57,11 +57,11 @@ def plans(draw: st.DrawFn, most: int = 20) -> Plan:
     )  # fmt: skip
 
 
-def counted(plan: Plan, machine: Machine = EVEN, **faults: object) -> Counted | None:
+def counted(plan: Plan, machine: Machine = EVEN, **faults: object) -> BandCounts | None:
     """What counts the backward; None where all see all."""
-    found = problem(Rates(plan, machine, True), Faults(**faults))  # type: ignore[arg-type]
-    assert isinstance(found, Problem)
-    return found.counted
+    found = make_ring_problem(Rates(plan, machine, True), Faults(**faults))  # type: ignore[arg-type]
+    assert isinstance(found, RingProblem)
+    return found.counts
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Pass:
     messages: list[dict[tuple[int, int], int]]
 
 
-def whole_pass(plan: Plan, one: Counted) -> Pass:
+def whole_pass(plan: Plan, one: BandCounts) -> Pass:
     """Messages from the steps of all ranks, whose tags say at which step; pairs from the dense mask. `one` says only
     along which ways, and how far, blocks go."""
     heads = plan.pattern.mask(plan.tokens, plan.heads)
@@ -140,12 +140,12 @@ def starts(
 
 @contextmanager
 def sizes(block: int, depth: int, many: int) -> Iterator[None]:
-    known = tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY
-    tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY = block, depth, depth, many
+    known = delays.BLOCK, delays.DEPTH, sweeps.DEPTH, sweeps.MANY
+    delays.BLOCK, delays.DEPTH, sweeps.DEPTH, sweeps.MANY = block, depth, depth, many
     try:
         yield
     finally:
-        tier_d.BLOCK, tier_d.DEPTH, sweeps.DEPTH, sweeps.MANY = known
+        delays.BLOCK, delays.DEPTH, sweeps.DEPTH, sweeps.MANY = known
 
 
 @settings(max_examples=60)
@@ -157,7 +157,7 @@ def test_pairs_and_messages_of_every_clock_are_those_of_the_plan(plan: Plan) -> 
     done = whole_pass(plan, one)
     assert one.steps == done.steps
     for step in range(one.steps):
-        counts = one.at(one.ranks, np.asarray(step))
+        counts = one.count(one.ranks, np.asarray(step))
         assert (counts[0] * plan.heads).tolist() == [sum(found) for found in done.pairs[step]]
         assert (counts[1] * plan.heads).tolist() == done.rows[step]
         sent = {
@@ -166,7 +166,7 @@ def test_pairs_and_messages_of_every_clock_are_those_of_the_plan(plan: Plan) -> 
             for rank, size in enumerate(row)
             if size
         }
-        across = one.across.between(step, step + 1)
+        across = one.direct_bytes.between(step, step + 1)
         far = dict(
             zip(zip(across.source.tolist(), across.target.tolist(), strict=True), across.bytes.tolist(), strict=True)
         )
@@ -179,8 +179,8 @@ def test_what_changes_is_found_at_few_places(plan: Plan) -> None:
     one = counted(plan)
     if one is None:
         return
-    counts = [one.at(one.ranks, np.asarray(step)) for step in range(one.steps)]
-    found = sweeps.changed(one, np.arange(one.steps))
+    counts = [one.count(one.ranks, np.asarray(step)) for step in range(one.steps)]
+    found = sweeps.find_changed_runs(one, np.arange(one.steps))
     marks = np.zeros((one.steps, plan.ranks), dtype=bool)
     for row, start, stop in zip(found.row, found.start, found.stop, strict=True):
         marks[row, start:stop] = True
@@ -282,12 +282,12 @@ def test_chords_reach_as_far_as_they_do(ranks: int, steps: int, block: int, dept
                 expected[a], expected[b] = max(expected[a], ended), max(expected[b], ended)
     at, source, target = (np.array([x[i] for x in chords], dtype=np.int64) for i in range(3))
     across = DirectMessages(at, source, target, 0 * at, np.array([x[3] for x in chords]))
-    changes = Changes(
+    changes = CoefficientChanges(
         steps, None, *(np.array([x[i] for x in points], dtype=np.int64) for i in range(2)),
         np.array([x[2:] for x in points]).reshape(-1, 3).T, across,
     )  # fmt: skip
     with sizes(block, depth, 4096):
-        found = tier_d._blocked(now, steps, whole, 1, changes, across)
+        found = delays.advance_blocks(now, steps, whole, 1, changes, across)
     assert found == pytest.approx(np.array(expected), rel=CLOSE, abs=CLOSE)
 
 
@@ -304,7 +304,7 @@ def test_chords_do_not_depend_on_blocks(layout: str, monkeypatch: pytest.MonkeyP
         with sizes(block, depth, 4096):
             found = simulate(plan, machine, **options)  # type: ignore[arg-type]
         assert found.finish == pytest.approx(whole.finish, rel=CLOSE)
-    monkeypatch.setattr(tier_d, "_repeats", lambda rows, period: False)
+    monkeypatch.setattr(delays, "_repeats", lambda rows, period: False)
     again = simulate(plan, machine, **options)  # type: ignore[arg-type]
     assert again.finish is not None and whole.finish is not None and (again.finish == whole.finish).all()
 
@@ -342,11 +342,13 @@ def test_sums_of_bytes_are_exact() -> None:
 def test_what_is_not_modelled_is_told() -> None:
     sizes_of = {"tokens": 64 * 8, "ranks": 64, "schedule": "ring", "layout": "contiguous", "rotate": "keys"}
     plan = make_plan(Causal(), **sizes_of)  # type: ignore[arg-type]
-    with pytest.raises(Unsupported, match=r"solver=D: .* but what goes straight between ranks that are no neighbours"):
+    with pytest.raises(
+        Unsupported, match=r"solver=stencil needs .*, but messages between ranks that are not neighbors"
+    ):
         simulate(plan, replace(EVEN, buffers=2), backward=True, solver="stencil")
     with pytest.raises(Unsupported, match="buffers=2: plans that are simulated step by step"):
         simulate(plan, replace(EVEN, buffers=2), backward=True)
     shared = simulate(plan, replace(EVEN, ranks_per_node=4, shared_nic=True), backward=True)
-    assert shared.solver == "events" and "share the way out" in shared.why
+    assert shared.solver == "events" and "share a node's NIC" in shared.why
     jitter = simulate(plan, replace(EVEN, jitter=0.2), backward=True)
-    assert jitter.solver == "D + jitter" and jitter.exposed["jitter"] > 0
+    assert jitter.solver == "stencil + jitter" and jitter.exposed["jitter"] > 0

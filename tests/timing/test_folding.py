@@ -13,7 +13,8 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Full, Machine, Pattern, Plan, Strided, Unsupported, Window, make_plan, simulate
 from ringattn.timing.rates import Faults, Rates
 from ringattn.timing.solvers import folding
-from ringattn.timing.solvers.events import events
+from ringattn.timing.solvers.base import Solved
+from ringattn.timing.solvers.event_loop import simulate_events
 
 CLOSE = 1e-12
 EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8, gamma=0.1)
@@ -69,7 +70,7 @@ def test_masks_that_do_not_repeat_have_no_period(pattern: Pattern) -> None:
     if not isinstance(pattern, ra.BlockSparse):
         return
     plan = make_plan(pattern, tokens=12, ranks=12, layout="contiguous", schedule="ring")
-    assert folding.found(Rates(plan, EVEN, False)) == "the mask does not repeat, or not for all lengths"
+    assert folding.find_fold(Rates(plan, EVEN, False)) == "the mask does not repeat, or not for all lengths"
 
 
 @st.composite
@@ -86,25 +87,25 @@ def plans(draw: st.DrawFn) -> Plan:
 @given(plans(), st.sampled_from((*MACHINES, replace(EVEN, ranks_per_node=2, shared_nic=True))), st.booleans())
 def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward: bool) -> None:
     rates = Rates(plan, machine, backward)
-    found = folding.folded(rates, "")
-    assume(not isinstance(found, str))
-    assert not isinstance(found, str)
-    whole, loads, traffic = events(rates, Faults())
-    assert whole.finish is not None and found[0].finish == pytest.approx(whole.finish, rel=CLOSE)
-    assert found[0].seconds == pytest.approx(whole.seconds, rel=CLOSE)
-    assert found[2] == traffic
+    found = folding.simulate_folded(rates, "")
+    assume(isinstance(found, Solved))
+    assert isinstance(found, Solved)
+    whole = simulate_events(rates, Faults())
+    assert whole.finish is not None and found.finish == pytest.approx(whole.finish, rel=CLOSE)
+    assert found.seconds == pytest.approx(whole.seconds, rel=CLOSE)
+    assert found.traffic == whole.traffic
     for name in ("compute", "merge", "interference", "stalls"):
-        assert getattr(found[1], name) == pytest.approx(getattr(loads, name), rel=1e-9, abs=1e-15)
+        assert getattr(found.loads, name) == pytest.approx(getattr(whole.loads, name), rel=1e-9, abs=1e-15)
 
 
 def test_too_few_ranks_around_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where delays from the ends reach farther than is taken, the two periods between them differ."""
     plan = make_plan(Window(9, 9), tokens=240, ranks=120, layout="contiguous", schedule="ring", heads=2, head_dim=8)
     rates = Rates(plan, MACHINES[0], False)
-    assert not isinstance(folding.folded(rates, ""), str)
-    monkeypatch.setattr(folding, "_around", lambda rates, size: 2)
+    assert isinstance(folding.simulate_folded(rates, ""), Solved)
+    monkeypatch.setattr(folding, "_find_dependence", lambda rates, size: 2)
     with pytest.raises(AssertionError):
-        folding.folded(rates, "")
+        folding.simulate_folded(rates, "")
 
 
 SIZES = {"layout": "contiguous", "schedule": "ring", "heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
@@ -133,7 +134,7 @@ def test_what_is_not_folded() -> None:
     for machine, options, words in (
         (EVEN, {"slow": {1: 2.0}}, "slow ranks, stalls and jitter have no copies"),
         (replace(EVEN, jitter=0.1), {}, "slow ranks, stalls and jitter have no copies"),
-        (replace(EVEN, ranks_per_node=1 << 9), {}, "the mask and the nodes repeat every 512 ranks, and 32"),
+        (replace(EVEN, ranks_per_node=1 << 9), {}, "the mask and the nodes repeat every 512 ranks, and at most 32"),
     ):
         with pytest.raises(Unsupported, match=f"8,192 ranks are more than the 4,096 .*{words}"):
             simulate(plan, machine, **options)  # type: ignore[arg-type]

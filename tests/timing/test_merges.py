@@ -8,10 +8,10 @@ import torch
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, Machine, Pattern, Window, make_plan
 from ringattn.runtime import accumulators as rows
-from ringattn.timing.problem import Problem, problem
+from ringattn.timing.problem import RingProblem, make_ring_problem
 from ringattn.timing.rates import Faults, Rates
 from ringattn.timing.simulation import simulate
-from ringattn.timing.solvers.events import events
+from ringattn.timing.solvers.event_loop import simulate_events
 
 EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7, merge=1e8)
 PATTERNS = (Full(), Causal(), Causal() & Window(63), Window(300, 200), Dilated((256,), (2,), causal=True))
@@ -36,13 +36,13 @@ def test_rows_that_are_merged(pattern: Pattern, layout: str, ranks: int, monkeyp
     q, k, v = torch.randn(3, 1, heads, tokens, 8)
     ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, schedule="ring")
     rates = Rates(plan, EVEN, backward=False)
-    _, loads, _ = events(rates, Faults())
-    counted = loads.merge.sum() / rates.merge(1)
+    solved = simulate_events(rates, Faults())
+    counted = solved.loads.merge.sum() / rates.merge(1)
     if layout == "zigzag" and pattern == PATTERNS[3] and ranks > 1:  # visits of several calls that share rows
         assert counted < merged < 1.2 * counted
     else:
         assert counted == pytest.approx(merged)
-    if isinstance(problem(rates, Faults()), Problem):
+    if isinstance(make_ring_problem(rates, Faults()), RingProblem):
         assert simulate(plan, EVEN, solver="stencil").exposed["merge"] == pytest.approx(
             simulate(plan, EVEN, solver="events").exposed["merge"], abs=1e-15
         )

@@ -16,11 +16,11 @@ from strategies import problems
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
 from ringattn.timing import problem as problems_of
-from ringattn.timing.band.banded import banded
+from ringattn.timing.band.band import find_band
 from ringattn.timing.costs import expected_seconds, failures, memory, young_daly
 from ringattn.timing.forecast import BACKWARD, predict
-from ringattn.timing.solvers.jitter import varied
-from ringattn.timing.solvers.recurrence import Lane, Phase, Ring
+from ringattn.timing.solvers.jitter import sample_ring
+from ringattn.timing.solvers.recurrence import NeighborMessages, Phase, Ring
 
 CLOSE = 1e-12
 #: A machine on which visits and messages of these small plans take about as long.
@@ -45,7 +45,7 @@ bands = st.builds(
 
 @given(bands)
 def test_counts_of_all_ranks_at_once_are_those_of_the_plan(plan: Plan) -> None:
-    band = banded(plan)
+    band = find_band(plan)
     assert band is not None
     ranks = np.arange(plan.ranks)
     for owner in range(plan.ranks):
@@ -217,7 +217,7 @@ def test_262144_ranks_at_once() -> None:
 def test_sampled_jitter_of_ranks_that_do_not_wait(jitter: float, seed: int) -> None:
     """Without messages a rank's time is a sum of its visits; the mean over one rank must be that of the machine."""
     ring = Ring(1, (Phase(80, 1.0),))
-    found = varied(ring, jitter, seed)
+    found = sample_ring(ring, jitter, seed)
     assert not found.extrapolated
     assert abs(found.seconds - 80) < 6 * jitter * (80 / 8) ** 0.5 and found.low < found.seconds < found.high
 
@@ -225,10 +225,10 @@ def test_sampled_jitter_of_ranks_that_do_not_wait(jitter: float, seed: int) -> N
 def test_jitter_of_exponential_times() -> None:
     """A ring in which every step waits for a neighbour, with exponential visits and no messages' time: each step takes
     more than twice the mean and less than the mean of the largest of three; extrapolation agrees with a run."""
-    lane = Lane(1, 0.0, 0.0)
-    small = varied(Ring(512, (Phase(512, 1.0, 0.0, (lane,)),), waits=False), 1.0, 1)
+    lane = NeighborMessages(1, 0.0, 0.0)
+    small = sample_ring(Ring(512, (Phase(512, 1.0, 0.0, (lane,)),), waits=False), 1.0, 1)
     assert 1.5 < small.seconds / 512 < 2.2
-    big = varied(Ring(4096, (Phase(4096, 1.0, 0.0, (lane,)),), waits=False), 1.0, 1)
+    big = sample_ring(Ring(4096, (Phase(4096, 1.0, 0.0, (lane,)),), waits=False), 1.0, 1)
     assert big.extrapolated and small.seconds / 512 - 0.15 < big.seconds / 4096 < 2.2
     assert big.low < big.seconds < big.high
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import fsum
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 from ring_oracle import truth
 
 from ringattn import InvalidInput
-from ringattn.timing.solvers import stencil as tier_d
-from ringattn.timing.solvers.closed_form import closed, rate
-from ringattn.timing.solvers.periodic import quotient
-from ringattn.timing.solvers.perturbation import cones
-from ringattn.timing.solvers.recurrence import NEVER, Lane, Phase, Ring, Stall
-from ringattn.timing.solvers.stencil import dense
+from ringattn.timing.solvers import delay as delays
+from ringattn.timing.solvers.closed_form import solve_closed_form
+from ringattn.timing.solvers.periodic import solve_periodic
+from ringattn.timing.solvers.perturbation import solve_perturbation
+from ringattn.timing.solvers.recurrence import NEVER, NeighborMessages, Phase, Ring, Stall
+from ringattn.timing.solvers.stencil import solve_stencil
 
 times = st.floats(0.0, 4.0) | st.sampled_from([0.0, 1.0, 1.5])
 CLOSE = 1e-12
@@ -28,14 +29,14 @@ def values(ranks: int, least: float = 0.0) -> st.SearchStrategy[float | np.ndarr
 
 
 @st.composite
-def lanes(draw: st.DrawFn, ranks: int) -> tuple[Lane, ...]:
+def lanes(draw: st.DrawFn, ranks: int) -> tuple[NeighborMessages, ...]:
     found = []
     for sign in draw(st.sampled_from([(1,), (-1,), (1, -1), ()])):
         seconds = draw(values(ranks))
         gap = seconds * draw(st.sampled_from([0.0, 0.5, 1.0]))
         if isinstance(seconds, np.ndarray) and draw(st.booleans()):
             seconds[draw(st.integers(0, ranks - 1))] = NEVER
-        found.append(Lane(sign, seconds, gap))
+        found.append(NeighborMessages(sign, seconds, gap))
     return tuple(found)
 
 
@@ -56,7 +57,7 @@ def rings(draw: st.DrawFn) -> Ring:
 
 @given(rings())
 def test_the_dense_tier_is_the_recurrence(ring: Ring) -> None:
-    found = dense(ring)
+    found = solve_stencil(ring)
     assert found.finish == pytest.approx(truth(ring), rel=CLOSE, abs=CLOSE)
     assert found.seconds == found.finish.max()
 
@@ -64,13 +65,13 @@ def test_the_dense_tier_is_the_recurrence(ring: Ring) -> None:
 @given(rings(), st.integers(1, 4), st.integers(1, 9))
 def test_blocks_do_not_show(ring: Ring, block: int, depth: int) -> None:
     """Any size of block, also where its neighbours reach around the ring."""
-    whole = dense(ring).finish
-    known = tier_d.BLOCK, tier_d.DEPTH
-    tier_d.BLOCK, tier_d.DEPTH = block, depth
+    whole = solve_stencil(ring).finish
+    known = delays.BLOCK, delays.DEPTH
+    delays.BLOCK, delays.DEPTH = block, depth
     try:
-        assert (dense(ring).finish == whole).all()
+        assert (solve_stencil(ring).finish == whole).all()
     finally:
-        tier_d.BLOCK, tier_d.DEPTH = known
+        delays.BLOCK, delays.DEPTH = known
 
 
 @given(
@@ -87,12 +88,12 @@ def test_alike_ranks_have_a_closed_form(
     compute: float, merge: float, message: float, ranks: int, steps: int, buffers: int, waits: bool, sign: int
 ) -> None:
     """Homogeneous: T = (P - 1) max(c + mu, l) + c + mu, exposed (P - 1) (l - c - mu)."""
-    lane = Lane(sign, message, message / 2)
+    lane = NeighborMessages(sign, message, message / 2)
     ring = Ring(ranks, (Phase(steps - 1, compute, merge, (lane,)), Phase(1, compute, merge)), buffers, waits=waits)
     busy = compute + merge
     wanted = (steps - 1) * max(busy, message) + busy
     assert truth(ring) == pytest.approx([wanted] * ranks, rel=CLOSE, abs=CLOSE)
-    for found in (closed(ring), dense(ring)):
+    for found in (solve_closed_form(ring), solve_stencil(ring)):
         assert found is not None and found.seconds == pytest.approx(wanted, rel=CLOSE, abs=CLOSE)
     exposed = wanted - steps * busy
     assert exposed == pytest.approx((steps - 1) * max(message - busy, 0.0), abs=1e-9)
@@ -100,12 +101,12 @@ def test_alike_ranks_have_a_closed_form(
 
 @given(rings())
 def test_the_closed_tier_answers_only_where_it_is_right(ring: Ring) -> None:
-    found = closed(ring)
+    found = solve_closed_form(ring)
     if found is not None:
         assert found.finish == pytest.approx(truth(ring), rel=CLOSE, abs=CLOSE)
     elif not ring.stalls:
         every = [
-            v for p in ring.phases for v in (p.compute, *(x for lane in p.lanes for x in (lane.seconds, lane.gap)))
+            v for p in ring.phases for v in (p.compute, *(x for lane in p.messages for x in (lane.seconds, lane.gap)))
         ]
         assert any(isinstance(v, np.ndarray) and np.ptp(v) != 0 for v in every)
 
@@ -123,29 +124,29 @@ def periodic(draw: st.DrawFn) -> Ring:
     moving = []
     for sign in lane:
         seconds = row()
-        moving.append(Lane(sign, seconds, seconds * draw(st.sampled_from([0.0, 1.0]))))
+        moving.append(NeighborMessages(sign, seconds, seconds * draw(st.sampled_from([0.0, 1.0]))))
     phases = (Phase(draw(st.integers(1, 60)), row(), 0.25, tuple(moving)), Phase(1, row(), 0.0))
     return Ring(ranks, phases, draw(st.integers(1, 3)), 0.0, draw(st.booleans()))
 
 
 @given(periodic())
 def test_the_quotient_is_the_ring(ring: Ring) -> None:
-    found = quotient(ring)
+    found = solve_periodic(ring)
     assert found is not None
     assert found.finish == pytest.approx(truth(ring), rel=CLOSE, abs=CLOSE)
-    assert found.finish == pytest.approx(dense(ring).finish, rel=CLOSE, abs=CLOSE)
+    assert found.finish == pytest.approx(solve_stencil(ring).finish, rel=CLOSE, abs=CLOSE)
 
 
 def test_the_quotient_jumps() -> None:
     """262,144 steps of nodes of eight are a few; the result is that of all of them."""
     ranks, steps = 64, 5000
     message = np.tile(np.array([0.1] * 7 + [0.9]), ranks // 8)
-    ring = Ring(ranks, (Phase(steps - 1, 0.5, 0.0, (Lane(1, message, message),)), Phase(1, 0.5, 0.0)))
-    found = quotient(ring)
+    ring = Ring(ranks, (Phase(steps - 1, 0.5, 0.0, (NeighborMessages(1, message, message),)), Phase(1, 0.5, 0.0)))
+    found = solve_periodic(ring)
     assert found is not None and "steps are jumped over" in found.why
     assert int(found.why.split(";")[1].split(" of ")[0].replace(",", "")) > 0.99 * steps
-    assert found.finish == pytest.approx(dense(ring).finish, rel=CLOSE)
-    assert quotient(Ring(7, (Phase(3, np.arange(7.0), 0.0),))) is None
+    assert found.finish == pytest.approx(solve_stencil(ring).finish, rel=CLOSE)
+    assert solve_periodic(Ring(7, (Phase(3, np.arange(7.0), 0.0),))) is None
 
 
 @st.composite
@@ -159,7 +160,7 @@ def perturbed(draw: st.DrawFn) -> Ring:
             compute[draw(st.integers(0, ranks - 1))] += draw(times)
     signs = draw(st.sampled_from([(1,), (-1,), (1, -1)]))
     phases = (
-        Phase(steps - 1, compute, 0.25, tuple(Lane(sign, message, message) for sign in signs)),
+        Phase(steps - 1, compute, 0.25, tuple(NeighborMessages(sign, message, message) for sign in signs)),
         Phase(1, compute, 0.25),
     )
     stalls = st.builds(Stall, st.integers(0, ranks - 1), st.integers(0, steps - 1), times)
@@ -169,7 +170,7 @@ def perturbed(draw: st.DrawFn) -> Ring:
 @given(perturbed())
 def test_cones_are_the_recurrence(ring: Ring) -> None:
     """Slow ranks and stalls, also where their cones overlap or meet around the ring."""
-    found = cones(ring)
+    found = solve_perturbation(ring)
     if found is None:  # so many slow ranks that they are the usual ones
         assert isinstance(ring.phases[0].compute, np.ndarray) and ring.ranks <= 5
         return
@@ -181,9 +182,13 @@ def test_one_slow_rank() -> None:
     ranks, usual, slow, message = 12, 1.0, 1.75, 0.4
     compute = np.full(ranks, usual)
     compute[3] = slow
-    ring = Ring(ranks, (Phase(ranks - 1, compute, 0.0, (Lane(1, message, message),)), Phase(1, compute)), waits=False)
-    found = cones(ring)
-    assert found is not None and found.solver == "perturbation"
+    ring = Ring(
+        ranks,
+        (Phase(ranks - 1, compute, 0.0, (NeighborMessages(1, message, message),)), Phase(1, compute)),
+        waits=False,
+    )
+    found = solve_perturbation(ring)
+    assert found is not None and "1 slow ranks and 0 stalls" in found.why
     for d in range(ranks):
         late = (ranks - d) * slow + d * message if d else ranks * slow
         # The last step is the rank's own: a slow one is slow in it, the others are not.
@@ -196,14 +201,30 @@ def test_one_stall() -> None:
     """delay_d = (D - d (c - l))+, one hop per step; ranks that wait for sends pass it on both ways."""
     ranks, message, stall = 20, 0.75, 1.0
     for waits in (False, True):
-        phases = (Phase(ranks - 1, 1.0, 0.0, (Lane(1, message, message),)), Phase(1, 1.0))
-        found = cones(Ring(ranks, phases, waits=waits, stalls=(Stall(8, 2, stall),)))
+        phases = (Phase(ranks - 1, 1.0, 0.0, (NeighborMessages(1, message, message),)), Phase(1, 1.0))
+        found = solve_perturbation(Ring(ranks, phases, waits=waits, stalls=(Stall(8, 2, stall),)))
         assert found is not None
         for rank in range(ranks):
             d = (rank - 8) % ranks
             if waits:
                 d = min(d, ranks - d)
             assert found.finish[rank] - ranks == pytest.approx(max(stall - d * (1.0 - message), 0.0))
+
+
+def rate(ring: Ring) -> float:
+    """Seconds per step after many steps of the first phase, alike in all steps: the largest mean over a cycle.
+
+    A cycle returns to its rank over steps: by staying (c + mu), by the link's own occupation (g), by a slot that must be
+    free again (l / B), or all around the ring (mean of l). Baccelli, Cohen, Olsder, Quadrat, Synchronization and
+    Linearity, theorem 3.28. For one direction without waiting for sends, or with one slot.
+    """
+    phase = next(ring.each_phase())
+    found = float(np.max(ring.busy(phase)))
+    for sent in phase.messages:
+        seconds = np.broadcast_to(np.asarray(sent.seconds, dtype=np.float64), (ring.ranks,))
+        slots = float(np.max(seconds)) / ring.buffers
+        found = max(found, float(np.max(sent.gap)), slots, fsum(seconds) / ring.ranks)
+    return found
 
 
 @pytest.mark.parametrize(("buffers", "wanted"), [(1, 3.0), (2, 1.5), (3, 1.0), (4, 1.0)])
@@ -214,11 +235,11 @@ def test_more_slots_hide_a_slow_latency(buffers: int, wanted: float) -> None:
     seconds[4] = 3.0
     for occupied in (0.1, 3.0):
         gap[4] = occupied
-        ring = Ring(ranks, (Phase(steps, 1.0, 0.0, (Lane(1, seconds, gap.copy()),)),), buffers, waits=False)
+        ring = Ring(ranks, (Phase(steps, 1.0, 0.0, (NeighborMessages(1, seconds, gap.copy()),)),), buffers, waits=False)
         expected = max(wanted, occupied, 1.0)
         assert rate(ring) == pytest.approx(expected)
         half = Ring(ranks, (replace(ring.phases[0], steps=steps // 2),), buffers, waits=False)
-        per_step = (dense(ring).seconds - dense(half).seconds) / (steps // 2)
+        per_step = (solve_stencil(ring).seconds - solve_stencil(half).seconds) / (steps // 2)
         assert per_step == pytest.approx(expected, rel=1e-9)
 
 
@@ -226,9 +247,9 @@ def test_more_slots_hide_a_slow_latency(buffers: int, wanted: float) -> None:
 def test_the_rate_is_the_largest_cycle_mean(ranks: int, buffers: int, data: st.DataObject) -> None:
     compute = np.array(data.draw(st.lists(st.floats(0.1, 4.0), min_size=ranks, max_size=ranks)))
     seconds = np.array(data.draw(st.lists(st.floats(0.1, 4.0), min_size=ranks, max_size=ranks)))
-    lane = Lane(1, seconds, seconds * data.draw(st.floats(0.0, 1.0)))
+    lane = NeighborMessages(1, seconds, seconds * data.draw(st.floats(0.0, 1.0)))
     long, short = (Ring(ranks, (Phase(n, compute, 0.0, (lane,)),), buffers, waits=False) for n in (900, 420))
-    found = (dense(long).seconds - dense(short).seconds) / 480
+    found = (solve_stencil(long).seconds - solve_stencil(short).seconds) / 480
     assert found == pytest.approx(rate(long), rel=1e-3)
 
 
@@ -238,7 +259,7 @@ def test_long_runs_lose_nothing() -> None:
 
     ranks, steps = 3, 20_000
     compute, message = np.array([0.008, 0.0081, 0.0079]), np.array([0.002, 0.0083, 0.001])
-    found = dense(Ring(ranks, (Phase(steps, compute, 0.0, (Lane(1, message, message),)),)))
+    found = solve_stencil(Ring(ranks, (Phase(steps, compute, 0.0, (NeighborMessages(1, message, message),)),)))
     now = [Fraction(0)] * ranks
     busy, moved = [Fraction(x) for x in compute], [Fraction(x) for x in message]
     for _ in range(steps):
@@ -251,8 +272,8 @@ def test_wrong_rings() -> None:
     for make, words in (
         (lambda: Ring(0, ()), "ranks >= 1"),
         (lambda: Ring(2, (Phase(1, np.zeros(3)),)), r"shape \[2\], got \(3,\)"),
-        (lambda: Ring(2, (Phase(1, 1.0, 0.0, (Lane(2, 1.0),)),)), "sign"),
-        (lambda: Ring(2, (Phase(1, 1.0, 0.0, (Lane(1, 1.0, 2.0),)),)), "no longer"),
+        (lambda: Ring(2, (Phase(1, 1.0, 0.0, (NeighborMessages(2, 1.0),)),)), "sign"),
+        (lambda: Ring(2, (Phase(1, 1.0, 0.0, (NeighborMessages(1, 1.0, 2.0),)),)), "no longer"),
         (lambda: Ring(2, (Phase(1, 1.0),), stalls=(Stall(0, 1, 1.0),)), r"a step 0 \.\. 0"),
     ):
         with pytest.raises(InvalidInput, match=words):

@@ -1,4 +1,4 @@
-"""Which rows travel at which step of a ring's pass: one description for the forward and for either backward."""
+"""Which rows travel at which step of a ring's pass: one description for the forward and for both kinds of backward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cargo:
-    """Rows of blocks that every step moves by one rank. Hop h of a block is that between the ranks at distances h and
-    h + 1 of its owner; at the step of visits at distance t, hop t - `lag` is made, of hops from `lag` on. A row of all
-    heads is `row_bytes` bytes.
+class MovingRows:
+    """Rows of blocks that move by one rank at every step; a row of all heads has `row_bytes` bytes.
+
+    Hop h of a block joins the ranks at distances h and h + 1 from its owner. The step of visits at distance t makes hop
+    t - `lag`; the first hop made is hop `lag`.
     """
 
     lag: int
@@ -25,28 +26,30 @@ class Cargo:
 
 @dataclass(frozen=True)
 class BandTraffic:
-    """What travels in a pass, beside each other in one message where sender, receiver and step are the same.
+    """What travels in a pass; rows with the same sender, receiver and step share one message.
 
-    `back`: hops are made toward the owner, and steps go from the farthest distance down to 0. `straight`: bytes of a row
-    that goes between the owner and the rank where it stops at once, at the step of the distance after that at which it
-    stops; 0 where none does. With `back` those are rows that ranks have not kept, from the owner; else sums for rows, all
-    of them, to the owner.
+    `homeward`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes` are
+    the bytes of a row that travels directly between its owner and its last receiver, at the step after the last
+    receiver's distance; 0 where no row does. With `homeward`, direct rows are those that the last receivers have not
+    kept, sent by the owner; else they are the gradient sums of all rows, sent to the owner.
     """
 
-    cargo: tuple[Cargo, ...]
-    back: bool = False
-    straight: int = 0
+    moving: tuple[MovingRows, ...]
+    homeward: bool = False
+    direct_row_bytes: int = 0
 
     @classmethod
     def of(cls, plan: Plan, backward: bool) -> BandTraffic:
-        """That of a ring plan: `Route.forward`, `Route.backward` and `Route.backward_of_queries`."""
+        """The traffic of a ring plan, as `Route.forward`, `Route.backward` and `Route.queries` plan it."""
 
-        def row(*kinds: Kind) -> int:
-            one = RowSet((0,), ((range(1),),))
-            return sum(plan.part_heads(kind) * plan.part_bytes(Part(kind, 0, one)) for kind in kinds)
+        def count_row_bytes(*kinds: Kind) -> int:
+            one_row = RowSet((0,), ((range(1),),))
+            return sum(plan.part_heads(kind) * plan.part_bytes(Part(kind, 0, one_row)) for kind in kinds)
 
         if not backward:
-            return cls((Cargo(0, row("kv")),))
+            return cls((MovingRows(0, count_row_bytes("kv")),))
         if plan.rotates == "keys":
-            return cls((Cargo(1, row("kv")), Cargo(0, row("grad"))), True, row("kv"))
-        return cls((Cargo(0, row("q", "row")), Cargo(1, row("dq"))), False, row("dq"))
+            moving = MovingRows(1, count_row_bytes("kv")), MovingRows(0, count_row_bytes("grad"))
+            return cls(moving, True, count_row_bytes("kv"))
+        moving = MovingRows(0, count_row_bytes("q", "row")), MovingRows(1, count_row_bytes("dq"))
+        return cls(moving, False, count_row_bytes("dq"))

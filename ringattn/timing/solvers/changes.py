@@ -1,4 +1,4 @@
-"""Steps of a ring whose numbers change at a few ranks from one step to the next."""
+"""Steps of a ring whose stencil coefficients change at a few ranks from one step to the next."""
 
 from __future__ import annotations
 
@@ -11,54 +11,58 @@ from .recurrence import DirectMessages
 
 
 @dataclass(frozen=True)
-class Changes:
-    """`steps` steps of a stencil whose coefficients (own, below, above) change at a few ranks from step to step.
+class CoefficientChanges:
+    """`steps` steps of a stencil whose coefficients (own, below, above) change at a few ranks.
 
-    They begin with `whole`, float64 [ranks] each, or with those before where that is None. Point i sets those of rank
-    `rank[i]` to `values[:, i]` from step `at[i]` on; points ascend with their step. `chords` are of these steps, too.
+    The steps begin with the coefficients `initial`, float64 [ranks] each, or keep the previous coefficients where
+    `initial` is None. From step `step[i]` on, rank `rank[i]` has the coefficients `values[:, i]`; points ascend with
+    their step. `direct` are the direct messages of the same steps.
     """
 
     steps: int
-    whole: tuple[np.ndarray, ...] | None
-    at: np.ndarray
+    initial: tuple[np.ndarray, ...] | None
+    step: np.ndarray
     rank: np.ndarray
     values: np.ndarray
-    chords: DirectMessages | None = None
+    direct: DirectMessages | None = None
 
-    def later(self, seconds: float) -> Changes:
-        """The same points and chords, where all that ranks wait for takes `seconds` longer. Without `whole`."""
-        chords = None if self.chords is None else self.chords.later(seconds)
-        return replace(self, whole=None, values=self.values + seconds, chords=chords)
+    def lengthened(self, seconds: float) -> CoefficientChanges:
+        """The same points and direct messages with `seconds` added to every wait, and without `initial`."""
+        direct = None if self.direct is None else self.direct.lengthened(seconds)
+        return replace(self, initial=None, values=self.values + seconds, direct=direct)
 
-    def between(self, begin: int, end: int) -> Changes:
-        """The points at steps begin .. end - 1, which count from `begin`."""
-        some = slice(*np.searchsorted(self.at, (begin, end)))
-        return Changes(end - begin, None, self.at[some] - begin, self.rank[some], self.values[:, some])
+    def between(self, begin: int, end: int) -> CoefficientChanges:
+        """The points at steps begin .. end - 1, whose steps then count from `begin`."""
+        part = slice(*np.searchsorted(self.step, (begin, end)))
+        return CoefficientChanges(end - begin, None, self.step[part] - begin, self.rank[part], self.values[:, part])
 
-    def inside(self, begin: int, end: int, first: int, width: int, ranks: int) -> Changes | None:
-        """The points at steps begin .. end - 1 among `width` ranks from `first` on around the ring, whose ranks count
-        from `first`; None where there are none."""
-        found = self.between(begin, end)
-        away = (found.rank - first) % ranks
-        images = [away + turn for turn in range(0, width, ranks)]
-        taken = [np.flatnonzero(image < width) for image in images]
-        if not any(map(len, taken)):
+    def inside(self, begin: int, end: int, first: int, width: int, ranks: int) -> CoefficientChanges | None:
+        """The points at steps begin .. end - 1 among `width` ranks from rank `first` on around the ring.
+
+        The ranks of the result count from `first`; a rank that the width covers twice has its points twice. None where
+        there are no points.
+        """
+        selected = self.between(begin, end)
+        offset = (selected.rank - first) % ranks
+        images = [offset + turn for turn in range(0, width, ranks)]
+        covered = [np.flatnonzero(image < width) for image in images]
+        if not any(map(len, covered)):
             return None
-        index = np.concatenate(taken)
-        away = np.concatenate([image[some] for image, some in zip(images, taken, strict=True)])
-        order = np.argsort(found.at[index], kind="stable")
-        index, away = index[order], away[order]
-        return replace(found, at=found.at[index], rank=away, values=found.values[:, index])
+        index = np.concatenate(covered)
+        offset = np.concatenate([image[part] for image, part in zip(images, covered, strict=True)])
+        order = np.argsort(selected.step[index], kind="stable")
+        index, offset = index[order], offset[order]
+        return replace(selected, step=selected.step[index], rank=offset, values=selected.values[:, index])
 
-    def among(self, ranks: np.ndarray) -> Changes:
-        """The points of some ranks, which ascend and become 0, 1, .."""
+    def among(self, ranks: np.ndarray) -> CoefficientChanges:
+        """The points of some ranks. `ranks` ascend, and count as 0, 1, .. in the result."""
         place = np.minimum(np.searchsorted(ranks, self.rank), len(ranks) - 1)
-        some = np.flatnonzero(ranks[place] == self.rank)
-        return replace(self, at=self.at[some], rank=place[some], values=self.values[:, some], chords=None)
+        part = np.flatnonzero(ranks[place] == self.rank)
+        return replace(self, step=self.step[part], rank=place[part], values=self.values[:, part], direct=None)
 
     def apply(self, coefficients: Sequence[np.ndarray | float | None], begin: int, end: int) -> None:
-        """Set the coefficients to those after the points of steps begin .. end - 1: of a rank with several, the last."""
-        low, high = np.searchsorted(self.at, (begin, end))
+        """Set coefficients in place to their values after steps begin .. end - 1; the last point of a rank holds."""
+        low, high = np.searchsorted(self.step, (begin, end))
         for coefficient, values in zip(coefficients, self.values[:, low:high], strict=True):
             assert isinstance(coefficient, np.ndarray)
             coefficient[self.rank[low:high]] = values

@@ -1,7 +1,7 @@
-"""All ranks of a band at all steps, of which only those are counted anew whose numbers change from step to step.
+"""Solver stencil for bands: every rank at every step, where only ranks whose numbers change are counted anew.
 
-From one step to the next few ranks change: those at the turn of the ring, and at the edges of the band. What all of them
-do in sum follows from the changes, too: a number that grows by d at step k of K adds (K - k) d.
+From one step to the next few ranks change: those where ranks wrap around the ring, and those at the limits of the band.
+Sums over all steps follow from the changes, too: a number that grows by d at step k of K adds (K - k) d to its sum.
 """
 
 from __future__ import annotations
@@ -12,170 +12,194 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...progress import track
-from ..band.breakpoints import places
-from ..band.counted import Counted
+from ..band.breakpoints import find_rank_breakpoints
+from ..band.counts import BandCounts
 from ..band.direct_costs import DirectCosts
 from ..resources import Loads, Traffic
-from .changes import Changes
-from .recurrence import Ring, Solved, Value
-from .stencil import DEPTH, Delay
+from .base import Solved
+from .changes import CoefficientChanges
+from .delay import DEPTH, DelayState
+from .recurrence import Ring, Value
 
-#: Where more ranks change at a step, all are counted.
+#: All ranks are counted at a step at which more ranks change.
 MANY = 4096
-#: Ranks on either side whose numbers a rank's step depends on: its neighbours send what ends with their other messages.
+#: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other
+#: messages of the neighbor, which go to the neighbor's neighbors.
 NEAR = np.arange(-2, 3)
 
 
+def solve_incremental(counts: BandCounts, compared: str = "") -> Solved:
+    """The solved timing problem of a band with one receive slot; `compared` as in Solved."""
+    steps = IncrementalSteps(counts)
+    state = DelayState(steps.ring, counts.rates.machine.ranks_per_node)
+    for changes in steps:
+        state.advance_changes(changes)
+    finish = state.finish()
+    loads, traffic = _sum_resources(counts, steps)
+    return Solved("stencil", float(finish.max()), finish, "every rank at every step", loads, traffic, compared)
+
+
 @dataclass(frozen=True)
-class Changed:
-    """Runs of ranks [start, stop) that do not do at a step what they did at the one before; `row`: of which step."""
+class ChangedRuns:
+    """Runs of ranks [start, stop) whose numbers differ from the step before; `row` is the index of the step."""
 
     row: np.ndarray
     start: np.ndarray
     stop: np.ndarray
 
 
-def changed(counted: Counted, steps: np.ndarray) -> Changed:
-    """The runs of ranks that change at each of some consecutive steps but the first; by counts at the places alone."""
-    ranks = counted.band.ranks
-    rows = ranks * np.arange(len(steps))[:, None]
-    found = places(counted.band, counted.ways, counted.course, counted.away(steps)) + rows
-    keys = np.unique(np.concatenate([found.ravel(), counted.turns(int(steps[0]), int(steps[-1]) + 1)]))
+def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> ChangedRuns:
+    """The runs of ranks that change at some consecutive steps, the first step left out.
+
+    Ranks are counted at the breakpoints alone, where a run of equal ranks may begin.
+    """
+    ranks = counts.band.ranks
+    row_keys = ranks * np.arange(len(steps))[:, None]
+    breakpoints = find_rank_breakpoints(counts.band, counts.ways, counts.traffic, counts.distance(steps)) + row_keys
+    direct_breakpoints = counts.direct_breakpoints(int(steps[0]), int(steps[-1]) + 1)
+    keys = np.unique(np.concatenate([breakpoints.ravel(), direct_breakpoints]))
     keys = keys[keys < ranks * len(steps)]
     row, rank = np.divmod(keys, ranks)
-    values = counted.at(rank, steps[row])
+    values = counts.count(rank, steps[row])
     begins = np.append(True, (values[:, 1:] != values[:, :-1]).any(axis=0)) | (rank == 0)
     starts, values = keys[begins], values[:, begins]
-    every = np.unique(np.concatenate([starts, starts + ranks]))
-    every = every[(every >= ranks) & (every < ranks * len(steps))]
-    now, then = (np.searchsorted(starts, place, side="right") - 1 for place in (every, every - ranks))
-    differ = (values[:, now] != values[:, then]).any(axis=0)
-    stops = np.append(every[1:], ranks * len(steps))
-    first = every - every % ranks
-    return Changed((every // ranks)[differ], (every - first)[differ], (stops - first)[differ])
+    # Between two of these keys neither the step nor the step before it has a breakpoint.
+    both = np.unique(np.concatenate([starts, starts + ranks]))
+    both = both[(both >= ranks) & (both < ranks * len(steps))]
+    now, before = (np.searchsorted(starts, key, side="right") - 1 for key in (both, both - ranks))
+    differ = (values[:, now] != values[:, before]).any(axis=0)
+    stops = np.append(both[1:], ranks * len(steps))
+    row_start = both - both % ranks
+    return ChangedRuns((both // ranks)[differ], (both - row_start)[differ], (stops - row_start)[differ])
 
 
-class Sweep:
-    """One pass over all steps of a counted plan. `totals` and `interference` are whole once it has ended."""
+class IncrementalSteps:
+    """Yields the changed coefficients of a band's steps once, in parts of DEPTH steps, and sums what ranks do and send.
 
-    def __init__(self, counted: Counted) -> None:
-        self.counted, self.steps, self.ranks = counted, counted.steps, counted.band.ranks
-        rates = counted.rates
-        #: Only what it says of a step is asked for: its phases are made here.
-        self.ring = Ring(self.ranks, (), rates.buffers, rates.gamma)
-        width = 2 + 2 * len(counted.signs)
-        #: Pairs, rows that are merged, bytes sent by direction, messages by direction: of the step that was last, and over
-        #: all steps.
+    `totals` and `interference_totals` are complete after the last part. `totals`, int64 [2 + 2 signs, ranks], holds
+    pairs of one head, query rows that are merged, bytes sent by direction, and messages by direction.
+    """
+
+    def __init__(self, counts: BandCounts) -> None:
+        self.counts, self.steps, self.ranks = counts, counts.steps, counts.band.ranks
+        #: Gives the coefficients of a phase; the phases are made here, step by step.
+        self.ring = Ring(self.ranks, (), counts.rates.buffers, counts.rates.gamma)
+        width = 2 + 2 * len(counts.signs)
+        #: The numbers of the last step, and their sums over all steps.
         self.now, self.totals = np.zeros((2, width, self.ranks), dtype=np.int64)
-        self.taken, self.interference = np.zeros((2, self.ranks))
+        self.interference_now, self.interference_totals = np.zeros((2, self.ranks))
 
-    def __iter__(self) -> Iterator[Changes]:
+    def __iter__(self) -> Iterator[CoefficientChanges]:
         for first in track(range(0, self.steps, DEPTH), -(-self.steps // DEPTH), f"steps by {DEPTH}"):
             steps = np.arange(max(first - 1, 0), min(first + DEPTH, self.steps))
-            runs = changed(self.counted, steps)
-            crossing = self.counted.crossing(int(steps[0]), int(steps[-1]) + 1)
-            touched = self._touched(crossing, steps)
-            length = np.bincount(runs.row, weights=runs.stop - runs.start, minlength=len(steps))
-            length += np.bincount(touched[0], minlength=len(steps))
+            runs = find_changed_runs(self.counts, steps)
+            direct_costs = self.counts.direct_costs(int(steps[0]), int(steps[-1]) + 1)
+            direct_ends = self._find_direct_ends(direct_costs, steps)
+            changed = np.bincount(runs.row, weights=runs.stop - runs.start, minlength=len(steps))
+            changed += np.bincount(direct_ends[0], minlength=len(steps))
             begin = first - int(steps[0])
-            fresh = [row for row in range(begin, len(steps)) if steps[row] == 0 or length[row] > MANY]
-            starts = sorted({begin, *fresh})
+            recounted = [row for row in range(begin, len(steps)) if steps[row] == 0 or changed[row] > MANY]
+            starts = sorted({begin, *recounted})
             for low, high in zip(starts, [*starts[1:], len(steps)], strict=True):
-                whole = self._whole(int(steps[low]), crossing) if low in fresh else None
-                points = self._points(runs, touched, steps, low + (low in fresh), high, crossing)
-                chords = None if crossing is None else crossing.chords.inside(int(steps[low]), int(steps[0]) + high)
-                yield Changes(high - low, whole, points[0] - low, *points[1:], chords)
+                initial = self._count_all(int(steps[low]), direct_costs) if low in recounted else None
+                row, rank, values = self._count_changed(
+                    runs, direct_ends, steps, low + (low in recounted), high, direct_costs
+                )
+                direct = None
+                if direct_costs is not None:
+                    direct = direct_costs.messages.between(int(steps[low]), int(steps[0]) + high)
+                yield CoefficientChanges(high - low, initial, row - low, rank, values, direct)
 
-    def _touched(self, crossing: DirectCosts | None, steps: np.ndarray) -> np.ndarray:
-        """(rows of `steps`, ranks) at which a rank has a chord, or had one at the step before: int64 [2, ...]."""
-        if crossing is None:
+    def _find_direct_ends(self, direct_costs: DirectCosts | None, steps: np.ndarray) -> np.ndarray:
+        """(index of the step, rank) where a rank has a direct message, or had one a step before: int64 [2, ...]."""
+        if direct_costs is None:
             return np.zeros((2, 0), dtype=np.int64)
-        step, rank = np.divmod(crossing.keys, self.ranks)
+        step, rank = np.divmod(direct_costs.end_keys, self.ranks)
         row = np.concatenate([step, step + 1]) - steps[0]
         return np.stack([row, np.tile(rank, 2)])[:, row < len(steps)]
 
-    def _whole(self, step: int, crossing: DirectCosts | None) -> tuple[np.ndarray, ...]:
+    def _count_all(self, step: int, direct_costs: DirectCosts | None) -> tuple[np.ndarray, ...]:
         """The coefficients of all ranks at a step."""
-        counts, coefficients, taken = self._at(np.arange(self.ranks), np.asarray(step), crossing)
-        self.totals += (self.steps - step) * (counts - self.now)
-        self.interference += (self.steps - step) * (taken - self.taken)
-        self.now, self.taken = counts, taken.copy()
+        numbers, coefficients, interference = self._count(np.arange(self.ranks), np.asarray(step), direct_costs)
+        self.totals += (self.steps - step) * (numbers - self.now)
+        self.interference_totals += (self.steps - step) * (interference - self.interference_now)
+        self.now, self.interference_now = numbers, interference.copy()
         return coefficients
 
-    def _points(
-        self, runs: Changed, touched: np.ndarray, steps: np.ndarray, low: int, high: int, crossing: DirectCosts | None
+    def _count_changed(
+        self,
+        runs: ChangedRuns,
+        direct_ends: np.ndarray,
+        steps: np.ndarray,
+        low: int,
+        high: int,
+        direct_costs: DirectCosts | None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(rows of `steps`, ranks, coefficients) of what changes at the rows low .. high - 1, by row."""
-        mine = (runs.row >= low) & (runs.row < high)
-        row, start, size = runs.row[mine], runs.start[mine], (runs.stop - runs.start)[mine]
-        inside = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
-        row, rank = np.repeat(row, size), np.repeat(start, size) + inside
-        touched = touched[:, (touched[0] >= low) & (touched[0] < high)]
-        row, rank = np.concatenate([row, touched[0]]), np.concatenate([rank, touched[1]])
+        """(index of the step, rank, coefficients) of all ranks that change at steps[low:high], ascending."""
+        in_range = (runs.row >= low) & (runs.row < high)
+        row, start, size = runs.row[in_range], runs.start[in_range], (runs.stop - runs.start)[in_range]
+        offset = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+        row, rank = np.repeat(row, size), np.repeat(start, size) + offset
+        direct_ends = direct_ends[:, (direct_ends[0] >= low) & (direct_ends[0] < high)]
+        row, rank = np.concatenate([row, direct_ends[0]]), np.concatenate([rank, direct_ends[1]])
         keys = [(row * self.ranks)[:, None] + (rank[:, None] + NEAR) % self.ranks]
-        for stall in self.counted.faults.stalls:  # it begins at a step, and is over at the next
-            at = stall.step - int(steps[0]) + np.arange(2)
-            keys.append(at[(at >= low) & (at < high), None] * self.ranks + stall.rank)
+        for stall in self.counts.faults.stalls:  # a stall begins at a step, and is over at the next step
+            rows = stall.step - int(steps[0]) + np.arange(2)
+            keys.append(rows[(rows >= low) & (rows < high), None] * self.ranks + stall.rank)
         row, rank = np.divmod(np.unique(np.concatenate([key.ravel() for key in keys])), self.ranks)
-        counts, coefficients, taken = self._at((rank[:, None] + NEAR) % self.ranks, steps[row][:, None], crossing)
+        near_ranks = (rank[:, None] + NEAR) % self.ranks
+        numbers, coefficients, interference = self._count(near_ranks, steps[row][:, None], direct_costs)
         middle = len(NEAR) // 2
-        counts, taken = counts[..., middle], taken[:, middle]
-        self._sum(rank, steps[row], counts, taken)
+        self._add_changes(rank, steps[row], numbers[..., middle], interference[:, middle])
         return row, rank, np.stack([value[:, middle] for value in coefficients])
 
-    def _at(
-        self, ranks: np.ndarray, steps: np.ndarray, crossing: DirectCosts | None
+    def _count(
+        self, ranks: np.ndarray, steps: np.ndarray, direct_costs: DirectCosts | None
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-        """Numbers as in `totals`, coefficients of the stencil, and seconds of interference, of ranks at steps."""
-        counts = self.counted.many(ranks, steps)
-        phase = self.counted.phase(counts, ranks, crossing, steps)
-        taken = self.ring.busy(phase) - phase.compute - phase.merge
-        late = np.zeros(counts.shape[1:])
-        for stall in self.counted.faults.stalls:
-            late += stall.seconds * ((ranks == stall.rank) & (steps == stall.step))
-        stalled = replace(phase, merge=phase.merge + late)
+        """Numbers as in `totals`, stencil coefficients, and seconds of interference, of ranks at steps."""
+        counted = self.counts.count_in_parts(ranks, steps)
+        phase = self.counts.make_phase(counted, ranks, direct_costs, steps)
+        interference = self.ring.busy(phase) - phase.compute - phase.merge
+        seconds_late = np.zeros(counted.shape[1:])
+        for stall in self.counts.faults.stalls:
+            seconds_late += stall.seconds * ((ranks == stall.rank) & (steps == stall.step))
+        stalled = replace(phase, merge=phase.merge + seconds_late)
 
-        def wide(value: Value) -> np.ndarray:
-            return np.broadcast_to(np.asarray(value, dtype=np.float64), counts.shape[1:])
+        def widen(value: Value) -> np.ndarray:
+            return np.broadcast_to(np.asarray(value, dtype=np.float64), counted.shape[1:])
 
-        coefficients = tuple(wide(value) for value in self.ring.stencil(stalled))
-        return np.concatenate([counts, counts[2:] > 0]), coefficients, wide(taken)
+        coefficients = tuple(widen(value) for value in self.ring.coefficients(stalled))
+        return np.concatenate([counted, counted[2:] > 0]), coefficients, widen(interference)
 
-    def _sum(self, ranks: np.ndarray, steps: np.ndarray, counts: np.ndarray, taken: np.ndarray) -> None:
-        """Add what changes at points, the earlier first at each rank."""
+    def _add_changes(self, ranks: np.ndarray, steps: np.ndarray, numbers: np.ndarray, interference: np.ndarray) -> None:
+        """Add the changes of ranks at steps to the totals."""
         order = np.lexsort((steps, ranks))
-        ranks, steps, counts, taken = ranks[order], steps[order], counts[:, order], taken[order]
-        same = np.zeros(len(ranks), dtype=bool)
-        same[1:] = ranks[1:] == ranks[:-1]
-        before = np.where(same, np.roll(counts, 1, axis=-1), self.now[:, ranks])
-        taken_before = np.where(same, np.roll(taken, 1), self.taken[ranks])
+        ranks, steps, numbers, interference = ranks[order], steps[order], numbers[:, order], interference[order]
+        same_rank = np.zeros(len(ranks), dtype=bool)
+        same_rank[1:] = ranks[1:] == ranks[:-1]
+        before = np.where(same_rank, np.roll(numbers, 1, axis=-1), self.now[:, ranks])
+        interference_before = np.where(same_rank, np.roll(interference, 1), self.interference_now[ranks])
         last = np.ones(len(ranks), dtype=bool)
-        last[:-1] = ~same[1:]
-        weight = self.steps - steps
-        np.add.at(self.totals.T, ranks, (weight * (counts - before)).T)
-        np.add.at(self.interference, ranks, weight * (taken - taken_before))
-        self.now[:, ranks[last]], self.taken[ranks[last]] = counts[:, last], taken[last]
+        last[:-1] = ~same_rank[1:]
+        remaining = self.steps - steps
+        np.add.at(self.totals.T, ranks, (remaining * (numbers - before)).T)
+        np.add.at(self.interference_totals, ranks, remaining * (interference - interference_before))
+        self.now[:, ranks[last]], self.interference_now[ranks[last]] = numbers[:, last], interference[last]
 
 
-def swept(counted: Counted) -> tuple[Solved, Loads, Traffic]:
-    """solver stencil of a counted plan with one receive slot: every rank at every step, and what they do and send."""
-    sweep = Sweep(counted)
-    state = Delay(sweep.ring, counted.rates.machine.ranks_per_node)
-    for changes in sweep:
-        state.change(changes)
-    finish = state.finish()
-    return Solved("stencil", float(finish.max()), finish, "every rank at every step"), *_loads(counted, sweep)
-
-
-def _loads(counted: Counted, sweep: Sweep) -> tuple[Loads, Traffic]:
-    rates, faults, signs = counted.rates, counted.faults, len(counted.signs)
-    slow = np.ones(sweep.ranks) if faults.slow is None else faults.slow
-    pairs, merged = sweep.totals[:2]
-    stalls = np.zeros(sweep.ranks)
+def _sum_resources(counts: BandCounts, steps: IncrementalSteps) -> tuple[Loads, Traffic]:
+    """What ranks did and sent, after the last step."""
+    faults, signs = counts.faults, len(counts.signs)
+    slow = np.ones(steps.ranks) if faults.slow is None else faults.slow
+    pairs, merged_rows = steps.totals[:2]
+    stalls = np.zeros(steps.ranks)
     for stall in faults.stalls:
         stalls[stall.rank] += stall.seconds
     loads = Loads(
-        slow * pairs * counted.pair, slow * merged * rates.merge(counted.band.heads), sweep.interference, stalls
+        compute=slow * pairs * counts.pair_seconds,
+        merge=slow * merged_rows * counts.rates.merge(counts.band.heads),
+        interference=steps.interference_totals,
+        stalls=stalls,
     )
-    sent, messages = sweep.totals[2 : 2 + signs], int(sweep.totals[2 + signs :].sum())
-    return loads, Traffic.of(sent.ravel(), messages, counted.across.bytes)
+    sent_bytes, messages = steps.totals[2 : 2 + signs], int(steps.totals[2 + signs :].sum())
+    return loads, Traffic.of(sent_bytes.ravel(), messages, counts.direct_bytes.bytes)

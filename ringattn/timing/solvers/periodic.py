@@ -1,8 +1,8 @@
-"""solver periodic: ranks that repeat with a period. One period stands for all, and once its state repeats, time is jumped over.
+"""Solver periodic: ranks repeat with a period. One period stands for all, and steps that repeat are skipped.
 
-A ring whose numbers repeat every q ranks has starts that do so, too: S_{r+q}(k) = S_r(k), by induction over k. A
-max-plus linear recurrence whose state at k + p is that at k plus a constant goes on so for ever (cyclicity: Baccelli,
-Cohen, Olsder, Quadrat, Synchronization and Linearity, section 3.7).
+A ring whose numbers repeat every q ranks has starts that repeat, too: S_{r+q}(k) = S_r(k), by induction over k. A
+max-plus linear recurrence whose state at step k + p is the state at step k plus a constant repeats for ever (cyclicity:
+Baccelli, Cohen, Olsder, Quadrat, Synchronization and Linearity, section 3.7).
 """
 
 from __future__ import annotations
@@ -12,89 +12,105 @@ from dataclasses import replace
 
 import numpy as np
 
-from .recurrence import Lane, Phase, Ring, Solved, Value
-from .stencil import Delay
+from ..problem import RingProblem
+from .base import RingSolver, RingTimes
+from .delay import DelayState
+from .recurrence import NeighborMessages, Phase, Ring, Value
 
-#: Periods of more ranks are not looked for.
-LARGEST = 1024
-#: State differences are constant where their spread is at most this part of a step's time; the jump adds at most as
-#: much for every period that it leaves out.
+#: The longest period that is searched, in ranks.
+LONGEST_PERIOD = 1024
+#: Two states are the same but for a constant where their differences spread by at most this part of a step's time. Each
+#: skipped period adds at most as much.
 SPREAD = 4e-16
 
 
-def quotient(ring: Ring, copies: int = 1) -> Solved | None:
-    """Solve a ring whose ranks repeat with a period of at most LARGEST; None where they do not. Exact but for SPREAD.
+class PeriodicSolver(RingSolver):
+    """Solves rings whose ranks repeat with a period, such as equal nodes."""
 
-    With `copies` > 1 the ring is one period of so many.
+    name = "periodic"
+    needs = "ranks that repeat with a period, and no stalls"
+
+    def solve_ring(self, problem: RingProblem) -> RingTimes | None:
+        return solve_periodic(problem.ring, problem.copies)
+
+
+def solve_periodic(ring: Ring, copies: int = 1) -> RingTimes | None:
+    """The times of a ring whose ranks repeat with a period of at most LONGEST_PERIOD; None for other rings.
+
+    Exact but for SPREAD. With `copies` > 1 the ring is one of so many equal periods.
     """
     if callable(ring.phases) or ring.stalls:
         return None
-    size = ring.ranks if copies > 1 else _period(ring)
-    if size is None or size > LARGEST:
+    size = ring.ranks if copies > 1 else _find_period(ring)
+    if size is None or size > LONGEST_PERIOD:
         return None
-    small = replace(ring, ranks=size, phases=tuple(_part(phase, size) for phase in ring.phases))
-    state, jumped = Delay(small), 0
-    for phase in small.each():
-        jumped += _advance(state, phase)
+    one_period = replace(ring, ranks=size, phases=tuple(_take_ranks(phase, size) for phase in ring.phases))
+    state, skipped = DelayState(one_period), 0
+    for phase in one_period.each_phase():
+        skipped += _advance_phase(state, phase)
     finish = np.tile(state.finish(), copies * ring.ranks // size)
-    why = f"ranks repeat every {size}; {jumped:,} of {state.step:,} steps are jumped over"
-    return Solved("periodic", float(finish.max()), finish, why)
+    why = f"ranks repeat every {size}; {skipped:,} of {state.step:,} steps are jumped over"
+    return RingTimes(float(finish.max()), finish, why)
 
 
-def _period(ring: Ring) -> int | None:
-    """The least period of ranks."""
+def _find_period(ring: Ring) -> int | None:
+    """The smallest number of ranks after which all numbers repeat."""
     assert not callable(ring.phases)
-    values = [value for phase in ring.phases for value in _values(phase) if isinstance(value, np.ndarray)]
-    for size in range(1, min(ring.ranks // 2, LARGEST) + 1):
-        if ring.ranks % size == 0 and all(bool((v.reshape(-1, size) == v[:size]).all()) for v in values):
+    arrays = [value for phase in ring.phases for value in _phase_values(phase) if isinstance(value, np.ndarray)]
+    for size in range(1, min(ring.ranks // 2, LONGEST_PERIOD) + 1):
+        if ring.ranks % size == 0 and all(bool((a.reshape(-1, size) == a[:size]).all()) for a in arrays):
             return size
     return None
 
 
-def _values(phase: Phase) -> Iterator[Value]:
+def _phase_values(phase: Phase) -> Iterator[Value]:
     yield from (phase.compute, phase.merge)
-    for lane in phase.lanes:
-        yield from (lane.seconds, lane.gap, lane.bytes)
+    for sent in phase.messages:
+        yield from (sent.seconds, sent.gap, sent.bytes)
 
 
-def _part(phase: Phase, size: int) -> Phase:
-    def cut(value: Value) -> Value:
+def _take_ranks(phase: Phase, size: int) -> Phase:
+    """The phase of ranks 0 .. size - 1."""
+
+    def take(value: Value) -> Value:
         return value[:size].copy() if isinstance(value, np.ndarray) else value
 
-    lanes = tuple(Lane(lane.sign, cut(lane.seconds), cut(lane.gap), cut(lane.bytes)) for lane in phase.lanes)
-    return Phase(phase.steps, cut(phase.compute), cut(phase.merge), lanes)
+    messages = tuple(
+        NeighborMessages(sent.sign, take(sent.seconds), take(sent.gap), take(sent.bytes)) for sent in phase.messages
+    )
+    return Phase(phase.steps, take(phase.compute), take(phase.merge), messages)
 
 
-def _advance(state: Delay, phase: Phase) -> int:
-    """Go through a phase; how many of its steps were jumped over.
+def _advance_phase(state: DelayState, phase: Phase) -> int:
+    """Advance the state by a phase, and return how many steps were skipped.
 
-    The state is compared with that of a marked step for as many steps as a period may have, and marks are set ever
-    farther apart, so that most steps are gone through without comparing.
+    The state is compared with the state of a marked step, for as many steps as a period may have. Marks are set ever
+    farther apart, so that most steps need no comparison.
     """
-    left, apart = phase.steps, 2 * state.ring.buffers
-    while left:
+    remaining, apart = phase.steps, 2 * state.ring.buffers
+    while remaining:
         mark = state.rows()
-        for period in range(1, min(2 * state.ring.ranks, left) + 1):
+        for period in range(1, min(2 * state.ring.ranks, remaining) + 1):
             state.advance(phase, 1)
-            left -= 1
-            gain = _gain(mark, state.rows(), state.reference)
+            remaining -= 1
+            gain = _constant_gain(mark, state.rows(), state.reference)
             if gain is not None:
-                times = left // period
-                state.shift(times * period, times * gain)
-                state.advance(phase, left - times * period)
+                times = remaining // period
+                state.skip(times * period, times * gain)
+                state.advance(phase, remaining - times * period)
                 return times * period
-        count = min(apart, left)
+        count = min(apart, remaining)
         state.advance(phase, count)
-        left, apart = left - count, 2 * apart
+        remaining, apart = remaining - count, 2 * apart
     return 0
 
 
-def _gain(before: list[np.ndarray], rows: list[np.ndarray], reference: float) -> float | None:
-    """How much later the state is than one before, relative to the reference; None where it is not the same state."""
-    if len(before) != len(rows):
+def _constant_gain(before: list[np.ndarray], after: list[np.ndarray], reference: float) -> float | None:
+    """Seconds between two states, relative to the reference; None where the states differ by more than a constant."""
+    if len(before) != len(after):
         return None
-    known = [np.isfinite(row) for row in rows]
-    if any(not np.array_equal(mask, np.isfinite(row)) for mask, row in zip(known, before, strict=True)):
+    finite = [np.isfinite(row) for row in after]
+    if any(not np.array_equal(mask, np.isfinite(row)) for mask, row in zip(finite, before, strict=True)):
         return None
-    moved = np.concatenate([(x - y)[mask] for x, y, mask in zip(rows, before, known, strict=True)])
-    return float(moved.mean()) if np.ptp(moved) <= SPREAD * reference else None
+    gains = np.concatenate([(x - y)[mask] for x, y, mask in zip(after, before, finite, strict=True)])
+    return float(gains.mean()) if np.ptp(gains) <= SPREAD * reference else None
