@@ -20,7 +20,7 @@ ORDER = (
 #: What is imported on machines without torch.
 NO_TORCH = (
     "errors", "registry", "text", "dtypes", "progress", "cache", "files", "pattern", "layout", "machine", "plan", "timing", "planner",
-    "reporting", "config", "experiments.study", "cli.main", "cli.plan", "cli.simulate", "cli.study", "transport.launcher",
+    "reporting", "config", "experiments.study", "cli.main", "cli.plan", "cli.simulate", "cli.simulate_study", "transport.launcher",
 )  # fmt: skip
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path

@@ -20,7 +20,7 @@ def project(tmp_path: Path) -> Path:
     """A project of a user, with options of its own in myconf/."""
     for name, text in (
         ("pattern/mine", "spec: Causal() & Window(${.left})\nleft: 7 # keys before the query\n"),
-        ("machine/mycluster", "spec: h100_nvlink_ib\nbeta: 1.0e+10\n"),
+        ("machine/mycluster", "spec: h100_nvlink_ib\nbandwidth: 1.0e+10\n"),
         ("experiment/mine", "# @package _global_\ndefaults:\n  - override /pattern: mine\ntokens: 96\nranks: 3\n"),
     ):
         path = tmp_path / "myconf" / f"{name}.yaml"
@@ -138,7 +138,7 @@ def test_completion_installs_for_the_program(tmp_path: Path, verb: tuple[str, ..
 
 def test_options_may_stand_between_overrides(inside: Inside, tmp_path: Path) -> None:
     (tmp_path / "mine" / "machine").mkdir(parents=True)
-    (tmp_path / "mine" / "machine" / "cluster.yaml").write_text("spec: cpu\nbeta: 2.5e10\n")
+    (tmp_path / "mine" / "machine" / "cluster.yaml").write_text("spec: cpu\nbandwidth: 2.5e10\n")
     done = inside("plan", "ranks=2", "tokens=4k", "--config-dir", "mine", "machine=cluster", cwd=tmp_path)
     assert done.returncode == 0 and "ring" in done.stdout, done.stderr
     done = inside("plan", "ranks=2", "-m", "layout=contiguous,zigzag", "tokens=1k", cwd=tmp_path)
@@ -148,7 +148,7 @@ def test_options_may_stand_between_overrides(inside: Inside, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("spec: [\n", "while parsing"), ("spec: cpu\nbetta: 1\n", "betta")], ids=["yaml", "key"]
+    ("text", "words"), [("spec: [\n", "while parsing"), ("spec: cpu\nbandwith: 1\n", "bandwith")], ids=["yaml", "key"]
 )
 def test_files_of_a_folder_that_cannot_be_read(inside: Inside, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "mine" / "machine").mkdir(parents=True)

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ringattn as ra
 from ringattn.config.groups import MachineGroup
-from ringattn.config.overrides import prepare, refused
+from ringattn.config.overrides import explain_refusal, prepare
 from ringattn.config.schema import SCHEMAS, conf_dir
 from ringattn.errors import InvalidInput
 from ringattn.transport.launcher import Launch
@@ -96,7 +96,7 @@ def test_values_of_a_wrong_type_are_told_in_our_words(verb: str) -> None:
     """What OmegaConf itself takes and refuses, value by value, for every setting of every command."""
     told = 0
     for key, annotation in leaves(SCHEMAS[verb]):
-        wrong = {"bool": "maybe", "int": "[1]", "float": "much", "str": "[a]", "list": "5", "dict": "5"}
+        wrong = {"bool": "maybe", "int": "[1]", "float": "much", "str": "[a]", "list": "5", "dict": "5", "Size": "[1]"}
         value = wrong.get(annotation.split("[")[0].split(" ")[0])
         if value is None:
             assert annotation == "Any", (key, annotation)
@@ -106,7 +106,7 @@ def test_values_of_a_wrong_type_are_told_in_our_words(verb: str) -> None:
             OmegaConf.update(config, key, yaml.safe_load(value))
         error = ConfigCompositionException(f"Error merging override {key}={value}")
         error.__cause__ = cause.value
-        text = str(refused(verb, error))
+        text = str(explain_refusal(verb, error))
         assert text.startswith(f"{key}={value}: expected "), text
         assert (", or null" in text) == ("None" in annotation)
         if "; try " in text:  # what is proposed must be taken

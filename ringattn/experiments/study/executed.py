@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from ...config.build import asked_machine, asked_plan
+from ...config.build import machine_from_config, plan_from_config
 from ...config.groups import ExecuteGroup
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported, plural
@@ -40,12 +40,12 @@ class Order:
 def executed_plan(config: SimulateConfig) -> Plan:
     """The plan of a point as it is executed: its layout and schedule in fp64, with the heads of study.execute. Raises
     InvalidInput."""
-    options, machine = config.study.execute, asked_machine(config)
+    options, machine = config.study.execute, machine_from_config(config)
     chosen = {}
     if _chosen(config):  # for the sizes of the point, not for those that are executed
-        plan = asked_plan(config, machine)
+        plan = plan_from_config(config, machine)
         chosen = {"layout": plan.layout.name, "schedule": plan.schedule}
-    return asked_plan(
+    return plan_from_config(
         config, machine, heads=options.heads, kv_heads=options.heads, head_dim=options.head_dim, dtype="float64", batch=1,
         comm_dtype=None, **chosen,
     )  # fmt: skip

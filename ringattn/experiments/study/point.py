@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.build import asked_machine, asked_plan
+from ...config.build import machine_from_config, plan_from_config
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported
 from ...machine.file import UNITS
@@ -61,8 +61,8 @@ def evaluate(config: SimulateConfig, timed: Timed) -> dict[str, Any]:
     """What is recorded of a point: {"status": "ok", "values": by column name}, or {"status": "refused", "why": text},
     with the values that are counted where there is a plan. What is in `timed` is not simulated again."""
     try:
-        machine = asked_machine(config)
-        plan = asked_plan(config, machine)
+        machine = machine_from_config(config)
+        plan = plan_from_config(config, machine)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error)}
     values: dict[str, Any] = {

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Any
 
 from ... import __version__
-from ...config.build import asked_machine, asked_plan
+from ...config.build import machine_from_config, plan_from_config
 from ...config.groups import WindowGroup
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
@@ -226,8 +226,8 @@ def _drawn(study: Study, found: Table) -> tuple[list[Path], list[str]]:
 
 
 def _seen(config: SimulateConfig, options: WindowGroup) -> StepWindow:
-    machine = asked_machine(config)
-    plan, asked = asked_plan(config, machine), asked_options(config)
+    machine = machine_from_config(config)
+    plan, asked = plan_from_config(config, machine), asked_options(config)
     return window(
         plan, machine, ranks=range(options.first_rank, min(options.first_rank + options.ranks, plan.ranks)),
         steps=range(options.first_step, options.first_step + options.steps),

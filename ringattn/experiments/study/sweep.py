@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 
-from ...config.checks import of_experiment
+from ...config.checks import experiment_value
 from ...config.folders import config_folders
 from ...errors import InvalidInput
 
@@ -88,4 +88,4 @@ def _mode(arguments: list[str]) -> str:
     given = dict(argument.partition("=")[::2] for argument in arguments)
     if "mode" in given:
         return given["mode"]
-    return of_experiment(given.get("experiment", "null"), "mode", config_folders(arguments)) or "timing"
+    return experiment_value(given.get("experiment", "null"), "mode", config_folders(arguments)) or "timing"
