@@ -45,6 +45,39 @@ def test_refused(verb: str, overrides: list[str], words: str) -> None:
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("verb", "key", "words"),
+    [
+        (
+            "run",
+            "output.path",
+            "give a .safetensors file, such as output.path=out.safetensors, or leave output.path out",
+        ),
+        ("run", "output.report", "give a JSON file"),
+        ("run", "input.path", "give a text, or a .safetensors or .npz file"),
+        ("plan", "output.path", "give a JSON file, such as output.path=plan.json"),
+        ("simulate", "output.path", "or the folder of a study"),
+        ("bench", "output.path", "give a folder"),
+        ("calibrate", "output.path", "give a machine file"),
+        ("plan", "machine.path", "give a machine file"),
+    ],
+)
+def test_an_empty_path_is_refused(verb: str, key: str, words: str) -> None:
+    for value in ("", "''", '""'):
+        with pytest.raises(InvalidInput) as caught:
+            prepare(verb, [f"{key}={value}"])
+        assert str(caught.value).startswith(f"{key}=: the path is empty; ") and words in str(caught.value)
+
+
+def test_every_path_may_be_empty_in_no_command() -> None:
+    """A new setting that is a path needs its words."""
+    for verb, schema in SCHEMAS.items():
+        for key, _ in leaves(schema):
+            if key.endswith((".path", ".report")):
+                with pytest.raises(InvalidInput, match="the path is empty"):
+                    prepare(verb, [f"{key}="])
+
+
 def test_one_output_for_each_job_of_a_sweep_is_taken() -> None:
     for verb, overrides in (
         ("run", ["-m", "ranks=2,4", "output.path=x_${hydra:job.num}.safetensors"]),

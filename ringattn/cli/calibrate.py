@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config.checks import CALIBRATE_SETTINGS, check_settings
+from ..config.checks import CALIBRATE_SETTINGS, TRANSPORTS, check_settings
 from ..config.schema import CalibrateConfig, parse_size
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, did_you_mean, plural
@@ -24,8 +24,6 @@ from ..transport.base import Transport
 from ..transport.launcher import detect
 from .ranks import check_ranks, rank_device, start_ranks
 
-TRANSPORTS = ("gloo", "mpi", "nccl", "none")
-
 
 def main(config: CalibrateConfig) -> None:
     """Measure, and print where the machine file is."""
@@ -37,7 +35,7 @@ def main(config: CalibrateConfig) -> None:
 
 def measure(config: CalibrateConfig) -> None:
     """Measure on local ranks, on the ranks of a launched job, or with transport=none in this process alone."""
-    check_ranks(config, TRANSPORTS)
+    check_ranks(config, TRANSPORTS["calibrate"])
     _check(config)  # raises its errors before minutes are spent on measuring
     if config.transport.spec != "none":
         start_ranks(config, _worker, "calibrate")
@@ -88,8 +86,8 @@ def _measure(config: CalibrateConfig, transport: Transport | None, device: torch
     team = Team(transport, device, None if launch.kind == "none" else launch.local_world)
     if team.size % team.inner:
         raise InvalidInput(
-            f"{team.size} ranks on nodes of {team.inner}: links are measured between nodes with equally many ranks; start "
-            "the same number of ranks on each node"
+            f"{team.size} ranks on nodes of {team.inner}: links are measured between nodes with equally many ranks; "
+            "start the same number of ranks on each node"
         )
     tell: Callable[[str], None] = _print_measurement if team.rank == 0 else _stay_silent
     calibration = calibrate(team, settings, sizes, config.machine.made(device.type), tell)

@@ -210,8 +210,8 @@ def _open_file(path: Path) -> FileSource:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if k.shape[:3] != v.shape[:3] or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise InvalidInput(
-            f"input.path={path}: q, k and v do not fit each other: {shapes}; expected q [B, H, N, D], k [B, K, N, D] and "
-            "v [B, K, N, any]"
+            f"input.path={path}: q, k and v do not fit each other: {shapes}; expected q [B, H, N, D], k [B, K, N, D] "
+            "and v [B, K, N, any]"
         )
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         raise InvalidInput(f"input.path={path}: an empty tensor: {shapes}; give tensors with at least one token")

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from ..config.folders import config_folders
-from ..config.overrides import explain_refusal, is_sweep, prepare
+from ..config.overrides import explain_refusal, is_offered, is_sweep, prepare
 from ..config.schema import SCHEMAS, conf_dir
-from ..config.verb_help import CUSTOM, verb_help
+from ..config.verb_help import verb_help
 from ..errors import InvalidInput, RingAttentionError, did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output
 from .signals import ending_at_once, ending_tidily
@@ -108,9 +108,10 @@ def _complete(arguments: list[str], request: str) -> None:
         os.environ["COMP_LINE"] = " ".join(["ringattn", *words[2:]]) + " " * line.endswith(" ")
         with redirect_stdout(io.StringIO()) as answer:
             _run_hydra(words[1], ["-sc", request], program="ringattn")
-        # Hydra offers every file of a group, also `custom`, which stands for values that are written in full.
-        words = [word for word in answer.getvalue().split() if not word.endswith(f"={CUSTOM}")]
-        print(("\n" if request == "query=fish" else " ").join(words))  # noqa: T201
+        # Hydra offers all config groups and every file in them, also for verbs that do not take them.
+        folders = config_folders(())
+        offered = [word for word in answer.getvalue().split() if is_offered(words[1], word, folders)]
+        print(("\n" if request == "query=fish" else " ").join(offered))  # noqa: T201
 
 
 def _run_verb(verb: str, arguments: list[str]) -> None:

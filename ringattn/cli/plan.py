@@ -137,8 +137,8 @@ def _print(counts: PlanCounts, *, ascii: bool) -> None:
         print_grid("", header, map(counts.row, counts.table_ranks))
     else:
         console.print(
-            f"Each of these {plan.ranks:,} ranks has so many steps that they are neither drawn nor counted; try a pattern "
-            "that reaches less far, or fewer ranks.",
+            f"Each of these {plan.ranks:,} ranks has so many steps that they are neither drawn nor counted; try a "
+            "pattern that reaches less far, or fewer ranks.",
             highlight=False,
         )
     print_numbers("", counts.totals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -25,7 +25,6 @@ from ..transport.torchdist import TorchDist
 MAX_PER_CORE = 32
 #: The longest timeout in seconds: a year.
 MAX_TIMEOUT = 31_536_000
-TRANSPORTS = ("gloo", "nccl", "mpi", "virtual")
 #: Rough seconds of a CPU core for each message or visit of a virtual rank, beside arithmetic. A rank of a sampled row
 #: takes less, as only some of its rows are computed.
 SECONDS_PER_PART, SAMPLED_SECONDS_PER_PART = 3e-4, 5e-5
@@ -47,7 +46,7 @@ C = TypeVar("C", bound=RankConfig)
 Worker = Callable[[C, Transport], None]
 
 
-def check_ranks(config: RankConfig, transports: tuple[str, ...] = TRANSPORTS) -> None:
+def check_ranks(config: RankConfig, transports: Sequence[str]) -> None:
     """Raise InvalidInput where the transport, the number of ranks, the threads or the timeout cannot be used."""
     transport = config.transport.spec
     if transport not in transports:
@@ -57,8 +56,8 @@ def check_ranks(config: RankConfig, transports: tuple[str, ...] = TRANSPORTS) ->
     max_ranks = MAX_PER_CORE * (os.cpu_count() or 1)
     if config.ranks > max_ranks and transport in ("gloo", "nccl") and detect().kind == "none":
         raise InvalidInput(
-            f"ranks={config.ranks:,}: each would be a process of this machine, which starts at most {max_ranks} of them; "
-            "start the ranks with torchrun, or try ringattn run transport=virtual, or ringattn simulate"
+            f"ranks={config.ranks:,}: each would be a process of this machine, which starts at most {max_ranks} of "
+            "them; start the ranks with torchrun, or try ringattn run transport=virtual, or ringattn simulate"
         )
     check_threads("threads", config.threads)
     if not 0 < config.timeout <= MAX_TIMEOUT:
@@ -98,8 +97,8 @@ def check_effort(
     seconds = float(parts) * count * passes * part_seconds
     if seconds > max_seconds:
         raise InvalidInput(
-            f"{plural(count, 'virtual rank')} of this plan have about {parts:,} messages and visits each, which take at "
-            f"least {duration(seconds)} at {part_seconds * 1e6:g} µs; the limit is {duration(max_seconds)}; {advice}"
+            f"{plural(count, 'virtual rank')} of this plan have about {parts:,} messages and visits each, which take "
+            f"at least {duration(seconds)} at {part_seconds * 1e6:g} µs; the limit is {duration(max_seconds)}; {advice}"
         )
 
 
@@ -211,7 +210,7 @@ def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> Non
         transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
         if transport.size != launch.world:
             raise InvalidInput(
-                f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: mpirun "
-                "and mpi4py belong to different MPI libraries; use the mpirun that ringattn doctor names"
+                f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: "
+                "mpirun and mpi4py belong to different MPI libraries; use the mpirun that ringattn doctor names"
             )
         work(config, transport)

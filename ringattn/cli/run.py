@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..config.checks import TRANSPORTS
 from ..config.schema import RunConfig
 from ..errors import InvalidInput
 from ..files import STDOUT
@@ -29,7 +30,7 @@ from .run_streamed import StreamedRun
 
 def main(config: RunConfig) -> None:
     """Run on virtual ranks, chunk by chunk, as one rank of a launched job, or on local ranks started here."""
-    check_ranks(config)
+    check_ranks(config, TRANSPORTS["run"])
     for name, value, least in (("repeat", config.repeat, 1), ("sample", config.sample, 0)):
         if value < least:
             raise InvalidInput(f"{name}={value}: must be at least {least}")

@@ -51,7 +51,7 @@ def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
 
 
 def check_memory(plan: Plan, rows: int) -> None:
-    """Raise InvalidInput where q, k, v and the output of `rows` rows do not fit into the free memory of this machine."""
+    """Raise InvalidInput where q, k, v and the output of `rows` rows do not fit into the free memory."""
     item = ITEM_BYTES[plan.dtype]
     row_bytes = (plan.heads + plan.kv_heads) * (plan.head_dim + plan.value_dim) * item + plan.heads * max(item, 4)
     needed, free = plan.batch * rows * row_bytes, memory.free()

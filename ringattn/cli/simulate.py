@@ -37,8 +37,8 @@ def main(config: SimulateConfig) -> None:
     """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON to a path."""
     if config.mode not in MODES:
         raise InvalidInput(
-            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; for attention over virtual "
-            "ranks on your own inputs, use ringattn run transport=virtual"
+            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; for attention over "
+            "virtual ranks on your own inputs, use ringattn run transport=virtual"
         )
     if config.mode != "timing":
         # These modes execute, and so import torch.

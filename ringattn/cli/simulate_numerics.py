@@ -74,7 +74,10 @@ def main(config: SimulateConfig) -> NumericsReport:
 
 
 def _make_plan(config: SimulateConfig) -> Plan:
-    """The plan of a configuration. With schedule=auto, the fastest schedule without Ulysses groups, which can be executed."""
+    """The plan of a configuration; with schedule=auto, of the fastest schedule without Ulysses groups.
+
+    The simulator does not execute Ulysses groups.
+    """
     plan = plan_from_config(config)
     if plan.ulysses_size == 1 or config.schedule.spec != "auto":
         return plan
@@ -128,7 +131,8 @@ def _executed_ranks(plan: Plan, options: NumericsGroup) -> range | None:
     stop = plan.ranks if options.count is None else options.first + options.count
     if not 0 <= options.first < stop <= plan.ranks:
         raise InvalidInput(
-            f"numerics.first={options.first}, numerics.count={options.count}: expected ranks among 0 .. {plan.ranks - 1}"
+            f"numerics.first={options.first}, numerics.count={options.count}: expected ranks among "
+            f"0 .. {plan.ranks - 1}"
         )
     return None if (options.first, stop) == (0, plan.ranks) else range(options.first, stop)
 

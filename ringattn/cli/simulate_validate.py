@@ -45,8 +45,8 @@ def main(config: SimulateConfig) -> None:
         machine, made = read_machine(path), read_record(path).get("made", {})
     if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
         raise InvalidInput(
-            f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with ringattn "
-            "calibrate transport=gloo, or leave machine out to calibrate now"
+            f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with "
+            "ringattn calibrate transport=gloo, or leave machine out to calibrate now"
         )
     rows = _held_out_rows(config, machine.kernel.grid("dense", False).rows)
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}

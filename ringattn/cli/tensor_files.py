@@ -61,7 +61,7 @@ class StoredTensor:
     writable: bool = False
 
     def rows(self, r: range) -> torch.Tensor:
-        """Rows `r` of dim 2, mapped from the file until the tensor is dropped; `writable` rows are written to the file."""
+        """Rows `r` of dim 2, mapped from the file until the tensor is dropped; changes reach the file if `writable`."""
         numpy_dtype = {8: np.int64, 4: np.int32, 2: np.int16}[self.dtype.itemsize]
         mode: Literal["r+", "c"] = "r+" if self.writable else "c"
         mapped = np.memmap(self.path, dtype=numpy_dtype, mode=mode, offset=self.offset, shape=self.shape)
@@ -93,8 +93,8 @@ def create_safetensors(path: Path, tensors: Mapping[str, tuple[Sequence[int], to
                 os.posix_fallocate(file.fileno(), first, end)
     except OSError as error:
         raise InvalidInput(
-            f"output: {first + end:,} bytes cannot be written to {path.parent} ({error.strerror or error}); give another "
-            "output.path="
+            f"output: {first + end:,} bytes cannot be written to {path.parent} ({error.strerror or error}); "
+            "give another output.path="
         ) from None
     return {
         name: StoredTensor(path, first + offsets[name], tuple(shape), dtype, writable=True)
@@ -177,8 +177,8 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, raw: BinaryIO,
         needed, stored = prod(shape) * dtype.itemsize, info.file_size - header_bytes
         if needed != stored:
             raise InvalidInput(
-                f"input.path={path}: {name} with shape {shape} and {dtype.name} is {needed:,} bytes, and the file holds "
-                f"{stored:,} bytes of it; write it again with numpy.savez"
+                f"input.path={path}: {name} with shape {shape} and {dtype.name} is {needed:,} bytes, and the file "
+                f"holds {stored:,} bytes of it; write it again with numpy.savez"
             )
         while member.read(READ_BYTES):  # zipfile compares the checksum at the end
             pass
@@ -201,11 +201,12 @@ def _read_array_header(member: IO[bytes], path: Path, name: str) -> tuple[tuple[
         shape, fortran, dtype = HEADER_READERS[version](member)
     if fortran or dtype not in (np.float64, np.float32, np.float16) or not dtype.isnative:
         raise InvalidInput(
-            f"input.path={path}: {name} must be a C-ordered array of native float64, float32 or float16; convert it with "
-            "numpy.ascontiguousarray"
+            f"input.path={path}: {name} must be a C-ordered array of native float64, float32 or float16; convert it "
+            "with numpy.ascontiguousarray"
         )
     if not all(type(n) is int and n >= 0 for n in shape):  # numpy accepts True and -1
         raise InvalidInput(
-            f"input.path={path}: {name} has the shape {shape}; expected whole numbers >= 0; write it again with numpy.savez"
+            f"input.path={path}: {name} has the shape {shape}; expected whole numbers >= 0; write it again with "
+            "numpy.savez"
         )
     return shape, dtype

@@ -38,15 +38,21 @@ RING_KEYS = ("transport", "ranks", "layout", "schedule", "machine", "comm_dtype"
 INPUT_FILE_KEYS = ("tokens", "heads", "kv_heads", "head_dim", "batch", "dtype")
 #: Groups whose options have parameters of their own.
 PARAMETER_GROUPS = ("pattern", "layout", "schedule", "input")
-#: Transports whose ranks a launcher may have started.
+#: Transports whose ranks a launcher may have started, and the transports of each verb.
 LAUNCHED = ("gloo", "nccl", "mpi")
+TRANSPORTS = {"run": (*LAUNCHED, "virtual"), "calibrate": (*LAUNCHED, "none")}
+#: The option of a group that a value written in full selects.
+CUSTOM = "custom"
 #: The default of a setting is the default of its schema.
 _SCHEMA_DEFAULT = object()
 
 
 @dataclass(frozen=True)
 class ConditionalSetting(Generic[Config]):
-    """A setting that applies only if `applies(config)`; `otherwise` completes the error "KEY=VALUE has no meaning ..."."""
+    """A setting that applies only if `applies(config)`.
+
+    `otherwise` completes the error "KEY=VALUE has no meaning ...".
+    """
 
     key: str
     applies: Callable[[Config], bool]
@@ -247,7 +253,7 @@ def _check_parameters(verb: str, given: Mapping[str, str], folders: ConfigFolder
             continue  # the experiment or the study chooses the option
         text = given.get(group) or _default_option(verb, group)
         if "(" in text or ":" in text:
-            chosen = ["custom"]
+            chosen = [CUSTOM]
         else:
             chosen = text.split(",")
         if not any(name in folders.settings(group, option) for option in chosen):
@@ -263,7 +269,7 @@ def _check_missing(verb: str, given: Mapping[str, str], folders: ConfigFolders) 
         if group not in PARAMETER_GROUPS or group not in key_names(SCHEMAS[verb]) or "experiment" in given:
             continue
         for option in value.split(","):
-            for name, setting in folders.settings(group, option).items() if option != "custom" else ():
+            for name, setting in folders.settings(group, option).items() if option != CUSTOM else ():
                 if setting == "???" and f"{group}.{name}" not in given:
                     example = re.search(rf"'{group}\.{name}=.*?'", folders.text(group, option))
                     advice = f", such as {example[0]}" if example else ""
@@ -334,6 +340,6 @@ def _check_sweep(verb: str, given: Mapping[str, str]) -> None:
         if path not in ("null", STDOUT) and "${" not in path:
             numbered = Path(path).with_name(f"{Path(path).stem}_${{hydra:job.num}}{Path(path).suffix}")
             raise InvalidInput(
-                f"{key}={path} with -m: every job would replace the output of the one before; let the path name the job, "
-                f"such as '{key}={numbered}'"
+                f"{key}={path} with -m: every job would replace the output of the one before; let the path name the "
+                f"job, such as '{key}={numbered}'"
             )

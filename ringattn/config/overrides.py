@@ -12,8 +12,8 @@ from typing import Any, get_args, get_type_hints
 
 from ..errors import InvalidInput, did_you_mean
 from ..transport.launcher import Launch
-from .checks import check_overrides
-from .folders import CONFIG_DIR_OPTIONS, ConfigFolders, config_folders
+from .checks import CUSTOM, TRANSPORTS, check_overrides
+from .folders import CONFIG_DIR_OPTIONS, ConfigFolders, config_folders, is_for_verb
 from .groups import Size
 from .schema import SCHEMAS, key_names, parse_size
 
@@ -94,8 +94,8 @@ def _expand_options(verb: str, arguments: Sequence[str]) -> list[str]:
         if name.startswith("-") and name not in OPTIONS:
             long_options = [option for option in OPTIONS if option.startswith("--")]
             raise InvalidInput(
-                f"{argument}: unknown option; {did_you_mean(name, long_options)}ringattn {verb} --help shows options and "
-                "keys; values of keys are written key=value, without dashes"
+                f"{argument}: unknown option; {did_you_mean(name, long_options)}ringattn {verb} --help shows options "
+                "and keys; values of keys are written key=value, without dashes"
             )
     if "--json" in arguments and verb not in JSON_KEYS:
         raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON_KEYS)}")
@@ -131,7 +131,7 @@ def _prepare_argument(verb: str, argument: str, folders: ConfigFolders) -> list[
     if key.startswith("study.axes.") and "~" not in prefix:
         return [f"++{key}={value}"]  # Hydra's ++ takes axes that the study has, and new axes
     if not prefix and folders.is_group(key) and key in key_names(schema):
-        return _prepare_group(key, value, folders)
+        return _prepare_group(verb, key, value, folders)
     return [f"{prefix}{key}={_prepare_value(schema, key, value)}"]
 
 
@@ -150,20 +150,41 @@ def _size_in_digits(key: str, text: str) -> str:
     return text if text == "null" or re.fullmatch(r"[+-]?\d{1,18}", text) else str(parse_size(text, key))
 
 
-def _prepare_group(group: str, value: str, folders: ConfigFolders) -> list[str]:
+def _prepare_group(verb: str, group: str, value: str, folders: ConfigFolders) -> list[str]:
     """The overrides that choose an option of a group, or that write its value in full. Raises InvalidInput."""
     if group in WRITTEN and ("(" in value or ":" in value):
-        return [f"{group}=custom", f"{group}.spec={value!r}"]
+        return [f"{group}={CUSTOM}", f"{group}.spec={value!r}"]
     if value == "null" and group in OPTIONAL_GROUPS:
         return []  # Hydra takes no null, and without an override there is no option
-    options = folders.options(group)
     for option in value.split(","):
-        if option not in options:
-            named = [name for name in options if name != "custom"]
+        if option not in folders.options(group):
+            named = offered_options(verb, group, folders)
             raise InvalidInput(
                 f"{group}={option}: unknown option; {did_you_mean(option, named)}expected one of {', '.join(named)}"
             )
     return [f"{group}={value}"]
+
+
+def offered_options(verb: str, group: str, folders: ConfigFolders) -> list[str]:
+    """The options of a group that a user of a verb can name: for `help`, completion and errors. Raises InvalidInput."""
+    return [
+        name
+        for name in folders.options(group)
+        if name != CUSTOM
+        and is_for_verb(verb, folders.text(group, name), folders.settings(group, name))
+        and (group != "transport" or name in TRANSPORTS.get(verb, ()))
+    ]
+
+
+def is_offered(verb: str, word: str, folders: ConfigFolders) -> bool:
+    """Whether a verb takes a word that Hydra's completion offers, such as `ranks=`, `output.` or `layout=zigzag`."""
+    key, _, value = word.partition("=")
+    group = key.split(".")[0]
+    if group.startswith("hydra"):
+        return True
+    if group not in key_names(SCHEMAS[verb]):
+        return False
+    return not (value and folders.is_group(key)) or value in offered_options(verb, key, folders)
 
 
 def check_key(verb: str, schema: type, key: str) -> None:
@@ -198,8 +219,8 @@ def explain_refusal(verb: str, error: Exception) -> InvalidInput:
     if override is not None:
         problems = [line for line in str(error).splitlines() if not line.startswith(("See ", "Error parsing"))]
         return InvalidInput(
-            f"{override}: cannot be read as key=value ({'; '.join(problems)}); close brackets and quotes, and quote for "
-            "the shell what has blanks or brackets, such as 'slow={5: 1.3}'"
+            f"{override}: cannot be read as key=value ({'; '.join(problems)}); close brackets and quotes, and quote "
+            "for the shell what has blanks or brackets, such as 'slow={5: 1.3}'"
         )
     first = str(error).splitlines()[0]
     cause = error.__cause__ or error.__context__

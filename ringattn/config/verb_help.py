@@ -11,8 +11,8 @@ from itertools import takewhile
 from typing import Any
 
 from .checks import PARAMETER_GROUPS
-from .folders import GLOBAL_PACKAGE, ConfigFolders, chosen_options, is_for_verb, load_config, read_config
-from .overrides import JSON_KEYS, WRITTEN
+from .folders import GLOBAL_PACKAGE, ConfigFolders, chosen_options, load_config, read_config
+from .overrides import JSON_KEYS, WRITTEN, offered_options
 
 #: Options of every verb; --json is an option of the verbs in `JSON_KEYS` only.
 OPTIONS = (
@@ -22,8 +22,6 @@ OPTIONS = (
     ("--config-dir FOLDER", "read config groups from this folder, too: FOLDER/pattern/mine.yaml is pattern=mine"),
     ("--hydra-help", "options of Hydra, on which this command line is built"),
 )
-#: The option of a group that a value written in full selects; nobody types it.
-CUSTOM = "custom"
 #: The narrowest and the widest lines of a help text, in columns.
 NARROWEST, WIDEST = 60, 120
 #: The column at which explanations start.
@@ -100,16 +98,16 @@ def verb_help(verb: str, folders: ConfigFolders, name_lists: Mapping[str, Sequen
 
 def _group_lines(verb: str, group: str, default: str, folders: ConfigFolders, width: int) -> list[str]:
     """The lines of a config group: its options and default, then each option with its parameters."""
-    texts = {name: folders.text(group, name) for name in folders.options(group) if name != CUSTOM}
-    options = [name for name, text in texts.items() if is_for_verb(verb, text, folders.settings(group, name))]
+    options = offered_options(verb, group, folders)
     lines = ["", *textwrap.wrap(f"{group}={' | '.join(options)}", width, subsequent_indent="    ")]
     lines.append(
         f"    default: {default}" + (f"; or written out, such as {WRITTEN[group]}" if group in WRITTEN else "")
     )
     for option in options:
-        lines += _row(f"  {option}", read_heading(texts[option]), width)
+        option_text = folders.text(group, option)
+        lines += _row(f"  {option}", read_heading(option_text), width)
         if group in (*PARAMETER_GROUPS, "transport") or (group == "machine" and option == default):
-            for key in read_keys(texts[option]):
+            for key in read_keys(option_text):
                 if key.name not in ("spec", "name"):
                     lines += _row(f"    {group}.{key.name}={key.value}", key.comment, width)
     return lines
