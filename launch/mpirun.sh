@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# ringattn on RANKS processes under mpirun, 2 unless told otherwise. Arguments are overrides:
+# ringattn run on RANKS processes under mpirun, 2 by default. Arguments are overrides:
 #   RANKS=4 launch/mpirun.sh tokens=64k pattern=window           MPIRUN_ARGS="-f hosts" RANKS=16 launch/mpirun.sh
-# pip install 'ringattn[mpi]' brings mpi4py and an mpirun; MPIRUN=... chooses another one.
+# pip install 'ringattn[mpi]' brings mpi4py and an mpirun; MPIRUN=... chooses another mpirun.
 set -euo pipefail
 
 ranks="${RANKS:-2}"
@@ -10,7 +10,7 @@ python="$(command -v "${PYTHON:-python3}")" || {
     echo "no ${PYTHON:-python3} found; PYTHON=... chooses another" >&2
     exit 2
 }
-# The mpirun beside this Python belongs to the MPI library that its mpi4py loads; one from elsewhere may not.
+# The mpirun beside this Python belongs to the MPI library that mpi4py loads; another mpirun may belong to another.
 beside="$(dirname "$python")/mpirun"
 mpirun="${MPIRUN:-$([ -x "$beside" ] && echo "$beside" || command -v mpirun || true)}"
 if [ -z "$mpirun" ]; then
@@ -18,7 +18,7 @@ if [ -z "$mpirun" ]; then
     exit 2
 fi
 
-# One run directory per job on all nodes: their clocks may differ by a second.
+# One run directory per job: without this name it would be the time of day, which differs between nodes.
 export RINGATTN_RUN_ID="${RINGATTN_RUN_ID:-mpi-$(date +%Y-%m-%d-%H-%M-%S)-$$}"
 # shellcheck disable=SC2086  # MPIRUN_ARGS is a list of words
 exec "$mpirun" ${MPIRUN_ARGS:-} -n "$ranks" "$python" -m ringattn run transport=mpi "$@"

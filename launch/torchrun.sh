@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# ringattn on this machine under torchrun, one process per GPU, or RANKS processes. Arguments are overrides:
+# ringattn run on this machine under torchrun, one process per GPU, or RANKS processes. Arguments are overrides:
 #   launch/torchrun.sh transport=nccl tokens=1M            RANKS=2 launch/torchrun.sh tokens=8k backward=true
-# RESTARTS=2 starts all ranks again where one fails, so often at most.
-# More machines: run it on each with NODES=4 NODE=0..3 HEAD=host:port, HEAD being a free port of the first.
+# RESTARTS=2 restarts all ranks after a rank has failed, at most twice.
+# On several machines, run this script on each with NODES=4 NODE=0..3 HEAD=host:port, a free port of the first.
 set -euo pipefail
 
 gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
 ranks="${RANKS:-$((gpus > 0 ? gpus : 2))}"
 [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || { echo "RANKS=$ranks is not a number of ranks; try RANKS=2" >&2; exit 2; }
 
-# One node finds itself a free port; several meet at HEAD.
+# torchrun finds a free port for a single node; several nodes meet at HEAD.
 place=(--standalone)
 if [ "${NODES:-1}" -gt 1 ]; then
     : "${HEAD:?HEAD=host:port of the first node is needed where NODES > 1}"
@@ -17,7 +17,7 @@ if [ "${NODES:-1}" -gt 1 ]; then
            --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${RINGATTN_RUN_ID:-ringattn}")
 fi
 
-# torchrun gives every rank one thread unless told otherwise; CPU ranks share the cores instead.
+# torchrun gives every rank one thread by default; here the ranks share the cores.
 cores="$(nproc)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
 exec "${PYTHON:-python3}" -m torch.distributed.run "${place[@]}" --nproc-per-node "$ranks" \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringattn.reporting.console import quantity
+from ringattn.reporting.console import format_quantity
 from ringattn.text import duration, rate, size
 
 
@@ -38,6 +38,6 @@ def test_rates(value: float, unit: str, text: str) -> None:
 
 def test_numbers_of_a_machine() -> None:
     found = {"mtbf": 1.8e8, "bandwidth": 4e10, "flops": 5e14, "memory": 80 * 2**30, "ranks_per_node": 1, "gamma": 0.05}
-    assert [quantity(name, value) for name, value in found.items()] == [
+    assert [format_quantity(name, value) for name, value in found.items()] == [
         "5.7 years", "40 GB/s", "500 TFLOP/s", "80.0 GiB", "1 rank per node", "0.05 part of a message's time",
     ]  # fmt: skip

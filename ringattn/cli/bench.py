@@ -11,7 +11,7 @@ from ..experiments.bench import get_cases
 from ..experiments.bench.records import MIXED, conclusion_lines, write_record
 from ..experiments.bench.runner import run_suite
 from ..files import OUTPUTS, make_folder
-from ..reporting.console import console, grid
+from ..reporting.console import get_console, print_grid, print_plain
 from ..text import size
 
 
@@ -19,60 +19,80 @@ def main(config: BenchConfig) -> None:
     """Measure `suite`, or its named `cases`, in `repeat` alternating rounds."""
     if config.repeat < 1:
         raise InvalidInput(f"repeat={config.repeat}: at least one round is needed")
-    folder = Path(config.output.path or f"{OUTPUTS}/bench")
-    get_cases(config.suite, config.cases)  # what can be wrong is said before minutes are spent on measuring
+    folder = Path(f"{OUTPUTS}/bench" if config.output.path is None else config.output.path)
+    get_cases(config.suite, config.cases)  # raises its errors before minutes are spent on measuring
     make_folder(folder)
-    lines = console()
-    record = run_suite(config.suite, config.cases, config.repeat, lambda text: lines.print(f"measuring {text}"))
-    show(record)
+    console = get_console()
+    record = run_suite(config.suite, config.cases, config.repeat, lambda text: console.print(f"measuring {text}"))
+    print_record(record)
     if "summary" in record:
-        lines.print("\n" + "\n".join(conclusion_lines(record)), highlight=False, markup=False, soft_wrap=True)
+        print_plain("\n" + "\n".join(conclusion_lines(record)), console)
     if record["mixed"]:
-        lines.print(f"\n{MIXED.strip('*')}", style="bold red", soft_wrap=True)
+        console.print(f"\n{MIXED.strip('*')}", style="bold red", soft_wrap=True)
     data, text = write_record(record, folder)
-    lines.print(f"\nwritten {data} and {text}", soft_wrap=True)
+    console.print(f"\nwritten {data} and {text}", soft_wrap=True)
 
 
-def show(record: dict[str, Any]) -> None:
-    """Print the times, ratios and peaks of a record."""
+def print_record(record: dict[str, Any]) -> None:
+    """Print the times, ratios, errors and peaks of a suite's record."""
     timed = [case for case in record["cases"] if "columns" in case]
     times = [
-        (case["case"], name, str(column["threads"]), *_numbers(column, 4), f"{column['spread']:.1%}")
+        (case["case"], name, str(column["threads"]), *_format_spread(column, 4), f"{column['spread']:.1%}")
         for case in timed
         for name, column in case["columns"].items()
     ]
     ratios = [
-        (case["case"], ratio["ratio"], *_numbers(ratio, 3), _target(">=", ratio["target"]), _met(ratio["met"]))
+        (
+            case["case"],
+            ratio["ratio"],
+            *_format_spread(ratio, 3),
+            _format_target(">=", ratio["target"]),
+            _format_met(ratio["met"]),
+        )
         for case in timed
         for ratio in case["ratios"]
     ]
     errors = [(case["case"], name, f"{error:.1e}") for case in timed for name, error in case["errors"].items()]
     peaks = [
         (
-            case["case"], size(max(map(max, found["peak_bytes"]))), size(max(found["formula_bytes"])),
-            f"{found['ratio']:.3f}", _target("<=", found["limit"]), _met(found["met"]),
+            case["case"],
+            size(max(map(max, memory["peak_bytes"]))),
+            size(max(memory["formula_bytes"])),
+            f"{memory['ratio']:.3f}",
+            _format_target("<=", memory["limit"]),
+            _format_met(memory["met"]),
         )
-        for case in record["cases"] if (found := case.get("memory"))
-    ]  # fmt: skip
+        for case in record["cases"]
+        if (memory := case.get("memory"))
+    ]
     for title, header, rows in (
         ("seconds [measured]", ("case", "column", "threads", "median", "min", "max", "spread"), times),
-        ("ratios of times, round by round [measured]", ("case", "ratio", "median", "min", "max", "target", "met"), ratios),
+        (
+            "ratios of times, round by round [measured]",
+            ("case", "ratio", "median", "min", "max", "target", "met"),
+            ratios,
+        ),
         ("largest error relative to the single call [measured]", ("case", "column", "error"), errors),
-        ("peak memory per rank [measured] and its formula [counted]", ("case", "peak", "formula", "ratio", "limit", "met"), peaks),
-    ):  # fmt: skip
+        (
+            "peak memory per rank [measured] and its formula [counted]",
+            ("case", "peak", "formula", "ratio", "limit", "met"),
+            peaks,
+        ),
+    ):
         if rows:
-            console().print()
-            grid(title, header, rows)
+            get_console().print()
+            print_grid(title, header, rows)
 
 
-def _numbers(values: dict[str, float], digits: int) -> tuple[str, str, str]:
+def _format_spread(values: dict[str, float], digits: int) -> tuple[str, str, str]:
+    """The median, minimum and maximum of repeated measurements."""
     median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
     return median, least, most
 
 
-def _target(sign: str, value: float | None) -> str:
+def _format_target(sign: str, value: float | None) -> str:
     return "" if value is None else f"{sign} {value}"
 
 
-def _met(met: bool | None) -> str:
+def _format_met(met: bool | None) -> str:
     return "" if met is None else "yes" if met else "NO"

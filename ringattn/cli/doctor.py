@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import DoctorConfig
-from ..reporting.console import Number, show
+from ..reporting.console import Number, print_numbers
 from ..transport.launcher import detect
 
-#: Optional packages, what they bring, and how to get them.
+#: Optional packages, what each is for, and the command that installs it.
 EXTRAS = {
     "mpi4py": ("the MPI transport", "pip install 'ringattn[mpi]'"),
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
@@ -35,32 +35,32 @@ def main(config: DoctorConfig) -> None:
         Number("torch", torch.__version__),
         Number("launcher", f"{launch.kind}, rank {launch.rank} of {launch.world}, local rank {launch.local_rank}"),
         Number("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads"),
-        Number("cuda", _cuda(torch)),
+        Number("cuda", _cuda_devices(torch)),
         Number("gloo", "ok" if dist.is_available() and dist.is_gloo_available() else "missing from this torch build"),
-        Number("nccl", _nccl(torch, dist)),
+        Number("nccl", _nccl_version(torch, dist)),
     ]
     numbers += [Number(f"kernel {name}", state) for name, state in kernels.available().items()]
-    for package, (brings, command) in EXTRAS.items():
-        numbers.append(Number(package, _installed(package) or f"missing; for {brings}: {command}"))
+    for package, (purpose, command) in EXTRAS.items():
+        numbers.append(Number(package, _installed_version(package) or f"missing; for {purpose}: {command}"))
     numbers += [Number("mpi library", _mpi_library()), Number("mpirun", _mpirun())]
-    show("ringattn doctor", numbers)
+    print_numbers("ringattn doctor", numbers)
 
 
-def _cuda(torch: Any) -> str:
+def _cuda_devices(torch: Any) -> str:
     if not torch.cuda.is_available():
         return "no device, or a CPU build of torch"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return f"{torch.version.cuda}: {', '.join(names)}"
 
 
-def _nccl(torch: Any, dist: Any) -> str:
+def _nccl_version(torch: Any, dist: Any) -> str:
     if not dist.is_nccl_available():
         return "missing from this torch build; install a CUDA build of torch"
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _mpi_library() -> str:
-    """The version of the MPI library that mpi4py finds; MPI itself is not started."""
+    """The version of the MPI library that mpi4py finds. MPI itself is not started."""
     if importlib.util.find_spec("mpi4py") is None:
         return f"unknown without mpi4py; try: {EXTRAS['mpi4py'][1]}"
     importlib.import_module("mpi4py").rc(initialize=False, finalize=False)
@@ -72,16 +72,19 @@ def _mpi_library() -> str:
 
 
 def _mpirun() -> str:
-    """Where mpirun is. The one of this environment comes first: it belongs to the library that mpi4py loads."""
-    beside = Path(sys.executable).parent / "mpirun"
-    found = shutil.which("mpirun")
-    if beside.is_file():
-        same = found is not None and Path(found).resolve() == beside.resolve()
-        return f"{beside}" + ("" if same else f", not on the PATH{f', where {found} stands' if found else ''}")
-    return found or f"missing; try: {EXTRAS['mpi4py'][1]}"
+    """The path of mpirun: the mpirun of this environment first, as it belongs to the library that mpi4py loads."""
+    beside_python = Path(sys.executable).parent / "mpirun"
+    on_path = shutil.which("mpirun")
+    if beside_python.is_file():
+        same = on_path is not None and Path(on_path).resolve() == beside_python.resolve()
+        return f"{beside_python}" + (
+            "" if same else f", not on the PATH{f', where {on_path} stands' if on_path else ''}"
+        )
+    return on_path or f"missing; try: {EXTRAS['mpi4py'][1]}"
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
+    """The version of an installed package; "found" where it has none; None where it is missing."""
     if importlib.util.find_spec(package) is None:
         return None
     try:

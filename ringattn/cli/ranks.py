@@ -1,33 +1,40 @@
-"""Starting the ranks of a verb: on this machine, or as one rank of a torchrun, mpirun or srun job."""
+"""The ranks of a verb: checks on their number, and how to start them, here or within a torchrun, mpirun or srun job."""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..config.groups import TransportGroup
-from ..errors import InvalidInput, LaunchFailure, RingAttentionError
-from ..transport import TRANSPORTS as REGISTERED
+from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
+from ..plan.plan import Plan
+from ..text import duration
+from ..timing.metered import count_lookups
+from ..transport import TRANSPORTS as REGISTERED_TRANSPORTS
 from ..transport.base import Transport
 from ..transport.launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
 
-#: Local ranks per core, and threads of one rank per core, at most.
-LOCAL = 32
+#: The most local ranks per core, and the most threads per core.
+MAX_PER_CORE = 32
 #: The longest timeout in seconds: a year.
-LONGEST = 31_536_000
-TRANSPORTS = ("gloo", "nccl", "mpi", "virtual")
+MAX_TIMEOUT = 31_536_000
+#: Rough seconds of a CPU core for each message or visit of a virtual rank, beside arithmetic. A rank of a sampled row
+#: takes less, as only some of its rows are computed.
+SECONDS_PER_PART, SAMPLED_SECONDS_PER_PART = 3e-4, 5e-5
+#: The most seconds that are begun: people wait for the table of `run`, and a study of numerics may take a night.
+MAX_WAIT, MAX_NIGHT = 1800, 86_400
 
 
-class Started(Protocol):
-    """What a verb's configuration says of its ranks."""
+class RankConfig(Protocol):
+    """The settings of a verb that runs on ranks."""
 
     ranks: int
     transport: TransportGroup
@@ -35,89 +42,132 @@ class Started(Protocol):
     timeout: float
 
 
-#: What a rank does, in a function of an importable module.
-Worker = Callable[[Any, Transport], Any]
+C = TypeVar("C", bound=RankConfig)
+#: What a rank does. New processes import it by name: it is a function of a module.
+Worker = Callable[[C, Transport], None]
 
 
-def check(config: Started, transports: tuple[str, ...] = TRANSPORTS) -> None:
-    """Raise InvalidInput where a value about ranks cannot be used."""
-    transports = (*transports, *REGISTERED.installed)
-    if config.transport.spec not in transports:
-        raise InvalidInput(f"transport={config.transport.spec}: expected one of {', '.join(transports)}")
+def check_ranks(config: RankConfig, transports: Sequence[str]) -> None:
+    """Raise InvalidInput where the transport, the number of ranks, the threads or the timeout cannot be used."""
+    transport, known = config.transport.spec, (*transports, *REGISTERED_TRANSPORTS.installed)
+    if transport not in known:
+        raise InvalidInput(f"transport={transport}: expected one of {', '.join(known)}")
     if config.ranks < 1:
         raise InvalidInput(f"ranks={config.ranks}: must be at least 1")
-    most = LOCAL * (os.cpu_count() or 1)
-    if config.ranks > most and config.transport.spec in ("gloo", "nccl") and detect().kind == "none":
+    max_ranks = MAX_PER_CORE * (os.cpu_count() or 1)
+    if config.ranks > max_ranks and transport in ("gloo", "nccl") and detect().kind == "none":
         raise InvalidInput(
-            f"ranks={config.ranks:,}: each would be a process of this machine, of which at most {most} are started here; "
-            "start them with torchrun, or try ringattn run transport=virtual, or ringattn simulate"
+            f"ranks={config.ranks:,}: each would be a process of this machine, which starts at most {max_ranks} of "
+            "them; start the ranks with torchrun, or try ringattn run transport=virtual, or ringattn simulate"
         )
     check_threads("threads", config.threads)
-    if not 0 < config.timeout <= LONGEST:
+    if not 0 < config.timeout <= MAX_TIMEOUT:
         raise InvalidInput(
-            f"timeout={config.timeout:g}: must be a number of seconds above 0, and at most {LONGEST:,} (a year)"
+            f"timeout={config.timeout:g}: must be a number of seconds above 0, and at most {MAX_TIMEOUT:,} (a year)"
         )
-    if config.transport.gpu_aware and config.transport.spec != "mpi":
-        raise InvalidInput(
-            f"transport.gpu_aware=true is an option of transport=mpi, not of {config.transport.spec}; leave it out"
-        )
+    if config.transport.gpu_aware and transport != "mpi":
+        raise InvalidInput(f"transport.gpu_aware=true is an option of transport=mpi, not of {transport}; leave it out")
 
 
 def check_threads(name: str, threads: int | None) -> None:
-    """Raise InvalidInput where a number of threads is not one that torch can start here; None is one."""
-    most = LOCAL * (os.cpu_count() or 1)
-    if threads is not None and not 1 <= threads <= most:
+    """Raise InvalidInput where torch cannot start this number of threads here. None is fine."""
+    max_threads = MAX_PER_CORE * (os.cpu_count() or 1)
+    if threads is not None and not 1 <= threads <= max_threads:
         raise InvalidInput(
-            f"{name}={threads:,}: must be 1 .. {most}, {LOCAL} for each core; leave it out to share the cores evenly"
+            f"{name}={threads:,}: must be 1 .. {max_threads}, {MAX_PER_CORE} for each core; leave it out to share the "
+            "cores evenly"
         )
 
 
-def device(config: Started) -> torch.device:
-    """Where the tensors of this rank are."""
+def check_effort(
+    plan: Plan,
+    samples: Iterable[int],
+    count: int,
+    *,
+    part_seconds: float,
+    max_seconds: float,
+    advice: str,
+    passes: int = 1,
+) -> None:
+    """Raise InvalidInput where executing virtual ranks of a plan would take longer than `max_seconds`.
+
+    The estimate takes every one of `count` ranks as busy as the busiest rank of `samples`. It counts the messages and
+    visits of a forward, `part_seconds` each, in every one of `passes`.
+    """
+    parts = max(_count_parts(plan, rank) for rank in samples)
+    seconds = float(parts) * count * passes * part_seconds
+    if seconds > max_seconds:
+        raise InvalidInput(
+            f"{plural(count, 'virtual rank')} of this plan have about {parts:,} messages and visits each, which take "
+            f"at least {duration(seconds)} at {part_seconds * 1e6:g} µs; the limit is {duration(max_seconds)}; {advice}"
+        )
+
+
+def _count_parts(plan: Plan, rank: int) -> int:
+    """Messages and visits of a rank in the forward; the number of ranks where counting them would take too long."""
+    if count_lookups(plan, rank) is None:
+        return plan.ranks
+    steps = plan.for_rank(rank).forward
+    return sum(len(step.sends) + len(step.recvs) + len(step.visits) for step in steps)
+
+
+def rank_device(config: RankConfig) -> torch.device:
+    """The device of the tensors of this rank."""
     if config.transport.spec == "nccl" or config.transport.gpu_aware:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def start(config: Any, work: Worker, verb: str, before: Callable[[Any], None] = lambda config: None) -> None:
-    """Run `work(config, transport)` on every rank; here, where a launcher started this process, else on new processes.
+def _no_preparation(config: RankConfig) -> None:
+    """Prepare nothing."""
 
-    `before` is called once, in this process, before it starts any.
+
+def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], None] = _no_preparation) -> None:
+    """Run `work(config, transport)` on every rank: in this process under a launcher, else in new processes.
+
+    `prepare` is called once, in this process, before new processes start.
     """
     launch = detect()
-    if config.transport.spec in REGISTERED.installed:
-        work(config, REGISTERED[config.transport.spec](timeout=config.timeout))
+    if config.transport.spec in REGISTERED_TRANSPORTS.installed:
+        work(config, REGISTERED_TRANSPORTS[config.transport.spec](timeout=config.timeout))
     elif config.transport.spec == "mpi":
-        _under_mpi(launch, config, work, verb)
+        _run_under_mpi(launch, config, work, verb)
     elif launch.kind != "none":
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        record(_launched)(launch, config, work)
+        record(_run_under_torchrun)(launch, config, work)
+    elif config.transport.spec == "nccl":
+        raise InvalidInput(
+            f"transport=nccl needs one process per GPU; start with torchrun --nproc-per-node N -m ringattn {verb} "
+            "transport=nccl"
+        )
     else:
-        if config.transport.spec == "nccl":
-            raise InvalidInput(
-                f"transport=nccl needs one process per GPU; start with torchrun --nproc-per-node N -m ringattn {verb} "
-                "transport=nccl"
-            )
-        before(config)
-        _local(config, work)
+        prepare(config)
+        _run_locally(config, work)
 
 
-def _local(config: Any, work: Worker) -> None:
+def _run_locally(config: C, work: Worker[C]) -> None:
+    """Run the ranks as new processes of this machine, with the standard output of rank 0."""
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
     try:
         run_local(
-            _started, config.ranks, config, work, timeout=math.inf, group_timeout=config.timeout, threads=threads,
+            _run_local_rank,
+            config.ranks,
+            config,
+            work,
+            timeout=math.inf,
+            group_timeout=config.timeout,
+            threads=threads,
             passthrough=(0,),
-        )  # fmt: skip
+        )
     except LaunchFailure as error:
         if error.status == UNREAD:
             raise BrokenPipeError from None
         raise RingAttentionError(str(error)) from None
 
 
-def _started(rank: int, config: Any, work: Worker) -> None:
-    """A rank that `_local` started: a wrong call is told in one line, which the parent repeats."""
+def _run_local_rank(rank: int, config: C, work: Worker[C]) -> None:
+    """One local rank. It prints an error of ringattn as one line, which the parent process repeats."""
     try:
         work(config, TorchDist(timeout=config.timeout))
     except RingAttentionError as error:
@@ -128,7 +178,8 @@ def _started(rank: int, config: Any, work: Worker) -> None:
         raise SystemExit(UNREAD) from None
 
 
-def _launched(launch: Launch, config: Any, work: Worker) -> None:
+def _run_under_torchrun(launch: Launch, config: C, work: Worker[C]) -> None:
+    """Run this process's rank of a torchrun job."""
     torch.set_num_threads(config.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
     init_process_group(launch, backend=config.transport.spec, timeout=config.timeout)
     if config.transport.spec == "nccl":
@@ -139,8 +190,8 @@ def _launched(launch: Launch, config: Any, work: Worker) -> None:
         dist.destroy_process_group()
 
 
-def _under_mpi(launch: Launch, config: Any, work: Worker, verb: str) -> None:
-    """This process is one rank of an mpirun, or of an srun whose Slurm speaks the MPI library's PMI."""
+def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> None:
+    """Run this process's rank of an mpirun job, or of an srun job whose Slurm speaks the MPI library's PMI."""
     if launch.kind in ("none", "torchrun"):
         how = "torchrun started this job" if launch.kind == "torchrun" else "no MPI launcher started this process"
         raise InvalidInput(
@@ -154,14 +205,14 @@ def _under_mpi(launch: Launch, config: Any, work: Worker, verb: str) -> None:
             if not torch.cuda.is_available():
                 raise InvalidInput(
                     "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device (ringattn "
-                    "doctor tells why); leave it out for CPU tensors"
+                    "doctor says why); leave it out for CPU tensors"
                 )
-            # A rank that its launcher shows one device takes that one; ranks that see all of a node take turns.
+            # The modulo is for launchers that show each rank only its own device.
             torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
         transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
         if transport.size != launch.world:
             raise InvalidInput(
-                f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: mpirun "
-                "and mpi4py belong to different MPI libraries; use the mpirun that ringattn doctor names"
+                f"{launch.kind} started {launch.world} processes, and MPI in this one knows of {transport.size}: "
+                "mpirun and mpi4py belong to different MPI libraries; use the mpirun that ringattn doctor names"
             )
         work(config, transport)

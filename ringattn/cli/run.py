@@ -4,228 +4,220 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from ..config.checks import TRANSPORTS
 from ..config.schema import RunConfig
 from ..errors import InvalidInput
-from ..files import STDOUT, check_json, check_writable
+from ..files import STDOUT
 from ..functional import ring_attention, virtual_attention
-from ..reporting.console import console
+from ..reporting.console import get_console
+from ..reporting.progress_bar import show_progress
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
 from ..transport.records import Exchange
-from .effort import EACH, WAITED, check_effort
-from .inputs import open_source, shards
-from .progress import progress
-from .ranks import check, device, start
-from .run_job import Measured, Run, check_memory, plan_of, save
-from .streamed import StreamedRun
+from .inputs import InputSource, open_source, read_shard
+from .ranks import MAX_WAIT, SECONDS_PER_PART, check_effort, check_ranks, rank_device, start_ranks
+from .run_job import RankMeasurements, Run, check_memory, check_outputs, plan_run, save_output
+from .run_streamed import StreamedRun
 
 
 def main(config: RunConfig) -> None:
-    """Run on virtual ranks, as one rank of a launched job, or on local ranks started here."""
-    check(config)
+    """Run on virtual ranks, chunk by chunk, as one rank of a launched job, or on local ranks started here."""
+    check_ranks(config, TRANSPORTS["run"])
     for name, value, least in (("repeat", config.repeat, 1), ("sample", config.sample, 0)):
         if value < least:
             raise InvalidInput(f"{name}={value}: must be at least {least}")
-    here, there = config.input.path, config.output.path
-    if here and there and Path(here).resolve() == Path(there).resolve():
-        raise InvalidInput(f"output.path={there} is the input, which would be lost; give another path")
-    if there and Path(there).suffix != ".safetensors":
-        raise InvalidInput(
-            f"output.path={there}: safetensors is what is written; give a path that ends in .safetensors"
-        )
-    if config.output.report not in (None, STDOUT):
-        for other in (here, there):
-            if other and Path(other).resolve() == Path(config.output.report).resolve():
+    _check_paths(config)
+    is_virtual = config.transport.spec == "virtual"
+    launcher = detect().kind
+    if launcher != "none" and (config.stream is not None or is_virtual):
+        setting = "transport=virtual" if config.stream is None else f"stream={config.stream}"
+        raise InvalidInput(f"{setting} is one process, not {launcher}'s; start ringattn run without {launcher}")
+    if config.stream is None:
+        for name, option in (("chunk", config.chunk), ("device", config.device)):
+            if option is not None:
                 raise InvalidInput(
-                    f"output.report={config.output.report} is {other}, which would be lost; give another path"
+                    f"{name}={option} is an option of stream=host and stream=disk; leave it out, or add stream="
                 )
-    single = f"stream={config.stream}" if config.stream else "transport=virtual" if _is_virtual(config) else None
-    kind = detect().kind
-    if single and kind != "none":
-        raise InvalidInput(f"{single} is one process, not {kind}'s; start ringattn run without it")
-    if config.stream is not None:
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
-        StreamedRun(config).run()
+    if config.stream is None and not is_virtual:
+        start_ranks(config, _worker, "run", _check_before_start)
         return
-    for name, given in (("chunk", config.chunk), ("device", config.device)):
-        if given is not None:
-            raise InvalidInput(f"{name}={given} is an option of stream=host and stream=disk; leave it out, or stream")
-    if _is_virtual(config):
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
-        _Virtual(config).run()
-    else:
-        start(config, _worker, "run", _before)
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    (VirtualRun if config.stream is None else StreamedRun)(config).run()
 
 
-def _is_virtual(config: RunConfig) -> bool:
-    return config.transport.spec == "virtual"
+def _check_paths(config: RunConfig) -> None:
+    """Raise InvalidInput where an output would replace the input or the other output, or has another format."""
+    source, output, report = config.input.path, config.output.path, config.output.report
+    if source is not None and output is not None and Path(source).resolve() == Path(output).resolve():
+        raise InvalidInput(f"output.path={output} is the input, which would be lost; give another path")
+    if output is not None and Path(output).suffix != ".safetensors":
+        raise InvalidInput(
+            f"output.path={output}: safetensors is what is written; give a path that ends in .safetensors"
+        )
+    for other in (source, output) if report not in (None, STDOUT) else ():
+        if other is not None and report is not None and Path(other).resolve() == Path(report).resolve():
+            raise InvalidInput(f"output.report={report} is {other}, which would be lost; give another path")
 
 
-def _before(config: RunConfig) -> None:
-    plan = plan_of(
-        config, open_source(config), config.ranks
-    )  # what can be wrong is said here, once, before a rank starts
+def _check_before_start(config: RunConfig) -> None:
+    """Raise errors here, once, before any rank starts."""
+    plan = plan_run(config, open_source(config), config.ranks)
     check_memory(plan, plan.tokens)
-    if config.output.path:
-        check_writable(Path(config.output.path))
-    check_json(config.output.report)
+    check_outputs(config)
 
 
 def _worker(config: RunConfig, transport: Transport) -> None:
-    _Ranks(config, transport).run()
+    """What a rank does."""
+    RankRun(config, transport).run()
 
 
-class _Virtual(Run):
+class VirtualRun(Run):
     """All ranks in this process."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.ranks = config.ranks
 
-    def open(self) -> None:
-        self.make()
-        passes = (self.config.repeat + 1) * (3 if self.config.backward else 1)
+    def check_plan(self) -> None:
+        super().check_plan()
         if self.plan.tokens:
-            shown = {0, self.ranks // 2, self.plan.layout.owner(self.plan.tokens // 2)}
-            advice = "try fewer ranks, or ringattn simulate mode=numerics, which executes some rows"
-            check_effort(self.plan, shown, self.ranks, EACH, WAITED, advice, passes)
-
-    def rows(self) -> int:
-        return self.plan.tokens
-
-    def load(self) -> tuple[torch.Tensor, ...]:
-        whole = range(self.plan.tokens)
-        return tuple(self.source.rows(name, whole) for name in ("q", "k", "v"))
+            passes = (self.config.repeat + 1) * (3 if self.config.backward else 1)
+            check_effort(
+                self.plan,
+                {0, self.ranks // 2, self.plan.layout.owner(self.plan.tokens // 2)},
+                self.ranks,
+                part_seconds=SECONDS_PER_PART,
+                max_seconds=MAX_WAIT,
+                advice="try fewer ranks, or ringattn simulate mode=numerics, which executes some rows",
+                passes=passes,
+            )
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.inputs
         out, lse = virtual_attention(q, k, v, self.plan.pattern, ranks=self.ranks, **self.options())
         return out, lse
 
-    def counted(self) -> int:
-        return 0
-
-    def collect(self, seen: Measured) -> list[Measured]:
-        # Virtual messages are the planned ones, one for one: nothing is lost by counting them on the plan.
-        seen.sent = {"forward": self.plan.bytes_sent(), "backward": self.plan.bytes_sent(backward=True)}
-        return [seen]
-
-    def compare(self, out: torch.Tensor) -> float | None:
-        return self.sampled(lambda x, top: None, np.arange(self.plan.tokens), out)
-
-    def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-        save(path, out, lse)
-
-    def process(self, rank: int) -> str:
-        return "of the process"
+    def collect(self, measurements: RankMeasurements) -> list[RankMeasurements]:
+        # Virtual messages are the planned messages, one for one, so that the plan can count them.
+        measurements.sent = {"forward": self.plan.bytes_sent(), "backward": self.plan.bytes_sent(backward=True)}
+        return [measurements]
 
 
-class _Watched:
-    """A transport that moves a progress bar at every wait."""
-
-    def __init__(self, inner: Transport, advance: Any) -> None:
-        self._inner, self._advance = inner, advance
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def wait(self, ticket: Any) -> None:
-        self._inner.wait(ticket)
-        self._advance()
-
-
-class _Ranks(Run):
-    """This process is one rank of a transport, which carries all that the ranks have to tell each other."""
+class RankRun(Run):
+    """This process is one rank of a transport, which carries all that the ranks exchange, measurements too."""
 
     def __init__(self, config: RunConfig, transport: Transport) -> None:
         super().__init__(config)
-        self.rank, self.ranks, self.transport = transport.rank, transport.size, transport
-        self.device = device(config)
+        self.rank, self.ranks = transport.rank, transport.size
+        #: The transport of attention may be a wrapper of `transport`, which moves the progress bar.
+        self.transport = self.attention_transport = transport
+        self.device = rank_device(config)
 
     def open(self) -> None:
         with Exchange(self.transport, "input"):
-            self.make()
+            super().open()
 
-    def load(self) -> tuple[torch.Tensor, ...]:
-        return shards(self.source, self.plan.layout, self.rank)
+    def check_plan(self) -> None:
+        check_memory(self.plan, self.plan.layout.rows(self.rank))
 
-    def measure(self) -> tuple[torch.Tensor, torch.Tensor, Measured]:
-        with self._progress():
+    def load(self, source: InputSource) -> tuple[torch.Tensor, ...]:
+        return read_shard(source, self.plan.layout, self.rank)
+
+    def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
+        with self._showing_progress():
             return super().measure()
 
     @contextmanager
-    def _progress(self) -> Iterator[None]:
-        self.watched: Any = self.transport
+    def _showing_progress(self) -> Iterator[None]:
+        """Rank 0 shows how many steps are done while the block runs."""
         if self.rank or self.config.progress is False:
             yield
             return
-        mine = self.plan.for_rank(0)
-        lists = [mine.forward, *([mine.backward] if self.config.backward else [])]
-        waits = sum(len(step.posts) for steps in lists for step in steps)
-        total, done = waits * (self.config.repeat + 1), count(1)
-        with progress(console(), lines=self.config.progress is True) as tell:
-            self.watched = _Watched(self.transport, lambda: tell(next(done), total, "steps"))
+        plan = self.plan.for_rank(0)
+        steps = [*plan.forward, *(plan.backward if self.config.backward else ())]
+        total, waits = sum(len(step.posts) for step in steps) * (self.config.repeat + 1), count(1)
+        with show_progress(get_console(), tenths=self.config.progress is True) as tell:
+            self.attention_transport = _ProgressTransport(self.transport, lambda: tell(next(waits), total, "steps"))
             yield
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.inputs
-        out, lse = ring_attention(q, k, v, self.plan.pattern, transport=self.watched, **self.options())
+        out, lse = ring_attention(q, k, v, self.plan.pattern, transport=self.attention_transport, **self.options())
         return out, lse
 
     def barrier(self) -> None:
-        self._everyone("barrier", b"")
+        self._exchange("barrier", b"")
 
-    def counted(self) -> int:
+    def count_bytes(self) -> int:
         sent = self.transport.counters.sent_bytes
         self.transport.counters.reset()
         return sent
 
-    def collect(self, seen: Measured) -> list[Measured]:
-        return [pickle.loads(raw) for raw in self._everyone("measurements", pickle.dumps(seen))]
-
-    def _everyone(self, stage: str, mine: bytes) -> list[bytes]:
-        with Exchange(self.transport, stage) as told:
-            told.mine = mine
-        return told.records
-
-    def _reduce(self, x: torch.Tensor, top: bool) -> None:
-        raw = self._everyone("oracle", x.numpy().tobytes())
-        parts = [torch.frombuffer(bytearray(part), dtype=x.dtype) for part in raw]
-        every = torch.stack(parts).view(self.ranks, *x.shape)
-        x.copy_(every.amax(0) if top else every.sum(0))
-
-    def _move(self, x: torch.Tensor, peer: int, *, send: bool) -> None:
-        if x.numel():
-            message = (Message(peer, 0, x.view(-1).view(torch.uint8)),)
-            post = Post(message, (), "output") if send else Post((), message, "output")
-            self.transport.wait(self.transport.post(post))
+    def collect(self, measurements: RankMeasurements) -> list[RankMeasurements]:
+        return [pickle.loads(record) for record in self._exchange("measurements", pickle.dumps(measurements))]
 
     def compare(self, out: torch.Tensor) -> float | None:
-        return self.sampled(self._reduce, self.plan.layout.positions(self.rank), out)
+        return self.sampled_error(out, self.plan.layout.positions(self.rank), self._reduce)
+
+    def process_name(self, rank: int) -> str:
+        return f"rank {rank}"
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Rank 0 gathers shard after shard; it holds the whole output, the others only theirs."""
+        """Rank 0 receives shard after shard and writes them: it alone holds the whole output."""
         layout = self.plan.layout
-        wholes = []
+        sequences = []
         for x in (out.contiguous(), lse.unsqueeze(-1).contiguous()):
-            pieces = [x]
             if self.rank:
-                self._move(x, 0, send=True)
+                self._transfer(x, 0, send=True)
                 continue
+            shards = [x]
             for rank in range(1, self.ranks):
-                piece = x.new_empty((*x.shape[:2], layout.rows(rank), x.shape[3]))
-                self._move(piece, rank, send=False)
-                pieces.append(piece)
-            wholes.append(layout.unshard_tensor(pieces).cpu())
+                shard = x.new_empty((*x.shape[:2], layout.rows(rank), x.shape[3]))
+                self._transfer(shard, rank, send=False)
+                shards.append(shard)
+            sequences.append(layout.unshard_tensor(shards).cpu())
         with Exchange(self.transport, "output"):
             if self.rank == 0:
-                save(path, wholes[0], wholes[1].squeeze(-1))
+                save_output(path, sequences[0], sequences[1].squeeze(-1))
+
+    def _exchange(self, stage: str, record: bytes) -> list[bytes]:
+        """The records of every rank, in rank order."""
+        with Exchange(self.transport, stage) as exchange:
+            exchange.mine = record
+        return exchange.records
+
+    def _reduce(self, x: torch.Tensor, top: bool) -> None:
+        """Sum a tensor over all ranks, or take the maximum where `top`, in place."""
+        records = self._exchange("oracle", x.numpy().tobytes())
+        parts = [torch.frombuffer(bytearray(record), dtype=x.dtype) for record in records]
+        stacked = torch.stack(parts).view(self.ranks, *x.shape)
+        x.copy_(stacked.amax(0) if top else stacked.sum(0))
+
+    def _transfer(self, x: torch.Tensor, peer: int, *, send: bool) -> None:
+        """Send a contiguous tensor to another rank, or receive it in place."""
+        if x.numel():
+            messages = (Message(peer, 0, x.view(-1).view(torch.uint8)),)
+            post = Post(messages, (), "output") if send else Post((), messages, "output")
+            self.transport.wait(self.transport.post(post))
+
+
+class _ProgressTransport:
+    """A transport that calls `advance` after every wait."""
+
+    def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
+        self._transport, self._advance = transport, advance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def wait(self, ticket: Any) -> None:
+        self._transport.wait(ticket)
+        self._advance()

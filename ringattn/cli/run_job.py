@@ -1,4 +1,4 @@
-"""One run of `ringattn run`: warm up, time, count, compare with the oracle, write, report."""
+"""What every kind of `ringattn run` does: warm up, time, count, compare with the oracle, write, report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,45 +17,55 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from .. import __version__
-from ..config.build import asked_plan
+from ..config.build import plan_from_config
 from ..config.schema import RunConfig
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, plural
 from ..files import STDOUT, check_json, check_writable, write_json, writing
-from ..numerics.row_oracle import Reduce, oracle_rows, places, sampled_rows
+from ..numerics.row_oracle import oracle_rows, places, sampled_rows
 from ..plan.plan import Plan
 from ..reporting import peak_memory as memory
-from ..reporting.console import Number, choice_data, shape, show, show_choice
+from ..reporting.console import Number, choice_record, describe_sizes, print_choice, print_numbers
 from ..text import duration, rate, size
-from .inputs import Input, open_source
+from .inputs import NAMES, InputSource, open_source
+
+T = TypeVar("T")
 
 
-def plan_of(config: RunConfig, source: Input, ranks: int) -> Plan:
-    """The plan of a configuration over what an input holds, which has sizes of its own."""
+def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
+    """The plan of a configuration with the sizes of its input, on the device of its transport. Raises InvalidInput."""
     shape = source.shape
-    cuda = config.transport.spec == "nccl" or config.transport.gpu_aware
-    return asked_plan(
-        config, config.machine.made("cuda" if cuda else "cpu", ranks), tokens=shape.tokens, ranks=ranks, heads=shape.heads,
-        kv_heads=shape.kv_heads, head_dim=shape.head_dim, value_dim=shape.value_dim, dtype=shape.dtype, batch=shape.batch,
-    )  # fmt: skip
+    device = "cuda" if config.transport.spec == "nccl" or config.transport.gpu_aware else "cpu"
+    return plan_from_config(
+        config,
+        config.machine.made(device, ranks),
+        tokens=shape.tokens,
+        ranks=ranks,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        dtype=shape.dtype,
+        batch=shape.batch,
+    )
 
 
 def check_memory(plan: Plan, rows: int) -> None:
-    """Raise InvalidInput where q, k, v and the output of `rows` rows do not fit into the free memory of this machine."""
+    """Raise InvalidInput where q, k, v and the output of `rows` rows do not fit into the free memory."""
     item = ITEM_BYTES[plan.dtype]
-    per_row = (plan.heads + plan.kv_heads) * (plan.head_dim + plan.value_dim) * item + plan.heads * max(item, 4)
-    needed, left = plan.batch * rows * per_row, memory.free()
-    if left is not None and needed > left:
+    row_bytes = (plan.heads + plan.kv_heads) * (plan.head_dim + plan.value_dim) * item + plan.heads * max(item, 4)
+    needed, free = plan.batch * rows * row_bytes, memory.free()
+    if free is not None and needed > free:
         raise InvalidInput(
-            f"q, k, v and the output of {plural(rows, 'token')} (batch {plan.batch:,}, {plan.heads:,} heads, head_dim {plan.head_dim:,}) "
-            f"take {size(needed)} here, and this machine has {size(left)} free; try fewer tokens=, ringattn simulate, or "
-            "stream=disk with input=file"
+            f"q, k, v and the output of {plural(rows, 'token')} (batch {plan.batch:,}, {plan.heads:,} heads, head_dim "
+            f"{plan.head_dim:,}) take {size(needed)} here, and this machine has {size(free)} free; try fewer tokens=, "
+            "ringattn simulate, or stream=disk with input=file"
         )
 
 
 @dataclass
-class Measured:
-    """What one rank saw."""
+class RankMeasurements:
+    """What one process measured: seconds of each timed pass, bytes sent by pass, and resident bytes."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -65,12 +75,14 @@ class Measured:
 
 
 class Run:
-    """The steps that real and virtual ranks share: warm up, time, count, compare, write, report."""
+    """One process with the whole input. Runs on several processes, or on parts of the input, override its methods."""
 
     ranks: int
     rank = 0
-    #: What happens to the bytes that are counted.
-    moved = "sent"
+    plan: Plan
+    inputs: tuple[torch.Tensor, ...]
+    #: What the report says of the counted bytes.
+    bytes_verb = "sent"
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -78,186 +90,235 @@ class Run:
         self.cotangent: torch.Tensor | None = None
 
     def run(self) -> None:
+        """Open the input, measure, compare with the oracle, write the output, and report."""
         self.open()
-        out, lse, seen = self.measure()
-        worst = self.compare(out)
-        if self.config.output.path:
+        out, lse, measurements = self.measure()
+        error = self.compare(out)
+        if self.config.output.path is not None:
             self.write(Path(self.config.output.path), out, lse)
-        everyone = self.collect(seen)
+        processes = self.collect(measurements)
         if self.rank == 0:
-            self.report(everyone, worst)
+            self.report(processes, error)
 
-    # What differs between real and virtual ranks:
-    def open(self) -> None: ...
-    def attend(self) -> tuple[torch.Tensor, torch.Tensor]: ...  # type: ignore[empty-body]
-    def barrier(self) -> None: ...
-    def collect(self, seen: Measured) -> list[Measured]: ...  # type: ignore[empty-body]
-    def compare(self, out: torch.Tensor) -> float | None: ...
-    def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None: ...
-    def counted(self) -> int: ...  # type: ignore[empty-body]
-
-    def make(self) -> None:
-        """Open the input, plan, and load this process's rows into `inputs`."""
-        self.source = open_source(self.config)
-        self.plan = plan_of(self.config, self.source, self.ranks)
-        check_memory(self.plan, self.rows())
-        if self.config.output.path and self.rank == 0:
-            check_writable(Path(self.config.output.path))
+    def open(self) -> None:
+        """Open the input, plan, and load the rows of this process into `inputs`. Raises InvalidInput."""
+        source = open_source(self.config)
+        self.plan = plan_run(self.config, source, self.ranks)
+        self.check_plan()
         if self.rank == 0:
-            check_json(self.config.output.report)
-        self.inputs = tuple(x.to(self.device) for x in self.load())
+            check_outputs(self.config)
+        self.inputs = tuple(x.to(self.device) for x in self.load(source))
         if self.config.backward:
             self.inputs = tuple(x.requires_grad_() for x in self.inputs)
 
-    def load(self) -> tuple[torch.Tensor, ...]: ...  # type: ignore[empty-body]
+    def check_plan(self) -> None:
+        """Raise InvalidInput where this machine cannot execute the plan."""
+        check_memory(self.plan, self.plan.tokens)
 
-    def rows(self) -> int:
-        """Rows of the sequence that this process holds."""
-        return self.plan.layout.rows(self.rank)
+    def load(self, source: InputSource) -> tuple[torch.Tensor, ...]:
+        """q, k and v of this process."""
+        return tuple(source.rows(name, range(self.plan.tokens)) for name in NAMES)
 
-    def options(self) -> dict[str, Any]:
-        c = self.config
-        # The plan's: `auto` has been resolved.
-        return {
-            "layout": self.plan.layout, "schedule": self.plan.schedule, "kernel": c.kernel.spec, "scale": c.scale,
-            "return_lse": True, "deterministic": c.deterministic, "comm_dtype": c.comm_dtype,
-            "rotate": c.rotate,
-        }  # fmt: skip
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the log-sum-exp of a forward."""
+        raise NotImplementedError
 
-    def measure(self) -> tuple[torch.Tensor, torch.Tensor, Measured]:
-        """One warm-up and `repeat` timed runs; the peak is that of the first timed run."""
-        seen = Measured()
-        for run in range(self.config.repeat + 1):
-            if run == 1:
-                seen.before = memory.resident()
-                memory.reset_peak()
-            out, lse = self._timed(seen.forward, "forward", self.attend)
-            seen.sent["forward"] = self.counted()
-            if self.config.backward:
-                self._timed(seen.backward, "backward", self.backward(out))
-                seen.sent["backward"] = self.counted()
-            if run == 1:
-                seen.peak = memory.peak()
-        seen.forward, seen.backward = seen.forward[1:], seen.backward[1:]
-        return out.detach(), lse.detach(), seen
-
-    def backward(self, out: torch.Tensor) -> Callable[[], Any]:
-        """What is timed as the backward: of a random cotangent, the same in every run."""
+    def backward(self, out: torch.Tensor) -> object:
+        """Run a backward. Every backward of this run has the same random cotangent."""
         if self.cotangent is None:
             self.cotangent = torch.randn_like(out)
-        return partial(torch.autograd.grad, out, self.inputs, self.cotangent)
+        return torch.autograd.grad(out, self.inputs, self.cotangent)
 
-    def _timed(self, times: list[float], name: str, call: Any) -> Any:
+    def count_bytes(self) -> int:
+        """The bytes that this process has sent since the last call."""
+        return 0
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+
+    def collect(self, measurements: RankMeasurements) -> list[RankMeasurements]:
+        """The measurements of every process, in rank order."""
+        return [measurements]
+
+    def compare(self, out: torch.Tensor) -> float | None:
+        """The largest error of the sampled rows, relative to the largest oracle output; None without sampled rows."""
+        return self.sampled_error(out, np.arange(self.plan.tokens))
+
+    def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Write the output and the log-sum-exp of the whole sequence."""
+        save_output(path, out, lse)
+
+    def where(self) -> str:
+        """The layout and the ranks, for the title of the report."""
+        return f"{self.plan.layout.name} on {self.plan.ranks} {self.config.transport.spec} ranks"
+
+    def process_name(self, rank: int) -> str:
+        """The name of a process in the report."""
+        return "of the process"
+
+    def options(self) -> dict[str, Any]:
+        """Options of the attention call. The layout and the schedule are those of the plan, which resolved `auto`."""
+        return {
+            "layout": self.plan.layout,
+            "schedule": self.plan.schedule,
+            "kernel": self.config.kernel.spec,
+            "scale": self.config.scale,
+            "return_lse": True,
+            "deterministic": self.config.deterministic,
+            "comm_dtype": self.config.comm_dtype,
+            "rotate": self.config.rotate,
+        }
+
+    def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
+        """The output, the log-sum-exp, and the measurements of `repeat` timed runs after one warm-up.
+
+        The peak of memory is the peak of the first timed run.
+        """
+        measurements = RankMeasurements()
+        for run in range(self.config.repeat + 1):
+            if run == 1:
+                measurements.before = memory.resident()
+                memory.reset_peak()
+            (out, lse), seconds = self._time(self.attend)
+            measurements.forward.append(seconds)
+            measurements.sent["forward"] = self.count_bytes()
+            if self.config.backward:
+                _, seconds = self._time(partial(self.backward, out))
+                measurements.backward.append(seconds)
+                measurements.sent["backward"] = self.count_bytes()
+            if run == 1:
+                measurements.peak = memory.peak()
+        del measurements.forward[0], measurements.backward[:1]
+        return out.detach(), lse.detach(), measurements
+
+    def _time(self, call: Callable[[], T]) -> tuple[T, float]:
+        """The result of a call and its seconds, from when every process starts to when every process has ended."""
         self.barrier()
         start = time.perf_counter()
         result = call()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.barrier()
-        times.append(time.perf_counter() - start)
-        return result
+        return result, time.perf_counter() - start
 
-    def report(self, everyone: list[Measured], worst: float | None) -> None:
-        """Print what all ranks saw, and write it as JSON where asked."""
-        found = self.data(everyone, worst)
+    def sampled_error(
+        self,
+        out: torch.Tensor,
+        positions: np.ndarray,
+        reduce: Callable[[torch.Tensor, bool], None] = lambda x, top: None,
+    ) -> float | None:
+        """The largest error of the sampled rows at `positions`, relative to the largest oracle output.
+
+        `reduce` sums a float64 tensor over all processes, or takes the maximum, in place.
+        """
+        rows = sampled_rows(self.plan.tokens, self.config.sample)
+        if not rows or not out.shape[0]:
+            return None
+        scale = self.plan.head_dim**-0.5 if self.config.scale is None else self.config.scale
+        q, k, v = (x.detach() for x in self.inputs)
+        truth = oracle_rows(self.plan.pattern, self.plan.tokens, rows, scale, positions, q, k, v, reduce)
+        truth *= self.plan.pattern.output_scale
+        local_rows = places(rows, positions)
+        errors = [
+            (out[:, :, local_rows[row]].double().cpu() - truth[:, :, i]).abs().max()
+            for i, row in enumerate(rows)
+            if row in local_rows
+        ]
+        largest = torch.stack(errors).max() if errors else torch.zeros((), dtype=torch.float64, device="cpu")
+        largest = largest.reshape(1)
+        reduce(largest, True)
+        return float(largest) / max(float(truth.abs().max()), torch.finfo(torch.float64).tiny)
+
+    def report(self, processes: list[RankMeasurements], error: float | None) -> None:
+        """Print the measurements of all processes, and write them as JSON where a path is given."""
+        record = self.record(processes, error)
         path = self.config.output.report
         if path != STDOUT:
-            self._print(found)
-        if path:
-            write_json(path, found)
+            self._print(record)
+        if path is not None:
+            write_json(path, record)
 
-    def data(self, everyone: list[Measured], worst: float | None) -> dict[str, Any]:
-        """What all ranks saw, as plain data: seconds, bytes, and the error relative to the largest output."""
-        plan, c = self.plan, self.config
+    def record(self, processes: list[RankMeasurements], error: float | None) -> dict[str, Any]:
+        """The measurements of all processes as plain data: seconds, bytes, and the relative error."""
+        plan, config = self.plan, self.config
         passes: dict[str, Any] = {}
-        for name in ("forward", "backward"):
-            times: list[float] = getattr(everyone[0], name)
-            if not times:
-                continue
-            back, middle = name == "backward", median(times)
-            sent = [m.sent[name] for m in everyone]
-            passes[name] = {
-                "seconds": times, "median": middle, "tokens_per_second": plan.tokens / middle, "kind": "measured",
-                f"bytes_{self.moved}": sent, "planned_bytes": plan.bytes_sent(backward=back),
-                "full_ring_bytes": plan.full_ring_bytes(backward=back),
-            }  # fmt: skip
+        for name, times in (("forward", processes[0].forward), ("backward", processes[0].backward)):
+            if times:
+                is_backward = name == "backward"
+                passes[name] = {
+                    "seconds": times,
+                    "median": median(times),
+                    "tokens_per_second": plan.tokens / median(times),
+                    "kind": "measured",
+                    f"bytes_{self.bytes_verb}": [process.sent[name] for process in processes],
+                    "planned_bytes": plan.bytes_sent(backward=is_backward),
+                    "full_ring_bytes": plan.full_ring_bytes(backward=is_backward),
+                }
         return {
             "plan": json.loads(plan.to_json()),
             "where": self.where(),
-            "input": c.input.name,
+            "input": config.input.name,
             "threads": torch.get_num_threads(),
             "versions": {"ringattn": __version__, "torch": torch.__version__},
             "pairs": plan.pairs(),
             "imbalance": plan.imbalance,
             "passes": passes,
             "processes": [
-                {"name": self.process(rank), "peak_bytes": m.peak, "start_bytes": m.before}
-                for rank, m in enumerate(everyone)
+                {"name": self.process_name(rank), "peak_bytes": process.peak, "start_bytes": process.before}
+                for rank, process in enumerate(processes)
             ],
-            "error": worst,
-            "sampled_rows": 0 if worst is None else len(sampled_rows(plan.tokens, c.sample)),
-            "output": c.output.path,
-            "choice": choice_data(plan.choice),
+            "error": error,
+            "sampled_rows": 0 if error is None else len(sampled_rows(plan.tokens, config.sample)),
+            "output": config.output.path,
+            "choice": choice_record(plan.choice),
         }
 
-    def _print(self, found: dict[str, Any]) -> None:
+    def _print(self, record: dict[str, Any]) -> None:
+        """Print a record as tables."""
         plan = self.plan
-        title = f"{plan.pattern!r}, {plan.tokens:,} tokens, {found['where']}"
+        threads = plural(record["threads"], "thread")
         numbers = [
-            Number("input", f"{found['input']}, {shape(plan)}, {found['threads']} threads per process"),
-            Number("pairs", f"{found['pairs']:,}, imbalance {found['imbalance']:.3f}", "counted"),
+            Number("input", f"{record['input']}, {describe_sizes(plan)}, {threads} per process"),
+            Number("pairs", f"{record['pairs']:,}, imbalance {record['imbalance']:.3f}", "counted"),
         ]
-        for name, one in found["passes"].items():
-            times, sent = one["seconds"], sum(one[f"bytes_{self.moved}"])
-            spread = f"{duration(min(times))} .. {duration(max(times))} over {plural(len(times), 'run')}"
-            planned = one["planned_bytes"]
-            share = sent / (one["full_ring_bytes"] or 1)
-            same = "as planned" if sent == planned else f"NOT AS PLANNED: {planned:,}"
-            numbers += [
-                Number(f"{name} time", f"{duration(one['median'])} median ({spread})", "measured"),
-                Number(f"{name} rate", rate(one["tokens_per_second"], "tokens/s"), "measured"),
-                Number(f"{name} bytes {self.moved}", f"{sent:,} = {size(sent)} ({same}; {share:.3f} of a full ring)", "counted"),
-            ]  # fmt: skip
-        for one in found["processes"]:
-            rise = max(one["peak_bytes"] - one["start_bytes"], 0)
-            text = f"{size(one['peak_bytes'])} resident at most, {size(rise)} above the start of the call"
-            numbers.append(Number(f"peak memory {one['name']}", text, "measured"))
-        if found["error"] is not None:
-            rows = found["sampled_rows"]
-            text = f"{found['error']:.2e} of the largest output, {rows} sampled rows x all heads against fp64"
+        for name, timed in record["passes"].items():
+            numbers += self._pass_numbers(name, timed)
+        for process in record["processes"]:
+            rise = max(process["peak_bytes"] - process["start_bytes"], 0)
+            text = f"{size(process['peak_bytes'])} resident at most, {size(rise)} above the start of the call"
+            numbers.append(Number(f"peak memory {process['name']}", text, "measured"))
+        if record["error"] is not None:
+            rows = plural(record["sampled_rows"], "sampled row")
+            text = f"{record['error']:.2e} of the largest output, {rows} x all heads against fp64"
             numbers.append(Number("error", text, "measured"))
-        if found["output"]:
-            numbers.append(Number("output", found["output"]))
-        show(title, numbers)
+        if record["output"] is not None:
+            numbers.append(Number("output", record["output"]))
+        print_numbers(f"{plan.pattern!r}, {plan.tokens:,} tokens, {record['where']}", numbers)
         if plan.choice is not None:
-            show_choice(plan.choice)
+            print_choice(plan.choice)
 
-    def where(self) -> str:
-        """Which ranks compute, for the title."""
-        return f"{self.plan.layout.name} on {self.plan.ranks} {self.config.transport.spec} ranks"
-
-    def process(self, rank: int) -> str:
-        return f"rank {rank}"
-
-    def sampled(self, reduce: Reduce, positions: np.ndarray, out: torch.Tensor) -> float | None:
-        """Largest error of the sampled rows that this rank holds, relative to the largest oracle output."""
-        rows = sampled_rows(self.plan.tokens, self.config.sample)
-        if not rows or not out.shape[0]:
-            return None
-        scale = self.plan.head_dim**-0.5 if self.config.scale is None else self.config.scale
-        tensors = [x.detach() for x in self.inputs]
-        q, k, v = tensors
-        truth = oracle_rows(self.plan.pattern, self.plan.tokens, rows, scale, positions, q, k, v, reduce)
-        truth *= self.plan.pattern.output_scale
-        place = places(rows, positions)
-        mine = [(i, place[row]) for i, row in enumerate(rows) if row in place]
-        gaps = [(out[:, :, local].double().cpu() - truth[:, :, i]).abs().max() for i, local in mine]
-        worst = torch.stack(gaps).max() if gaps else torch.zeros((), dtype=torch.float64, device="cpu")
-        worst = worst.reshape(1)
-        reduce(worst, True)
-        return float(worst) / max(float(truth.abs().max()), torch.finfo(torch.float64).tiny)
+    def _pass_numbers(self, name: str, timed: dict[str, Any]) -> list[Number]:
+        """The numbers of a forward or a backward: time, rate, and bytes beside the planned bytes."""
+        times, sent, planned = timed["seconds"], sum(timed[f"bytes_{self.bytes_verb}"]), timed["planned_bytes"]
+        spread = f"{duration(min(times))} .. {duration(max(times))} over {plural(len(times), 'run')}"
+        comparison = "as planned" if sent == planned else f"NOT AS PLANNED: {planned:,}"
+        share = sent / (timed["full_ring_bytes"] or 1)
+        text = f"{sent:,} = {size(sent)} ({comparison}; {share:.3f} of a full ring)"
+        return [
+            Number(f"{name} time", f"{duration(timed['median'])} median ({spread})", "measured"),
+            Number(f"{name} rate", rate(timed["tokens_per_second"], "tokens/s"), "measured"),
+            Number(f"{name} bytes {self.bytes_verb}", text, "counted"),
+        ]
 
 
-def save(path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
+def check_outputs(config: RunConfig) -> None:
+    """Raise InvalidInput where the output or the report of a run cannot be written."""
+    if config.output.path is not None:
+        check_writable(Path(config.output.path))
+    check_json(config.output.report)
+
+
+def save_output(path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write out and lse to a safetensors file, whole or not at all."""
     with writing(path, SafetensorError) as temporary:
         save_file({"out": out.contiguous(), "lse": lse.contiguous()}, temporary)

@@ -1,4 +1,4 @@
-"""ringattn simulate: a plan's time on a machine, by models, without torch; other modes execute."""
+"""ringattn simulate: a plan's time on a machine, by models, without torch. Other modes execute the plan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ..config.build import asked_machine, asked_plan
-from ..config.checks import MODES, check_needs
+from ..config.build import machine_from_config, plan_from_config
+from ..config.checks import MODES, SIMULATE_SETTINGS, check_settings
 from ..config.schema import SimulateConfig
 from ..errors import InvalidInput, did_you_mean, plural
 from ..experiments.study.checks import refuse_settings_without_study
@@ -18,152 +18,182 @@ from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.plan import Plan
 from ..progress import listening
-from ..reporting.console import Number, choice_data, head, quantity, say, show, show_choice
+from ..reporting.console import (
+    Number,
+    choice_record,
+    describe_plan,
+    format_quantity,
+    print_choice,
+    print_numbers,
+    print_paragraph,
+)
+from ..reporting.progress_bar import show_progress
 from ..text import digits, duration, size
 from ..timing.costs import JOULES_PER_KWH
 from ..timing.timeline import CAUSES, Timeline
-from .progress import progress
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the timeline of a forward, and of a backward where asked; write the numbers as JSON where asked."""
+    """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON to a path."""
     if config.mode not in MODES:
         raise InvalidInput(
-            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; attention over virtual "
-            "ranks on inputs of your own runs with ringattn run transport=virtual"
+            f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; for attention over "
+            "virtual ranks on your own inputs, use ringattn run transport=virtual"
         )
-    if config.mode != "timing":  # the others execute, and so need torch
-        import_module(f".{config.mode}", __package__).main(config)
+    if config.mode != "timing":
+        # These modes execute, and so import torch.
+        import_module(f".simulate_{config.mode}", __package__).main(config)
         return
     if config.study.axes or config.study.together:
-        import_module(".study", __package__).main(config)
+        import_module(".simulate_study", __package__).main(config)
         return
     refuse_settings_without_study(config.study)
     check_json(config.output.path)
-    check_needs("timing", config)
-    machine = asked_machine(config)
-    plan, options = asked_plan(config, machine), simulate_options(config)
-    with progress(Console(stderr=True)) as tell, listening(tell):
-        found = simulate_passes(plan, machine, config.backward, options)
-    tables = {one.direction: _numbers(one) for one in found}
-    if config.output.path:
-        write_json(config.output.path, _written(plan, machine, found, tables))
-    if config.output.path == STDOUT:
-        return
-    say(head(plan))
+    check_settings(SIMULATE_SETTINGS["timing"], config)
+    machine = machine_from_config(config)
+    plan, options = plan_from_config(config, machine), simulate_options(config)
+    with show_progress(Console(stderr=True)) as tell, listening(tell):
+        timelines = simulate_passes(plan, machine, config.backward, options)
+    tables = {timeline.direction: _timeline_numbers(timeline) for timeline in timelines}
+    if config.output.path is not None:
+        write_json(config.output.path, _record(plan, machine, timelines, tables))
+    if config.output.path != STDOUT:
+        _print(plan, machine, timelines, tables)
+
+
+def _print(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict[str, list[Number]]) -> None:
+    """Print the plan, the machine, and a table for each pass."""
+    print_paragraph(describe_plan(plan))
     if plan.choice is not None:
-        show_choice(plan.choice)
-    show("machine", _machine(machine))
-    for one in found:
-        show(one.direction, tables[one.direction])
-    if len(found) > 1:
-        kind = "extrapolated" if any(one.extrapolated for one in found) else "modelled"
-        show("", [Number("forward and backward", duration(sum(one.seconds for one in found)), kind)])
-    for note in found[0].notes:
-        say(f"note: {note}")
-    say("not modelled: " + "; ".join(found[0].unmodelled))
+        print_choice(plan.choice)
+    print_numbers("machine", _machine_numbers(machine))
+    for direction, numbers in tables.items():
+        print_numbers(direction, numbers)
+    if len(timelines) > 1:
+        kind = "extrapolated" if any(timeline.extrapolated for timeline in timelines) else "modelled"
+        seconds = sum(timeline.seconds for timeline in timelines)
+        print_numbers("", [Number("forward and backward", duration(seconds), kind)])
+    for note in timelines[0].notes:
+        print_paragraph(f"note: {note}")
+    print_paragraph("not modelled: " + "; ".join(timelines[0].unmodelled))
 
 
-def _machine(machine: Machine) -> list[Number]:
-    """The numbers of a machine that are given, each with its source."""
-    given = [(name, getattr(machine, name)) for name in MACHINE_NUMBERS]
-    of = f" of {machine.flops_dtype}" if machine.flops_dtype else ""
-    numbers = [
-        Number(name, quantity(name, value) + (of if name == "flops" else ""), machine.source(name))
-        for name, value in given if value not in (None, False)
-    ]  # fmt: skip
+def _machine_numbers(machine: Machine) -> list[Number]:
+    """The numbers that a machine has, each with its source."""
+    numbers = []
+    for name in MACHINE_NUMBERS:
+        value = getattr(machine, name)
+        if value is not None and value is not False:
+            dtype = f" of {machine.flops_dtype}" if name == "flops" and machine.flops_dtype else ""
+            numbers.append(Number(name, format_quantity(name, value) + dtype, machine.source(name)))
     if machine.kernel is not None:
-        known = machine.kernel
-        text = f"of {known.dtype} tiles with head_dim={known.head_dim}, which replace flops"
+        text = f"of {machine.kernel.dtype} tiles with head_dim={machine.kernel.head_dim}, which replace flops"
         numbers.append(Number("kernel times", text, machine.source("kernel")))
     return numbers
 
 
-def _numbers(one: Timeline) -> list[Number]:
-    """What a timeline says, each number with its word."""
+def _timeline_numbers(timeline: Timeline) -> list[Number]:
+    """The numbers of a pass, each with its kind."""
     numbers = [
-        Number("solver", f"{one.solver}: {one.why}"),
-        *([Number("compared", one.compared, "counted")] if one.compared else []),
-        Number("time", duration(one.seconds), one.kind),
-        Number("  compute, mean", _share(one.compute, one), "modelled"),
-        *(_cause(name, one) for name in one.exposed),
+        Number("solver", f"{timeline.solver}: {timeline.why}"),
+        *([Number("compared", timeline.compared, "counted")] if timeline.compared else []),
+        Number("time", duration(timeline.seconds), timeline.kind),
+        Number("  compute, mean", _format_share(timeline.compute, timeline), "modelled"),
+        *(_cause_number(cause, timeline) for cause in timeline.exposed),
     ]
-    if one.interval is not None:
-        low, high = one.interval
-        numbers.append(
-            Number("  95 % interval", f"{duration(low)} .. {duration(high)}, of the mean of sampled runs", one.kind)
-        )
-    inside = one.machine.interval(one.seconds)
-    if inside is not None:
-        text = f"{duration(inside[0])} .. {duration(inside[1])}, by {plural(len(one.machine.residuals), 'pass')} of the calibration"
-        numbers.append(Number("  90 % of measured passes", text, one.kind))
-    if one.finish is not None and one.ranks > 1:
-        calm = "" if one.interval is None else ", without jitter"
-        numbers.append(Number("first rank done", duration(float(one.finish.min())) + calm, "modelled"))
-    if one.traffic is not None:
-        links = one.traffic
-        numbers += [
-            Number("messages", f"{plural(links.messages, 'message')} on {plural(links.links, 'link')}", "counted"),
-            Number("bytes", f"{size(links.total)}, {size(links.busiest)} on the busiest link", "counted"),
-        ]
+    if timeline.interval is not None:
+        low, high = timeline.interval
+        text = f"{duration(low)} .. {duration(high)}, of the mean of sampled runs"
+        numbers.append(Number("  95 % interval", text, timeline.kind))
+    measured = timeline.machine.interval(timeline.seconds)
+    if measured is not None:
+        count = plural(len(timeline.machine.residuals), "pass")
+        text = f"{duration(measured[0])} .. {duration(measured[1])}, by {count} of the calibration"
+        numbers.append(Number("  90 % of measured passes", text, timeline.kind))
+    if timeline.finish is not None and timeline.ranks > 1:
+        without = "" if timeline.interval is None else ", without jitter"
+        numbers.append(Number("first rank done", duration(float(timeline.finish.min())) + without, "modelled"))
+    traffic = timeline.traffic
+    if traffic is not None:
+        messages = f"{plural(traffic.messages, 'message')} on {plural(traffic.links, 'link')}"
+        numbers.append(Number("messages", messages, "counted"))
+        total = f"{size(traffic.total)}, {size(traffic.busiest)} on the busiest link"
+        numbers.append(Number("bytes", total, "counted"))
     else:
-        numbers.append(Number("bytes", "not counted by this solver; ringattn plan counts those of a rank"))
-    numbers += [Number(f"  {name}", size(value), "modelled") for name, value in one.memory.items()]
-    fits = {None: "", True: ", fits", False: ", does not fit"}[one.fits]
-    numbers.append(Number("memory of a rank", size(sum(one.memory.values())) + fits, "modelled"))
-    return [*numbers, *_budget(one)]
+        numbers.append(Number("bytes", "not counted by this solver; ringattn plan counts the bytes of a rank"))
+    numbers += [Number(f"  {name}", size(value), "modelled") for name, value in timeline.memory.items()]
+    fits = {None: "", True: ", fits", False: ", does not fit"}[timeline.fits]
+    numbers.append(Number("memory of a rank", size(sum(timeline.memory.values())) + fits, "modelled"))
+    return [*numbers, *_job_numbers(timeline)]
 
 
-def _share(seconds: float, one: Timeline) -> str:
-    return f"{duration(seconds)} = {seconds / one.seconds:.2%}" if one.seconds else "0"
+def _format_share(seconds: float, timeline: Timeline) -> str:
+    """Seconds, and their share of the pass."""
+    return f"{duration(seconds)} = {seconds / timeline.seconds:.2%}" if timeline.seconds else "0"
 
 
-def _cause(name: str, one: Timeline) -> Number:
-    """What a cause exposes, or that the machine says nothing of it."""
-    field = CAUSES.get(name)
-    if field is not None and getattr(one.machine, field) is None:
-        return Number(f"  {name}", "not modelled")
-    return Number(f"  {name}", _share(one.exposed[name], one), one.kind if name == "jitter" else "modelled")
+def _cause_number(cause: str, timeline: Timeline) -> Number:
+    """The time that a cause exposes; "not modelled" where the machine has no number for it."""
+    field = CAUSES.get(cause)
+    if field is not None and getattr(timeline.machine, field) is None:
+        return Number(f"  {cause}", "not modelled")
+    kind = timeline.kind if cause == "jitter" else "modelled"
+    return Number(f"  {cause}", _format_share(timeline.exposed[cause], timeline), kind)
 
 
-def _budget(one: Timeline) -> list[Number]:
+def _job_numbers(timeline: Timeline) -> list[Number]:
+    """Failures, checkpoints, energy and cost, of the job or of one pass."""
     numbers = []
-    if one.machine.mtbf is not None:
-        numbers.append(Number("a failure every", duration(one.machine.mtbf / one.ranks), "modelled"))
-    if one.passes is not None:
-        risky, found = "", one.failures
-        if found is not None:
-            text = f"{duration(found.write)} after every {duration(found.interval)} of work"
-            numbers.append(
-                Number("checkpoint", text if found.checkpoints else "none: the job is too short", "modelled")
-            )
-            risky = ", with failures and checkpoints"
-        numbers.append(Number("job", f"{plural(one.passes, 'pass')} in {duration(one.total)}{risky}", one.kind))
-    of = "pass" if one.passes is None else "job"
-    if one.joules is not None:
-        numbers.append(Number(f"energy of the {of}", f"{digits(one.joules / JOULES_PER_KWH)} kWh", one.kind))
-    if one.price is not None:
-        numbers.append(Number(f"cost of the {of}", f"{digits(one.price)} in the currency of machine.price", one.kind))
+    if timeline.machine.mtbf is not None:
+        numbers.append(Number("a failure every", duration(timeline.machine.mtbf / timeline.ranks), "modelled"))
+    if timeline.passes is not None:
+        failures, included = timeline.failures, ""
+        if failures is not None:
+            text = f"{duration(failures.write)} after every {duration(failures.interval)} of work"
+            text = text if failures.checkpoints else "none: the job is too short"
+            numbers.append(Number("checkpoint", text, "modelled"))
+            included = ", with failures and checkpoints"
+        text = f"{plural(timeline.passes, 'pass')} in {duration(timeline.total)}{included}"
+        numbers.append(Number("job", text, timeline.kind))
+    unit = "pass" if timeline.passes is None else "job"
+    if timeline.joules is not None:
+        text = f"{digits(timeline.joules / JOULES_PER_KWH)} kWh"
+        numbers.append(Number(f"energy of the {unit}", text, timeline.kind))
+    if timeline.price is not None:
+        text = f"{digits(timeline.price)} in the currency of machine.price"
+        numbers.append(Number(f"cost of the {unit}", text, timeline.kind))
     return numbers
 
 
-def _written(
-    plan: Plan, machine: Machine, found: list[Timeline], tables: dict[str, list[Number]]
-) -> dict[str, Any]:  # fmt: skip
-    """The numbers as plain data: seconds, bytes and joules, with the words as printed."""
+def _record(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dict[str, list[Number]]) -> dict[str, Any]:
+    """The numbers as plain data: seconds, bytes and joules, with the kinds that are printed."""
     return {
         "plan": json.loads(plan.to_json()),
-        "machine": {name: {"value": getattr(machine, name), "source": machine.source(name)} for name in MACHINE_NUMBERS},
-        "passes": {
-            one.direction: {
-                "solver": one.solver, "why": one.why, "compared": one.compared, "kind": one.kind,
-                "seconds": one.seconds, "compute": one.compute, "exposed": one.exposed, "interval": one.interval,
-                "traffic": None if one.traffic is None else vars(one.traffic), "memory": one.memory,
-                "job": one.passes, "failures": None if one.failures is None else vars(one.failures), "total": one.total,
-                "joules": one.joules, "price": one.price,
-                "words": {number.name.strip(): number.kind for number in tables[one.direction] if number.kind},
-            }
-            for one in found
+        "machine": {
+            name: {"value": getattr(machine, name), "source": machine.source(name)} for name in MACHINE_NUMBERS
         },
-        "not modelled": found[0].unmodelled, "notes": found[0].notes, "choice": choice_data(plan.choice),
-    }  # fmt: skip
+        "passes": {
+            timeline.direction: {
+                "solver": timeline.solver,
+                "why": timeline.why,
+                "compared": timeline.compared,
+                "kind": timeline.kind,
+                "seconds": timeline.seconds,
+                "compute": timeline.compute,
+                "exposed": timeline.exposed,
+                "interval": timeline.interval,
+                "traffic": None if timeline.traffic is None else vars(timeline.traffic),
+                "memory": timeline.memory,
+                "job": timeline.passes,
+                "failures": None if timeline.failures is None else vars(timeline.failures),
+                "total": timeline.total,
+                "joules": timeline.joules,
+                "price": timeline.price,
+                "words": {number.name.strip(): number.kind for number in tables[timeline.direction] if number.kind},
+            }
+            for timeline in timelines
+        },
+        "not modelled": timelines[0].unmodelled,
+        "notes": timelines[0].notes,
+        "choice": choice_record(plan.choice),
+    }

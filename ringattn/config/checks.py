@@ -1,4 +1,4 @@
-"""The modes of `ringattn simulate`, and which settings have a meaning in each, and beside what."""
+"""Settings that apply only beside others: what a verb refuses because it would have no effect."""
 
 from __future__ import annotations
 
@@ -6,119 +6,340 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import reduce
-from typing import Any
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from ..errors import InvalidInput
+from ..files import STDOUT
 from ..machine.machine import MACHINE_NUMBERS
-from .folders import ConfigFolders
+from ..transport.launcher import Launch
+from .folders import ConfigFolders, chosen_options, is_for_verb, load_config, set_names
 from .groups import MachineGroup
+from .schema import SCHEMAS, CalibrateConfig, SimulateConfig, conf_dir, key_names, parse_size
 
-#: What only timing gives a meaning to, and what each mode of `simulate` leaves without one.
-_TIMED = ("slow", "slow_links", "stalls", "passes", "solver")
+#: A configuration whose settings are checked.
+Config = TypeVar("Config", SimulateConfig, CalibrateConfig)
+#: Settings of the timing model.
+_TIMING_KEYS = ("slow", "slow_links", "stalls", "passes", "solver")
+#: The modes of `simulate`, each with the keys that the mode does not read.
 MODES: dict[str, tuple[str, ...]] = {
     "timing": ("validate", "numerics"),
-    "validate": ("numerics", "study", "shard", "pattern", "layout", "schedule", "ranks", "tokens", "kv_heads", "batch", "comm_dtype",
-                 "rotate", "backward", "seed", *_TIMED),
-    "numerics": ("validate", "study", "batch", *_TIMED),
-}  # fmt: skip
-#: What a machine file says of its calibration, and so of the validation that reads it.
-FILED = ("heads", "head_dim", "dtype")
+    "validate": (
+        *("numerics", "study", "shard", "pattern", "layout", "schedule", "ranks", "tokens", "kv_heads", "batch"),
+        *("comm_dtype", "rotate", "backward", "seed", *_TIMING_KEYS),
+    ),
+    "numerics": ("validate", "study", "batch", *_TIMING_KEYS),
+}
+#: Keys that mode=validate does not read beside machine.path: the machine file says what was calibrated.
+MACHINE_FILE_KEYS = ("heads", "head_dim", "dtype")
+#: Keys that `run` does not read beside `stream`: one process computes chunk after chunk, in order, and sends nothing.
+RING_KEYS = ("transport", "ranks", "layout", "schedule", "machine", "comm_dtype", "rotate", "timeout", "progress")
+#: Keys that `run` does not read beside input=file: the tensors have these sizes.
+INPUT_FILE_KEYS = ("tokens", "heads", "kv_heads", "head_dim", "batch", "dtype")
+#: Groups whose options have parameters of their own.
+PARAMETER_GROUPS = ("pattern", "layout", "schedule", "input")
+#: Transports whose ranks a launcher may have started, and the transports of each verb.
+LAUNCHED = ("gloo", "nccl", "mpi")
+TRANSPORTS = {"run": (*LAUNCHED, "virtual"), "calibrate": (*LAUNCHED, "none")}
+#: The option of a group that a value written in full selects.
+CUSTOM = "custom"
+#: The default of a setting is the default of its schema.
+_SCHEMA_DEFAULT = object()
 
 
 @dataclass(frozen=True)
-class Need:
-    """A key that has no meaning unless `there` holds of the configuration; `where`: in which case it has none."""
+class ConditionalSetting(Generic[Config]):
+    """A setting that applies only if `applies(config)`.
+
+    `otherwise` completes the error "KEY=VALUE has no meaning ...".
+    """
 
     key: str
-    there: Callable[[Any], Any]
-    where: str
-    #: The value that is not asked for; ...: that of the schema.
-    default: Any = ...
+    applies: Callable[[Config], bool]
+    otherwise: str
+    #: The value that counts as not set.
+    default: object = _SCHEMA_DEFAULT
 
 
-def _each(keys: Sequence[str], there: Callable[[Any], Any], where: str) -> tuple[Need, ...]:
-    return tuple(Need(key, there, where) for key in keys)
+def _never(config: object) -> bool:
+    return False
 
 
-_ROTATE = Need("rotate", lambda c: c.backward, "without backward=true")
+def _has_backward(config: SimulateConfig) -> bool:
+    return config.backward
+
+
+def _has_job(config: SimulateConfig) -> bool:
+    return bool(config.passes)
+
+
+def _has_failures(config: SimulateConfig) -> bool:
+    return bool(config.machine.made().mtbf)
+
+
+def _has_jitter(config: SimulateConfig) -> bool:
+    return bool(config.machine.made().jitter)
+
+
+def _has_kernel_times(config: SimulateConfig) -> bool:
+    return config.machine.made().kernel is not None
+
+
+def _chooses_by_machine(config: SimulateConfig) -> bool:
+    return "auto" in (config.layout.spec, config.schedule.spec)
+
+
+def _calibrates_first(config: SimulateConfig) -> bool:
+    return config.machine.path is None
+
+
+def _measures_here(config: SimulateConfig) -> bool:
+    return config.machine.spec in ("auto", "file")
+
+
+def _has_ranks(config: CalibrateConfig) -> bool:
+    return config.transport.spec != "none"
+
+
+def _is_alone(config: CalibrateConfig) -> bool:
+    return config.transport.spec == "none"
+
+
 #: Numbers of a machine that every calibration measures, and numbers that only a calibration of several ranks measures.
 _ALONE = tuple(name for name, number in MACHINE_NUMBERS.items() if number.measured_by == "every")
 _LINKS = tuple(name for name, number in MACHINE_NUMBERS.items() if number.measured_by == "ranks")
-#: By what a command does: the keys that it reads in some cases only.
-NEEDS: dict[str, tuple[Need, ...]] = {
+#: The settings of each mode of `simulate` that apply in some cases only.
+SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
     "timing": (
-        _ROTATE,
-        Need("seed", lambda c: c.machine.made().jitter, "without machine.jitter=..., whose samples it is of"),
-        *_each(("machine.checkpoint", "machine.restart"), lambda c: c.machine.made().mtbf, "without machine.mtbf=..."),
-        *_each(("machine.checkpoint", "machine.restart"), lambda c: c.passes, "without a job: passes=..."),
-        Need("machine.extrapolate", lambda c: c.machine.made().kernel, "without kernel times, which machine=file brings"),
+        ConditionalSetting("rotate", _has_backward, "without backward=true"),
+        ConditionalSetting("seed", _has_jitter, "without machine.jitter=..., whose samples it draws"),
+        ConditionalSetting("machine.checkpoint", _has_failures, "without machine.mtbf=..."),
+        ConditionalSetting("machine.restart", _has_failures, "without machine.mtbf=..."),
+        ConditionalSetting("machine.checkpoint", _has_job, "without a job: passes=..."),
+        ConditionalSetting("machine.restart", _has_job, "without a job: passes=..."),
+        ConditionalSetting(
+            "machine.extrapolate", _has_kernel_times, "without kernel times, which only machine=file brings"
+        ),
     ),
     "numerics": (
-        _ROTATE,
-        Need("machine", lambda c: "auto" in (c.layout.spec, c.schedule.spec),
-             "with mode=numerics, unless layout=auto or schedule=auto choose by it", MachineGroup("auto")),
+        ConditionalSetting("rotate", _has_backward, "without backward=true"),
+        ConditionalSetting(
+            "machine",
+            _chooses_by_machine,
+            "with mode=numerics, unless layout=auto or schedule=auto choose by it",
+            MachineGroup("auto"),
+        ),
     ),
     "validate": (
-        *_each([f"validate.{name}" for name in ("rows", "widths", "messages")], lambda c: c.machine.path is None,
-               "beside machine.path=..., whose file says what was calibrated"),
-        *_each([f"machine.{name}" for name in (*MACHINE_NUMBERS, "extrapolate")], lambda c: False,
-               "with mode=validate: the machine is measured, or is that of machine.path"),
-        Need("machine.spec", lambda c: c.machine.spec in ("auto", "file"), "with mode=validate, which measures this machine"),
+        *(
+            ConditionalSetting[SimulateConfig](
+                f"validate.{name}", _calibrates_first, "beside machine.path=..., whose file says what was calibrated"
+            )
+            for name in ("rows", "widths", "messages")
+        ),
+        *(
+            ConditionalSetting[SimulateConfig](
+                f"machine.{name}", _never, "with mode=validate: the machine is measured, or comes from machine.path"
+            )
+            for name in (*MACHINE_NUMBERS, "extrapolate")
+        ),
+        ConditionalSetting("machine.spec", _measures_here, "with mode=validate, which measures this machine"),
     ),
-    "calibrate": (
-        *_each(("ranks", "messages", "timeout"), lambda c: c.transport.spec != "none", "with transport=none, one process alone"),
-        *_each([f"machine.{name}" for name in _ALONE], lambda c: False, "here: a calibration measures it"),
-        *_each([f"machine.{name}" for name in _LINKS], lambda c: c.transport.spec == "none",
-               "here: a calibration of ranks measures it"),
-        Need("machine.extrapolate", lambda c: False, "here: kernel times are measured"),
+}
+#: The settings of `calibrate` that apply in some cases only.
+CALIBRATE_SETTINGS: tuple[ConditionalSetting[CalibrateConfig], ...] = (
+    *(
+        ConditionalSetting[CalibrateConfig](name, _has_ranks, "with transport=none, which is one process alone")
+        for name in ("ranks", "messages", "timeout")
     ),
-}  # fmt: skip
+    *(
+        ConditionalSetting[CalibrateConfig](f"machine.{name}", _never, "here: a calibration measures it")
+        for name in _ALONE
+    ),
+    *(
+        ConditionalSetting[CalibrateConfig](f"machine.{name}", _is_alone, "here: a calibration of ranks measures it")
+        for name in _LINKS
+    ),
+    ConditionalSetting("machine.extrapolate", _never, "here: a calibration measures the kernel times"),
+)
 
 
-def of_experiment(name: str, key: str, folders: ConfigFolders) -> str | None:
-    """What an experiment sets a plain key to; None where it does not."""
-    found = re.search(rf"^{key}: *(\w+)", folders.text("experiment", name), re.MULTILINE)
-    return found[1] if found else None
+def check_settings(settings: Sequence[ConditionalSetting[Config]], *configs: Config) -> None:
+    """Raise InvalidInput where a setting differs from its default in some configs, and applies in none of them."""
+    for setting in settings:
+        default = setting.default
+        if default is _SCHEMA_DEFAULT:
+            default = _value(type(configs[0])(), setting.key)
+        values = [value for config in configs if (value := _value(config, setting.key)) != default]
+        if values and not any(setting.applies(config) for config in configs if _value(config, setting.key) != default):
+            text = f"{setting.key}.*" if is_dataclass(values[0]) else f"{setting.key}={_written(values[0])}"
+            raise InvalidInput(f"{text} has no meaning {setting.otherwise}; leave it out")
 
 
-def check_mode(given: Mapping[str, str], folders: ConfigFolders) -> None:
-    """Refuse keys that the chosen mode of `simulate` would not look at."""
-    names = given.get("experiment", "null").split(",")
-    set_there = [found for name in names if (found := of_experiment(name, "mode", folders))]
-    for mode in given["mode"].split(",") if "mode" in given else set_there or ["timing"]:
-        for key in given:
-            name = re.split(r"[./@]", key)[0]
-            if name in MODES.get(mode, ()):
-                takers = [other for other, without in MODES.items() if name not in without]
-                raise InvalidInput(
-                    f"{key}={given[key]} has no meaning with mode={mode}; leave it out, or try mode={' or '.join(takers)}"
-                )
-            if mode == "validate" and name in FILED and "machine.path" in given:
-                raise InvalidInput(
-                    f"{key}={given[key]} has no meaning beside machine.path: the file says it; leave it out"
-                )
-
-
-def check_needs(what: str, *configs: Any) -> None:
-    """Refuse a setting, other than the default, that none of some configurations gives a meaning to.
-
-    `what` is one of `NEEDS`. Raises InvalidInput.
-    """
-    for need in NEEDS[what]:
-        default = _value(type(configs[0])(), need.key) if need.default is ... else need.default
-        set_there = [config for config in configs if _value(config, need.key) != default]
-        if set_there and not any(need.there(config) for config in set_there):
-            value = _value(set_there[0], need.key)
-            text = f"{need.key}.*" if is_dataclass(value) else f"{need.key}={_text(value)}"
-            raise InvalidInput(f"{text} has no meaning {need.where}; leave it out")
-
-
-def _value(config: Any, key: str) -> Any:
+def _value(config: object, key: str) -> object:
     return reduce(getattr, key.split("."), config)
 
 
-def _text(value: Any) -> str:
+def _written(value: object) -> str:
     """A value as it is written on the command line."""
-    if isinstance(value, bool | float):
-        return str(value).lower() if isinstance(value, bool) else f"{value:g}"
-    return str(value).replace("'", "").replace(", ", ",")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "").replace(", ", ",")
+
+
+def check_overrides(
+    verb: str, given: Mapping[str, str], folders: ConfigFolders, *, launch: Launch | None, swept: bool
+) -> None:
+    """Raise InvalidInput where an override has no effect or cannot be honoured.
+
+    `given` are the values of a command line by key, defaults that somebody typed among them. `launch` says which
+    launcher started this process; None where the verb has no ranks. `swept`: each value of a key is a job of its own.
+    """
+    if "experiment" in given:
+        _check_experiment(verb, given["experiment"], folders)
+    _check_parameters(verb, given, folders)
+    _check_missing(verb, given, folders)
+    if verb == "run":
+        _check_stream(given)
+        _check_input_file(given)
+    if verb == "simulate":
+        _check_mode(given, folders)
+        if "tokens" in given and given.get("shard", "null") != "null":
+            raise InvalidInput("shard= sets the tokens (shard x ranks); give shard or tokens, not both")
+    if launch is not None and launch.kind != "none":
+        _check_launched_ranks(given, launch, folders)
+    if swept and verb != "bench":  # a suite names the files of its records itself
+        _check_sweep(verb, given)
+
+
+def experiment_value(name: str, key: str, folders: ConfigFolders) -> str | None:
+    """The text of the value that an experiment sets a plain key to; None where the experiment does not set the key."""
+    value = folders.settings("experiment", name).get(key)
+    return None if value is None else str(value)
+
+
+def stream_conflict(option: str, stream: str) -> InvalidInput:
+    """The error of an option of rings that is given beside `stream`."""
+    return InvalidInput(
+        f"{option} has no meaning with stream={stream}: one process computes chunk after chunk and sends nothing to "
+        "others; leave it out (chunk= sets the rows of a chunk)"
+    )
+
+
+def _key_group(key: str) -> str:
+    """The first part of a key: machine of machine.bandwidth, and of machine@package."""
+    return re.split(r"[./@]", key)[0]
+
+
+def _check_experiment(verb: str, names: str, folders: ConfigFolders) -> None:
+    """Refuse an experiment that sets keys which the verb does not have. An experiment named null sets nothing."""
+    for name in names.split(","):
+        text, settings = folders.text("experiment", name), folders.settings("experiment", name)
+        if not is_for_verb(verb, text, settings):
+            unknown = ", ".join(sorted(set_names(settings) - {*key_names(SCHEMAS[verb])}))
+            verbs = ", ".join(other for other in SCHEMAS if is_for_verb(other, text, settings))
+            raise InvalidInput(
+                f"experiment={name} sets {unknown}, which ringattn {verb} does not have; it is for {verbs}"
+            )
+
+
+def _check_parameters(verb: str, given: Mapping[str, str], folders: ConfigFolders) -> None:
+    """Refuse parameters of a pattern, a layout, a schedule or an input that the chosen option does not have."""
+    for key, value in given.items():
+        group, _, name = key.partition(".")
+        if group not in PARAMETER_GROUPS or name in ("", "spec") or group not in key_names(SCHEMAS[verb]):
+            continue
+        if group not in given and {"experiment", "study"} & set(given):
+            continue  # the experiment or the study chooses the option
+        text = given.get(group) or _default_option(verb, group)
+        if "(" in text or ":" in text:
+            chosen = [CUSTOM]
+        else:
+            chosen = text.split(",")
+        if not any(name in folders.settings(group, option) for option in chosen):
+            takers = [option for option in folders.options(group) if name in folders.settings(group, option)]
+            raise InvalidInput(
+                f"{key}={value} has no meaning with {group}={text}; {group}s that take {name}: {', '.join(takers)}"
+            )
+
+
+def _check_missing(verb: str, given: Mapping[str, str], folders: ConfigFolders) -> None:
+    """Refuse an option with a parameter that only the user can give, and has not given."""
+    for group, value in given.items():
+        if group not in PARAMETER_GROUPS or group not in key_names(SCHEMAS[verb]) or "experiment" in given:
+            continue
+        for option in value.split(","):
+            for name, setting in folders.settings(group, option).items() if option != CUSTOM else ():
+                if setting == "???" and f"{group}.{name}" not in given:
+                    example = re.search(rf"'{group}\.{name}=.*?'", folders.text(group, option))
+                    advice = f", such as {example[0]}" if example else ""
+                    raise InvalidInput(f"{group}={option} needs {group}.{name}=...{advice}")
+
+
+def _default_option(verb: str, group: str) -> str:
+    """The option of a group that a verb starts from."""
+    return chosen_options(load_config(conf_dir() / f"{verb}.yaml"))[group]
+
+
+def _check_mode(given: Mapping[str, str], folders: ConfigFolders) -> None:
+    """Refuse keys that the chosen mode of `simulate` does not read."""
+    experiments = given.get("experiment", "null").split(",")
+    modes = [mode for name in experiments if (mode := experiment_value(name, "mode", folders)) is not None]
+    for mode in given["mode"].split(",") if "mode" in given else modes or ["timing"]:
+        for key, value in given.items():
+            group = _key_group(key)
+            if group in MODES.get(mode, ()):
+                takers = " or ".join(other for other, unread in MODES.items() if group not in unread)
+                raise InvalidInput(f"{key}={value} has no meaning with mode={mode}; leave it out, or try mode={takers}")
+            if mode == "validate" and group in MACHINE_FILE_KEYS and "machine.path" in given:
+                raise InvalidInput(
+                    f"{key}={value} has no meaning beside machine.path: the machine file sets {group}; leave it out"
+                )
+
+
+def _check_stream(given: Mapping[str, str]) -> None:
+    """Refuse keys of rings beside `stream`, their defaults too."""
+    stream = given.get("stream", "null")
+    for key, value in given.items():
+        if stream != "null" and _key_group(key) in RING_KEYS:
+            raise stream_conflict(f"{key}={value}", stream)
+
+
+def _check_input_file(given: Mapping[str, str]) -> None:
+    """Refuse sizes beside a file, which has its own."""
+    for name in INPUT_FILE_KEYS if given.get("input") == "file" else ():
+        if name in given:
+            raise InvalidInput(
+                f"{name}={given[name]} has no meaning with input=file: the tensors of input.path= have it; leave it out"
+            )
+
+
+def _check_launched_ranks(given: Mapping[str, str], launch: Launch, folders: ConfigFolders) -> None:
+    """Refuse a number of ranks other than the number that a launcher started, also where an experiment sets it."""
+    if given.get("transport", "gloo") not in LAUNCHED or given.get("stream", "null") != "null":
+        return
+    started = f"{launch.kind} started {launch.world}, and as many take part"
+    if "ranks" not in given:
+        for name in given.get("experiment", "null").split(","):
+            ranks = experiment_value(name, "ranks", folders)
+            if ranks is not None and parse_size(ranks, "ranks") != launch.world:
+                raise InvalidInput(
+                    f"experiment={name} sets ranks={ranks}: {started}; add ranks={launch.world}, or have {launch.kind} "
+                    f"start {ranks}"
+                )
+    elif given["ranks"] != str(launch.world):
+        raise InvalidInput(
+            f"ranks={given['ranks']}: {started}; leave ranks out, or have {launch.kind} start another number"
+        )
+
+
+def _check_sweep(verb: str, given: Mapping[str, str]) -> None:
+    """Refuse one output file for many jobs."""
+    for key in ("output.path", "output.report"):
+        path = given.get(key, "machine.yaml" if (verb, key) == ("calibrate", "output.path") else "null")
+        if path not in ("null", STDOUT) and "${" not in path:
+            numbered = Path(path).with_name(f"{Path(path).stem}_${{hydra:job.num}}{Path(path).suffix}")
+            raise InvalidInput(
+                f"{key}={path} with -m: every job would replace the output of the one before; let the path name the "
+                f"job, such as '{key}={numbered}'"
+            )

@@ -1,4 +1,4 @@
-"""Config groups of the command line: what one choice of each holds."""
+"""Config groups of the command line: the dataclasses that hold one option of each group."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from ..machine.file import read_machine
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..machine.presets import get_machine
 
+#: A whole number as people write it: 4096, 1e9 or 64k. `schema.parse_size` reads it.
+Size = int | float | str
+
 
 @dataclass
 class ConfigGroup:
-    """One choice of a config group; `spec` is what it stands for, the rest are its parameters."""
+    """One option of a config group. `spec` is the text that the library parses; other fields are its parameters."""
 
     spec: str = "???"
 
 
 @dataclass
 class PatternGroup(ConfigGroup):
+    """A pattern: its Python repr, and the parameters that conf/pattern/*.yaml put into that text."""
+
     left: int | None = None
     n: int | None = None
     step: int | None = None
@@ -36,12 +41,16 @@ class PatternGroup(ConfigGroup):
 
 @dataclass
 class LayoutGroup(ConfigGroup):
+    """A layout: its name with parameters, such as striped(64). `chunk` is a number of tokens, or "auto"."""
+
     block: int | None = None
-    chunk: Any = None
+    chunk: Size | None = None
 
 
 @dataclass
 class ScheduleGroup(ConfigGroup):
+    """A schedule: its name with parameters, such as ulysses(4, direct)."""
+
     ranks_per_node: int | None = None
     size: int | None = None
     between: str | None = None
@@ -108,11 +117,15 @@ def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | 
 
 @dataclass
 class TransportGroup(ConfigGroup):
+    """A transport. `gpu_aware` hands CUDA tensors to MPI."""
+
     gpu_aware: bool = False
 
 
 @dataclass
 class InputGroup:
+    """The input of `ringattn run`: a text, random numbers, or the tensors of a file."""
+
     name: str = "text"
     path: str | None = None
     seed: int = 0
@@ -120,14 +133,18 @@ class InputGroup:
 
 @dataclass
 class NumericsGroup:
-    """What `simulate mode=numerics` executes: way="sample" `rows` query rows (a number, or their positions) on at most
-    `spread` ranks; way="all" whole ranks, `count` (None: all) from `first` on, about `together` at a time.
+    """What `simulate mode=numerics` executes.
 
-    `fault` is done to the visit of `fault_rank` (None: that of the last sampled row, or one in the middle) to the block
-    of `fault_owner` (None: the rank before it). "lost" and "scaled" are done to what comes home to the rank of the first sampled row.
+    way="sample" executes `rows` query rows (their number, or their positions) on at most `spread` ranks. way="all"
+    executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` ranks at a time.
+
+    `fault` harms the visit of rank `fault_rank` to the block of rank `fault_owner`. Without `fault_rank`, the fault is
+    at the rank of the last sampled row, or at the middle rank; without `fault_owner`, in the block of the rank before.
+    The faults "lost" and "scaled" harm the gradients that return to the rank of the first sampled row.
     """
 
     way: str = "sample"
+    #: A size, or a list of sizes: OmegaConf has no union of the two.
     rows: Any = 16
     spread: int | None = None
     first: int = 0
@@ -142,19 +159,21 @@ class NumericsGroup:
 
 @dataclass
 class OutputGroup:
+    """The file or folder that a command writes; None: nothing, or the default of the verb."""
+
     path: str | None = None
 
 
 @dataclass
 class RunOutputGroup(OutputGroup):
-    """Beside the tensors of `path`: what is printed, as JSON."""
+    """The tensors that `ringattn run` writes to `path`, and the printed numbers that it writes to `report` as JSON."""
 
     report: str | None = None
 
 
 @dataclass
 class WindowGroup:
-    """The point, the ranks and the steps that the heat map and the trace of a study show; no point: neither is made."""
+    """The point, ranks and steps that the heat map and the trace of a study show. Without a point, neither is made."""
 
     point: int | None = None
     first_rank: int = 0
@@ -165,9 +184,9 @@ class WindowGroup:
 
 @dataclass
 class ExecuteGroup:
-    """What of each plan of a study is executed by the numerics simulator, in fp64.
+    """What the numerics simulator executes of each plan of a study, in fp64.
 
-    `budget` are seconds by assumed rates, so that it does not depend on the machine what is executed; None: nothing.
+    `budget` is in seconds at assumed rates, so that every machine executes the same plans; None: nothing is executed.
     """
 
     budget: float | None = None
@@ -179,9 +198,9 @@ class ExecuteGroup:
 
 @dataclass
 class StudyGroup:
-    """Many points of `simulate`: all combinations of the values of `axes`, each with every entry of `together`.
+    """The points of a study: every combination of the values of `axes` with every entry of `together`.
 
-    Keys are those of `simulate`, or label.NAME, which is carried along as a column.
+    Keys are keys of `simulate`, or label.NAME, which becomes a column of the tables. `extrapolate` is a Size or None.
     """
 
     name: str = "sweep"

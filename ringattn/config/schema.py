@@ -1,10 +1,10 @@
-"""Schemas of the command line, and sizes such as 64k."""
+"""Schemas of the verbs of the command line, and sizes such as 64k."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,62 +19,71 @@ from .groups import (
     PatternGroup,
     RunOutputGroup,
     ScheduleGroup,
+    Size,
     StudyGroup,
     TransportGroup,
 )
 
 #: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
 ROWS, WIDTHS, MESSAGES = (64, 256, 1024, 4096), (64, 256, 1024), (256, "4k", "64k", "1M", "4M", "16M")
-#: The largest number that is understood: what 64 bits hold.
-MOST = (1 << 63) - 1
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+#: The largest size: the largest integer of 64 bits.
+MAX_SIZE = (1 << 63) - 1
+#: Factors of the suffixes of a size.
+_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def conf_dir() -> Path:
-    """The folder of the config groups: inside the package in a wheel, beside it in a checkout."""
-    here = Path(__file__).resolve().parents[1]
-    beside = here.parent / "conf"
-    return beside if (beside / "run.yaml").is_file() else here / "conf"
+    """The folder of ringattn's config groups: inside the package in a wheel, beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    beside = package.parent / "conf"
+    return beside if (beside / "run.yaml").is_file() else package / "conf"
 
 
-def parse_size(value: str | int | float, name: str = "size") -> int:
-    """A whole number written as 4096, 1_000_000, 64k, 1M, 2G (powers of 1024) or 1e9."""
+def parse_size(value: Size, name: str = "size") -> int:
+    """The whole number that a size such as 4096, 1_000_000, 64k, 1M, 2G (powers of 1024) or 1e9 stands for.
+
+    Raises InvalidInput, naming the setting `name`, where `value` is not a whole number >= 0, or above `MAX_SIZE`.
+    """
     text = str(value).strip().replace("_", "").lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmgt]?)", text)
-    if match and re.fullmatch(
-        rf"0*[1-9]\d{{{len(str(MOST))},}}[kmgt]?", text
-    ):  # digits that are not worth a conversion
+    if match is None:
+        problem = "is negative" if re.fullmatch(r"-\d.*", text) else "not a whole number"
+        raise _not_a_size(value, name, problem)
+    digits, suffix = match.groups()
+    if re.fullmatch(rf"0*[1-9]\d{{{len(str(MAX_SIZE))},}}", digits):
+        raise _too_large(value, name)  # without int(), which is slow for so many digits
+    number = (float(digits) if re.search(r"[.e]", digits) else int(digits)) * _SUFFIXES[suffix]
+    if number == math.inf or number != int(number):
+        raise _not_a_size(value, name, "not a whole number")
+    if number > MAX_SIZE:
         raise _too_large(value, name)
-    if match:
-        number = (
-            float(match[1]) * _UNITS[match[2]] if re.search(r"[.e]", match[1]) else int(match[1]) * _UNITS[match[2]]
-        )
-        if number < math.inf and number == int(number):
-            if number > MOST:
-                raise _too_large(value, name)
-            return int(number)
-    if re.fullmatch(r"-\d.*", text):
-        raise InvalidInput(f"{name}={value}: is negative; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
-    raise InvalidInput(f"{name}={value}: not a whole number; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
+    return int(number)
 
 
-def _too_large(value: str | int | float, name: str) -> InvalidInput:
+def _not_a_size(value: Size, name: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{name}={value}: {problem}; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
+
+
+def _too_large(value: Size, name: str) -> InvalidInput:
     shown = str(value) if len(str(value)) <= 40 else f"{str(value)[:40]}..."
-    return InvalidInput(f"{name}={shown}: is larger than 2^63 - 1 = {MOST:,}, the largest number that is understood")
+    return InvalidInput(
+        f"{name}={shown}: is larger than 2^63 - 1 = {MAX_SIZE:,}, the largest size; give a smaller number"
+    )
 
 
 @dataclass
 class ProblemSizes:
-    """What `run`, `plan` and `simulate` share."""
+    """The settings that `run`, `plan` and `simulate` share."""
 
     pattern: PatternGroup = field(default_factory=PatternGroup)
     layout: LayoutGroup = field(default_factory=LayoutGroup)
     schedule: ScheduleGroup = field(default_factory=ScheduleGroup)
     machine: MachineGroup = field(default_factory=MachineGroup)
     output: OutputGroup = field(default_factory=OutputGroup)
+    #: Only Hydra reads it: an experiment sets other keys.
     experiment: Any = None
     ranks: int = 2
-    tokens: Any = "8k"
+    tokens: Size = "8k"
     heads: int = 8
     kv_heads: int | None = None
     head_dim: int = 64
@@ -84,17 +93,20 @@ class ProblemSizes:
     rotate: str = "auto"
 
     def size(self) -> int:
+        """The tokens of the sequence. Raises InvalidInput."""
         return parse_size(self.tokens, "tokens")
 
 
 @dataclass
 class RunConfig(ProblemSizes):
+    """The settings of `ringattn run`; conf/run.yaml explains each."""
+
     output: RunOutputGroup = field(default_factory=RunOutputGroup)
     transport: TransportGroup = field(default_factory=TransportGroup)
     kernel: ConfigGroup = field(default_factory=ConfigGroup)
     input: InputGroup = field(default_factory=InputGroup)
     stream: str | None = None
-    chunk: Any = None
+    chunk: Size | None = None
     device: str | None = None
     scale: float | None = None
     backward: bool = False
@@ -108,21 +120,24 @@ class RunConfig(ProblemSizes):
 
 @dataclass
 class PlanConfig(ProblemSizes):
+    """The settings of `ringattn plan`; conf/plan.yaml explains each."""
+
     ascii: bool = False
 
 
 @dataclass
 class ValidateGroup:
-    """Validation on several numbers of ranks. Without a machine file, `rows`, `widths` and `messages` are calibrated first.
+    """The settings of `simulate mode=validate`.
 
-    `held_out` are rows per rank of the passes that are compared; None: between the calibrated ones.
+    `ranks` are the numbers of ranks to validate on. Without a machine file, `rows`, `widths` and `messages` are
+    calibrated first. `held_out` are the rows per rank of the compared passes; None: sizes between the calibrated rows.
     """
 
     ranks: list[int] = field(default_factory=lambda: [2])
-    held_out: list[Any] | None = None
-    rows: list[Any] = field(default_factory=lambda: list(ROWS))
-    widths: list[Any] = field(default_factory=lambda: list(WIDTHS))
-    messages: list[Any] = field(default_factory=lambda: list(MESSAGES))
+    held_out: list[Size] | None = None
+    rows: list[Size] = field(default_factory=lambda: list(ROWS))
+    widths: list[Size] = field(default_factory=lambda: list(WIDTHS))
+    messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
     repeat: int = 7
     threads: int | None = None
     timeout: float = 600.0
@@ -130,6 +145,11 @@ class ValidateGroup:
 
 @dataclass
 class SimulateConfig(ProblemSizes):
+    """The settings of `ringattn simulate`; conf/simulate.yaml explains each.
+
+    `slow`, `slow_links` and `stalls` are mappings or lists, which `timing.simulate` checks.
+    """
+
     mode: str = "timing"
     dtype: str = "auto"
     backward: bool = False
@@ -139,7 +159,7 @@ class SimulateConfig(ProblemSizes):
     passes: int | None = None
     solver: str = "auto"
     seed: int = 0
-    shard: Any = None
+    shard: Size | None = None
     validate: ValidateGroup = field(default_factory=ValidateGroup)
     numerics: NumericsGroup = field(default_factory=NumericsGroup)
     study: StudyGroup = field(default_factory=StudyGroup)
@@ -149,19 +169,22 @@ class SimulateConfig(ProblemSizes):
             self.dtype = "float64" if self.mode == "numerics" else "float32"
 
     def length(self) -> int:
-        """The tokens, also where there are none, as in a point of a study that is refused. Raises InvalidInput."""
+        """The tokens, which are 0 for a point of a study that is refused. Raises InvalidInput."""
         return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
 
     def size(self) -> int:
-        found = self.length()
-        if not found and self.ranks:  # without ranks, that is what is wrong
+        """The tokens of the sequence. Raises InvalidInput where the sequence is empty."""
+        tokens = self.length()
+        if not tokens and self.ranks:  # with ranks=0, the error is about the ranks, and is raised elsewhere
             name = "tokens" if self.shard is None else "shard"
             raise InvalidInput(f"{name}=0: without tokens there is nothing to simulate; try {name}=64k")
-        return found
+        return tokens
 
 
 @dataclass
 class BenchConfig:
+    """The settings of `ringattn bench`; conf/bench.yaml explains each."""
+
     suite: str = "ring"
     cases: list[str] | None = None
     repeat: int = 5
@@ -170,12 +193,12 @@ class BenchConfig:
 
 @dataclass
 class DoctorConfig:
-    pass
+    """`ringattn doctor` has no settings."""
 
 
 @dataclass
 class CalibrateConfig:
-    """Sizes are lists of numbers, or of texts such as 64k."""
+    """The settings of `ringattn calibrate`; conf/calibrate.yaml explains each."""
 
     transport: TransportGroup = field(default_factory=TransportGroup)
     kernel: ConfigGroup = field(default_factory=ConfigGroup)
@@ -186,9 +209,9 @@ class CalibrateConfig:
     heads: int = 8
     head_dim: int = 64
     dtype: str = "float32"
-    rows: list[Any] = field(default_factory=lambda: list(ROWS))
-    widths: list[Any] = field(default_factory=lambda: list(WIDTHS))
-    messages: list[Any] = field(default_factory=lambda: list(MESSAGES))
+    rows: list[Size] = field(default_factory=lambda: list(ROWS))
+    widths: list[Size] = field(default_factory=lambda: list(WIDTHS))
+    messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
     repeat: int = 5
     threads: int | None = None
     timeout: float = 600.0
@@ -202,3 +225,8 @@ SCHEMAS: dict[str, type] = {
     "calibrate": CalibrateConfig,
     "doctor": DoctorConfig,
 }
+
+
+def key_names(schema: type) -> list[str]:
+    """The keys of a schema in order: groups and settings, without the keys within groups."""
+    return [one.name for one in fields(schema)]

@@ -1,1 +1,1 @@
-"""What is printed and written: tables, peak memory, and where numbers come from."""
+"""What people read: tables, progress, peak memory, and the code that made a number."""

@@ -1,4 +1,4 @@
-"""Tables for people: every number says whether it was measured or counted."""
+"""Tables on standard output. Every number carries a word that says where it comes from."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from ..plan.choice import Choice
 from ..plan.plan import Plan
 from ..text import duration, rate, size
 
+#: Columns of standard output where it is not a terminal: wide enough for every table.
+WIDTH = 120
+
 
 @dataclass(frozen=True)
 class Number:
-    """A figure and where it comes from: measured, counted, modelled or extrapolated."""
+    """A figure as text, and where it comes from: measured, counted, modelled, extrapolated, or nothing to say."""
 
     name: str
     value: str
     kind: str = ""
 
 
-def shape(plan: Plan) -> str:
-    """The sizes of a plan that its pattern, tokens and ranks do not say: B batch, H query heads, K key/value heads, D head dim."""
+def describe_sizes(plan: Plan) -> str:
+    """The batch B, query heads H, key/value heads K, head dim D and dtype of a plan."""
     return f"B={plan.batch} H={plan.heads} K={plan.kv_heads} D={plan.head_dim} {plan.dtype}"
 
 
-def head(plan: Plan, ranks: str = "rank") -> str:
-    """A plan in one line; `ranks` is what its ranks are called."""
+def describe_plan(plan: Plan, rank_noun: str = "rank") -> str:
+    """A plan in one line; `rank_noun` is the word for its ranks."""
     return (
-        f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, ranks)}, {plan.schedule}, "
-        f"{shape(plan)}"
+        f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, rank_noun)}, "
+        f"{plan.schedule}, {describe_sizes(plan)}"
     )
 
 
-def quantity(name: str, value: Any) -> str:
+def format_quantity(name: str, value: float | bool) -> str:
     """A number of a machine with its unit."""
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -56,8 +59,8 @@ def quantity(name: str, value: Any) -> str:
     return f"{value:g} {unit}"
 
 
-def show(title: str, numbers: Iterable[Number]) -> None:
-    """Print names and values, each with its kind."""
+def print_numbers(title: str, numbers: Iterable[Number]) -> None:
+    """Print a table of names, values and kinds."""
     table = Table(title=escape(title) or None, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -65,68 +68,72 @@ def show(title: str, numbers: Iterable[Number]) -> None:
     for number in numbers:
         kind = f"[{number.kind}]" if number.kind else ""
         table.add_row(*(escape(text) for text in (number.name, number.value, kind)))
-    _print(table)
+    _print_table(table)
 
 
-def grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with a header."""
+def print_grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with a header. The first column is flush left, the others are flush right."""
     table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(header):
         table.add_column(escape(name), justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    _print(table)
+    _print_table(table)
 
 
-def say(text: str) -> None:
-    """Print a paragraph in lines that fit, without spaces at their ends."""
-    found = console()
-    lines = textwrap.wrap(text, found.width, break_long_words=False, break_on_hyphens=False)
-    found.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+def print_paragraph(text: str) -> None:
+    """Print a text in lines that fit the terminal."""
+    console = get_console()
+    lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
+    print_plain("\n".join(lines), console)
 
 
-def _print(table: Table) -> None:
-    """Print a table; where there is no terminal, without the spaces that fill its lines."""
-    found = console()
-    if found.is_terminal:
-        found.print(table)
+def print_plain(text: str, console: Console | None = None) -> None:
+    """Print a text as it is: without colours, markup or wrapping."""
+    (console or get_console()).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_table(table: Table) -> None:
+    """Print a table; on what is not a terminal, without the blanks at the ends of its lines."""
+    console = get_console()
+    if console.is_terminal:
+        console.print(table)
         return
-    with found.capture() as captured:
-        found.print(table)
-    lines = [line.rstrip() for line in captured.get().splitlines()]
-    found.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    with console.capture() as captured:
+        console.print(table)
+    print_plain("\n".join(line.rstrip() for line in captured.get().splitlines()), console)
 
 
-def show_choice(choice: Choice, most: int = 8) -> None:
-    """Print what `auto` compared, the fastest first, what each prediction was made from, what was left out, and the reason."""
+def print_choice(choice: Choice, max_rows: int = 8) -> None:
+    """Print what `auto` compared: candidates from fast to slow, candidates left out, and the reason for the choice."""
     timed = sorted((p.seconds, i, c, p) for i, c in enumerate(choice.candidates) if (p := c.prediction))
     rows = [
         (
-            str(c),
-            duration(p.seconds),
-            duration(p.compute),
-            duration(p.exposed),
-            size(p.bytes),
-            f"{p.messages:,}",
-            c.basis,
+            str(candidate),
+            duration(prediction.seconds),
+            duration(prediction.compute),
+            duration(prediction.exposed),
+            size(prediction.bytes),
+            f"{prediction.messages:,}",
+            candidate.basis,
         )
-        for _, _, c, p in timed
+        for _, _, candidate, prediction in timed
     ]
-    lines = console()
-    lines.print()
+    console = get_console()
+    console.print()
     if rows:
         header = ("auto [modelled]", "forward", "compute", "exposed", "sends at most", "messages", "estimated from")
-        grid("", header, rows[:most])
-    if len(rows) > most:
-        lines.print(f"and {len(rows) - most} slower", highlight=False)
-    for why in dict.fromkeys(c.left_out for c in choice.candidates if c.left_out):
-        names = ", ".join(str(c) for c in choice.candidates if c.left_out == why)
-        say(f"left out ({why}): {names}")
-    say(f"auto: {choice.reason}")
+        print_grid("", header, rows[:max_rows])
+    if len(rows) > max_rows:
+        console.print(f"and {len(rows) - max_rows} slower candidates", highlight=False)
+    for why in dict.fromkeys(candidate.left_out for candidate in choice.candidates if candidate.left_out):
+        names = ", ".join(str(candidate) for candidate in choice.candidates if candidate.left_out == why)
+        print_paragraph(f"left out ({why}): {names}")
+    print_paragraph(f"auto: {choice.reason}")
 
 
-def choice_data(choice: Choice | None) -> dict[str, Any] | None:
-    """What `auto` compared, what it took and why, as plain data; None where nothing was chosen."""
+def choice_record(choice: Choice | None) -> dict[str, Any] | None:
+    """What `auto` compared, what it picked and why, as plain data; None where nothing was chosen."""
     if choice is None:
         return None
     return {
@@ -136,14 +143,14 @@ def choice_data(choice: Choice | None) -> dict[str, Any] | None:
     }
 
 
-def console() -> Console:
-    """Standard output; wide enough for a table where it is not a terminal."""
-    found = _Console()
-    return found if found.is_terminal else _Console(width=120)
+def get_console() -> Console:
+    """Standard output as it is now; `WIDTH` columns wide where it is not a terminal."""
+    console = _Console()
+    return console if console.is_terminal else _Console(width=WIDTH)
 
 
 class _Console(Console):
-    """Where the reader of standard output is gone, that is an error, which the command line knows how to end with."""
+    """A console that raises BrokenPipeError where the reader of standard output is gone: `main` ends the command."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""Peak memory of this process, measured as a peak."""
+"""Memory of this process in bytes, its peak among them, and the free memory of the system."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..errors import Unsupported
 
 _MEMINFO = Path("/proc/meminfo")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-#: Options of glibc's mallopt, and the size from which a freed block goes back to the system.
+#: Options of glibc's mallopt, and the bytes from which a freed block returns to the system.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 17
 
 
 def reset_peak() -> bool:
-    """Start a new peak from now; False where the system keeps only the peak of the whole life of the process."""
+    """Start a new peak now; False where the system keeps only the peak since the start of the process."""
     if not _CLEAR.exists():
         return False
     _CLEAR.write_text("5")
@@ -24,30 +24,30 @@ def reset_peak() -> bool:
 
 
 def return_freed() -> bool:
-    """Give freed blocks of 128 KiB or more back to the system at once, from now on; False where the C library cannot.
+    """Return freed blocks of 128 KiB or more to the system at once, from now on; False where the C library cannot.
 
-    glibc starts so, but keeps ever larger blocks once it has seen some freed. A second run then reuses what the first
-    left behind, and its rise over `resident` is nearly 0.
+    glibc starts so, but keeps ever larger blocks once it has seen large ones freed. A second run would then reuse the
+    blocks of the first run, and its rise over `resident` would be nearly 0.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and all(mallopt(option, _LARGE) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
 
 
 def resident() -> int:
-    """Bytes resident now (Linux), or the peak of the process's life."""
-    return _field("VmRSS") if _STATUS.exists() else peak()
+    """Bytes resident now (Linux); elsewhere the peak since the start of the process."""
+    return _status_bytes("VmRSS") if _STATUS.exists() else peak()
 
 
 def peak() -> int:
-    """Largest number of bytes resident since `reset_peak`, or since the start of the process."""
+    """The largest number of bytes resident since `reset_peak`, or since the start of the process."""
     if _STATUS.exists():
-        return _field("VmHWM")
+        return _status_bytes("VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free() -> int | None:
-    """Bytes of memory that the system can give to programs now, without swapping; None where the system does not tell."""
+    """Bytes that the system can give to programs now without swapping; None where the system does not say."""
     for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -55,16 +55,17 @@ def free() -> int | None:
 
 
 def available() -> int:
-    """As `free`. Raises Unsupported where the system does not tell."""
-    found = free()
-    if found is not None:
-        return found
-    raise Unsupported(
-        "this system does not tell how much memory is free (/proc/meminfo); give chunk=, a number of rows"
-    )
+    """As `free`. Raises Unsupported where the system does not say."""
+    free_bytes = free()
+    if free_bytes is None:
+        raise Unsupported(
+            "this system does not say how much memory is free (/proc/meminfo); give chunk=, a number of rows"
+        )
+    return free_bytes
 
 
-def _field(name: str) -> int:
+def _status_bytes(name: str) -> int:
+    """A field of /proc/self/status, which is in KiB there."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

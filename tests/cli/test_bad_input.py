@@ -19,7 +19,7 @@ import pytest
 from command_line import Inside
 from measured import measured_machine
 
-from ringattn.cli.stored import read_npz
+from ringattn.cli.tensor_files import read_npz
 from ringattn.errors import InvalidInput
 from ringattn.files import MARK, check_writable, replacing, write_text
 from ringattn.machine.file import read_machine, write_machine
@@ -76,7 +76,7 @@ CHANGES: list[tuple[bytes, int, bytes, str]] = [  # after the first of such byte
     (b"\x93NUMPY", 1000, b"\xaa\x55", "Bad CRC-32 for file 'q'"),
     (b"PK\x01\x02", 24, b"\0\0\0\1", "has two sizes"),
     (b"PK\x01\x02", 42, b"\7", "not a whole npz file"),
-    (b"PK\x05\x06", 8, b"\2\0\2\0", "2 members are told, and 3 are listed"),
+    (b"PK\x05\x06", 8, b"\2\0\2\0", "counts 2 members, and 3 are listed"),
     (b"PK\x01\x02", 8, b"\1", "encrypted"),
     (b"PK\x01\x02", 6, b"\xff", "zip file version"),
     (b"PK\x03\x04", 30, b"z", "not a whole npz file"),

@@ -11,7 +11,7 @@ from oracle import dense, make_case
 from safetensors.torch import save_file
 
 from ringattn import Causal, Pattern, Sinks, Strided, Window, make_layout, mix
-from ringattn.cli.inputs import NAMES, open_source, rotate, shards
+from ringattn.cli.inputs import NAMES, open_source, read_shard, rotate_pairs
 from ringattn.config.groups import InputGroup
 from ringattn.config.schema import RunConfig
 from ringattn.numerics.counter_random import counter_normal
@@ -45,7 +45,7 @@ def test_shards_are_rows_of_the_whole(source, layout: str) -> None:  # type: ign
     for ranks in (1, 3, 128):
         made = make_layout(layout, tokens=101, ranks=ranks)
         for rank in (0, ranks // 2, ranks - 1):
-            for found, x in zip(shards(source, made, rank), whole, strict=True):
+            for found, x in zip(read_shard(source, made, rank), whole, strict=True):
                 assert torch.equal(found, made.shard_tensor(x, rank))
 
 
@@ -61,8 +61,8 @@ def test_counter_numbers_are_normal_and_independent() -> None:
 
 def test_rotary_depends_on_distances_only() -> None:
     q, k = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
-    here = [rotate(x.expand(1, 7), torch.tensor([p]))[0] for x, p in ((q, 11), (k, 4))]
-    there = [rotate(x.expand(1, 7), torch.tensor([p]))[0] for x, p in ((q, 1011), (k, 1004))]
+    here = [rotate_pairs(x.expand(1, 7), torch.tensor([p]))[0] for x, p in ((q, 11), (k, 4))]
+    there = [rotate_pairs(x.expand(1, 7), torch.tensor([p]))[0] for x, p in ((q, 1011), (k, 1004))]
     assert float(here[0] @ here[1]) == pytest.approx(float(there[0] @ there[1]), abs=1e-12)
     assert float(here[0].norm()) == pytest.approx(float(q.norm()))
 

@@ -16,15 +16,15 @@ from rich.console import Console
 
 import ringattn as ra
 from ringattn import InvalidInput, Machine, Stall, make_plan, simulate
-from ringattn.cli.progress import progress
 from ringattn.cli.simulate import main
-from ringattn.config.checks import NEEDS, check_needs
+from ringattn.config.checks import CALIBRATE_SETTINGS, SIMULATE_SETTINGS, check_settings
 from ringattn.config.groups import LayoutGroup, MachineGroup, OutputGroup, PatternGroup, ScheduleGroup, TransportGroup
 from ringattn.config.overrides import prepare
 from ringattn.config.schema import CalibrateConfig, SimulateConfig
 from ringattn.machine.kernel_times import KernelTimes
 from ringattn.numerics import Fault, numerics
 from ringattn.progress import listening
+from ringattn.reporting.progress_bar import show_progress
 
 #: A value of each setting of `simulate` that is not the default.
 OTHERS: dict[str, Any] = {
@@ -145,8 +145,8 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
     assert outcome(chosen)["complete"]
     # One point of a study is enough.
     with pytest.raises(InvalidInput, match=r"rotate=keys has no meaning without backward=true; leave it out"):
-        check_needs("timing", base(path, rotate="keys"))
-    check_needs("timing", base(path, rotate="keys"), base(path, rotate="keys", backward=True))
+        check_settings(SIMULATE_SETTINGS["timing"], base(path, rotate="keys"))
+    check_settings(SIMULATE_SETTINGS["timing"], base(path, rotate="keys"), base(path, rotate="keys", backward=True))
 
 
 @pytest.mark.parametrize(
@@ -165,19 +165,20 @@ def test_what_is_measured_is_not_taken_from_the_command_line(what: str, change: 
     plain = {"calibrate": CalibrateConfig, "validate": SimulateConfig}[what](
         transport=TransportGroup("gloo"), machine=MachineGroup("auto")
     ) if what == "calibrate" else SimulateConfig(machine=MachineGroup("auto"))  # fmt: skip
-    check_needs(what, plain)
+    settings: Any = CALIBRATE_SETTINGS if what == "calibrate" else SIMULATE_SETTINGS[what]
+    check_settings(settings, plain)
     config = plain
     for key, value in change.items():
         config = changed(config, key, value)
     with pytest.raises(InvalidInput) as caught:
-        check_needs(what, config)
+        check_settings(settings, config)
     assert words in str(caught.value) and str(caught.value).endswith("; leave it out")
 
 
 def test_the_table_names_settings_that_exist() -> None:
     calibrated = {*leaves(CalibrateConfig), "machine"}
-    for needs in NEEDS.values():
-        assert {need.key for need in needs} <= {*OTHERS, *ELSEWHERE, *calibrated}
+    for settings in (*SIMULATE_SETTINGS.values(), CALIBRATE_SETTINGS):
+        assert {setting.key for setting in settings} <= {*OTHERS, *ELSEWHERE, *calibrated}
     with pytest.raises(InvalidInput, match=r"heads=2 has no meaning beside machine\.path"):
         prepare("simulate", ["experiment=validate", "machine=file", "machine.path=m.yaml", "heads=2"])
 
@@ -328,28 +329,28 @@ def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(monkeypatch: pytest.
         file = StringIO()
         terminal = options.pop("terminal", False)
         console = Console(file=file, force_terminal=terminal, width=80, stderr=True)
-        with progress(console, **options) as tell:
+        with show_progress(console, **options) as tell:
             for done in range(100):
                 tell(done, 100, "steps")
         return file.getvalue()
 
-    assert "steps" in shown(terminal=True) and shown(terminal=True, wanted=False) == ""
+    assert "steps" in shown(terminal=True) and shown(terminal=True, shown=False) == ""
     assert shown() == ""
-    lines = shown(lines=True).splitlines()
+    lines = shown(tenths=True).splitlines()
     assert lines == [f"ringattn: steps: {done} of 100" for done in range(0, 100, 10)]
     now = iter(range(0, 2000, 9))  # each unit of work takes 9 seconds
-    monkeypatch.setattr("ringattn.cli.progress.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr("ringattn.reporting.progress_bar.time.monotonic", lambda: float(next(now)))
     lines = shown().splitlines()
     assert lines[:2] == [
         "ringattn: steps: 4 of 100, about 14.4 min left",
         "ringattn: steps: 8 of 100, about 13.8 min left",
     ]
-    assert len(lines) == 24 and shown(wanted=False) == ""
+    assert len(lines) == 24 and shown(shown=False) == ""
 
 
 def test_progress_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("ringattn.cli.progress.EVERY", 0.0)
-    with progress(Console()) as tell:
+    monkeypatch.setattr("ringattn.reporting.progress_bar.INTERVAL", 0.0)
+    with show_progress(Console()) as tell:
         tell(3, 9, "blocks")
     found = capsys.readouterr()
     assert (found.out, found.err) == ("", "ringattn: blocks: 3 of 9\n")

@@ -113,10 +113,17 @@ def test_json_that_cannot_be_written(tmp_path: Path, arguments: tuple[str, ...],
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"),
-    [("ringattn si", {"simulate", "run"}), ("ringattn run layout=", {"layout=zigzag", "layout=striped"})],
+    ("line", "wanted", "unwanted"),
+    [
+        ("ringattn si", {"simulate", "run"}, set()),
+        ("ringattn run layout=", {"layout=zigzag", "layout=striped"}, {"layout=custom"}),
+        ("ringattn run transport=", {"transport=virtual", "transport=gloo"}, {"transport=none"}),
+        ("ringattn plan ", {"ranks=", "pattern=", "output."}, {"transport=", "study=", "kernel=", "input="}),
+        ("ringattn run experiment=", {"experiment=window_64k"}, {"experiment=validate"}),
+    ],
 )
-def test_completion_answers(tmp_path: Path, line: str, wanted: set[str]) -> None:
+def test_completion_answers(tmp_path: Path, line: str, wanted: set[str], unwanted: set[str]) -> None:
+    """With the keys and options that the verb takes, and no others."""
     command = [sys.executable, "-m", "ringattn", "-sc", "query=bash"]
     done = subprocess.run(
         command,
@@ -127,7 +134,42 @@ def test_completion_answers(tmp_path: Path, line: str, wanted: set[str]) -> None
         env={**os.environ, "COMP_LINE": line},
         check=True,
     )
-    assert wanted <= set(done.stdout.split())
+    offered = set(done.stdout.split())
+    assert wanted <= offered and not unwanted & offered
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "has more than 100,000 values"),
+        ("a: &a [*a]\n", "has more than 100,000 values"),
+        ("a: " + "[" * 5000 + "]" * 5000, "is nested more than 32 deep"),
+        ("a: [" + "x," * 200_000 + "]", "has more than 100,000 values"),
+        ("spec: [\n", "cannot be read as YAML (while parsing"),
+    ],
+    ids=["aliases", "itself", "deep", "large", "broken"],
+)
+def test_files_that_nobody_can_mean_are_refused_before_they_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    (tmp_path / "mine" / "pattern").mkdir(parents=True)
+    (tmp_path / "mine" / "pattern" / "odd.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput) as caught:
+        prepare("plan", ["--config-dir", "mine", "pattern=odd"])
+    assert words in str(caught.value) and "odd.yaml" in str(caught.value)
+
+
+def test_aliases_of_a_users_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "pattern").mkdir(parents=True)
+    (tmp_path / "mine" / "pattern" / "odd.yaml").write_text(
+        "spec: Dilated(${.segments}, ${.rates})\nsegments: &a [8, 16]\nrates: *a\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert prepare("plan", ["--config-dir", "mine", "pattern=odd", "pattern.rates=[1,2]"])
 
 
 @pytest.mark.parametrize("verb", [(), ("run",)])
@@ -148,7 +190,7 @@ def test_options_may_stand_between_overrides(inside: Inside, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("spec: [\n", "while parsing"), ("spec: cpu\nbetta: 1\n", "betta")], ids=["yaml", "key"]
+    ("text", "words"), [("spec: [\n", "while parsing"), ("spec: cpu\nbandwith: 1\n", "bandwith")], ids=["yaml", "key"]
 )
 def test_files_of_a_folder_that_cannot_be_read(inside: Inside, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "mine" / "machine").mkdir(parents=True)

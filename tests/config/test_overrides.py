@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ringattn as ra
 from ringattn.config.groups import MachineGroup
-from ringattn.config.overrides import prepare, refused
+from ringattn.config.overrides import explain_refusal, prepare
 from ringattn.config.schema import SCHEMAS, conf_dir
 from ringattn.errors import InvalidInput
 from ringattn.transport.launcher import Launch
@@ -43,6 +43,39 @@ def test_refused(verb: str, overrides: list[str], words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         prepare(verb, overrides)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("verb", "key", "words"),
+    [
+        (
+            "run",
+            "output.path",
+            "give a .safetensors file, such as output.path=out.safetensors, or leave output.path out",
+        ),
+        ("run", "output.report", "give a JSON file"),
+        ("run", "input.path", "give a text, or a .safetensors or .npz file"),
+        ("plan", "output.path", "give a JSON file, such as output.path=plan.json"),
+        ("simulate", "output.path", "or the folder of a study"),
+        ("bench", "output.path", "give a folder"),
+        ("calibrate", "output.path", "give a machine file"),
+        ("plan", "machine.path", "give a machine file"),
+    ],
+)
+def test_an_empty_path_is_refused(verb: str, key: str, words: str) -> None:
+    for value in ("", "''", '""'):
+        with pytest.raises(InvalidInput) as caught:
+            prepare(verb, [f"{key}={value}"])
+        assert str(caught.value).startswith(f"{key}=: the path is empty; ") and words in str(caught.value)
+
+
+def test_every_path_may_be_empty_in_no_command() -> None:
+    """A new setting that is a path needs its words."""
+    for verb, schema in SCHEMAS.items():
+        for key, _ in leaves(schema):
+            if key.endswith((".path", ".report")):
+                with pytest.raises(InvalidInput, match="the path is empty"):
+                    prepare(verb, [f"{key}="])
 
 
 def test_one_output_for_each_job_of_a_sweep_is_taken() -> None:
@@ -96,7 +129,7 @@ def test_values_of_a_wrong_type_are_told_in_our_words(verb: str) -> None:
     """What OmegaConf itself takes and refuses, value by value, for every setting of every command."""
     told = 0
     for key, annotation in leaves(SCHEMAS[verb]):
-        wrong = {"bool": "maybe", "int": "[1]", "float": "much", "str": "[a]", "list": "5", "dict": "5"}
+        wrong = {"bool": "maybe", "int": "[1]", "float": "much", "str": "[a]", "list": "5", "dict": "5", "Size": "[1]"}
         value = wrong.get(annotation.split("[")[0].split(" ")[0])
         if value is None:
             assert annotation == "Any", (key, annotation)
@@ -106,7 +139,7 @@ def test_values_of_a_wrong_type_are_told_in_our_words(verb: str) -> None:
             OmegaConf.update(config, key, yaml.safe_load(value))
         error = ConfigCompositionException(f"Error merging override {key}={value}")
         error.__cause__ = cause.value
-        text = str(refused(verb, error))
+        text = str(explain_refusal(verb, error))
         assert text.startswith(f"{key}={value}: expected "), text
         assert (", or null" in text) == ("None" in annotation)
         if "; try " in text:  # what is proposed must be taken

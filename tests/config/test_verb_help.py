@@ -10,7 +10,7 @@ from command_line import ringattn
 
 from ringattn.config.folders import config_folders
 from ringattn.config.schema import SCHEMAS, conf_dir
-from ringattn.config.verb_help import heading, keys, verb_help
+from ringattn.config.verb_help import read_heading, read_keys, verb_help
 from ringattn.experiments.bench import SUITES
 
 OWN = config_folders(())
@@ -30,12 +30,12 @@ def names(schema: type, prefix: str = "") -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: str(path.relative_to(conf_dir())))
 def test_every_key_of_a_config_file_has_a_comment(path: Path) -> None:
-    found = list(keys(path.read_text()))
+    found = list(read_keys(path.read_text()))
     if path.parent.name not in ("experiment", "study") and path.stem not in ("job", "quiet"):
         sections = {key.name.rpartition(".")[0] for key in found}
         bare = {key.name for key in found if not key.comment} - sections - {"spec", "name", "defaults"}
         assert not bare
-    assert heading(path.read_text()) or path.stem == "custom"
+    assert read_heading(path.read_text()) or path.stem == "custom"
 
 
 @pytest.mark.parametrize("verb", SCHEMAS)

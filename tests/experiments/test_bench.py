@@ -114,7 +114,7 @@ def test_every_round_sees_the_whole_peak(measured: list[dict[str, dict[str, Any]
 
 @pytest.mark.multi
 def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
-    bench_command.show(
+    bench_command.print_record(
         {"cases": [bench_runner.summarise_case(case, [rank[case.name] for rank in measured]) for case in small()]}
     )
     shown = capsys.readouterr().out

@@ -86,7 +86,7 @@ class Counted(Run):
         self.events.append("attend")
         return torch.zeros(1), torch.zeros(1)
 
-    def counted(self) -> int:
+    def count_bytes(self) -> int:
         return 0
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured import ROWS, machine, times
 
-from ringattn.cli.calibrate import _show as show_calibration
+from ringattn.cli.calibrate import _print as print_calibration
 from ringattn.errors import InvalidInput
 from ringattn.experiments.calibrate import fits, noise, validate
 from ringattn.experiments.calibrate.measure import Calibration, list_measured
@@ -151,7 +151,7 @@ def test_published_rings_are_predicted_without_a_fit() -> None:
 def test_one_run_of_each_pass_is_told(repeat: int, capsys: pytest.CaptureFixture[str]) -> None:
     passes = [Pass(PassCase("Full()", "contiguous", 64, False), (1.0,) * repeat, 1.0)]
     found = Calibration(machine(times(), residuals=(1.0,) * repeat), {}, {}, passes)
-    show_calibration(found, repeat)
+    print_calibration(found, repeat)
     told = capsys.readouterr().out
-    assert ("note: repeat=1: each kind of pass ran once" in told) == (repeat == 1)
+    assert ("note: with repeat=1 each kind of pass ran once" in told) == (repeat == 1)
     assert f"1 kind, {'1 run' if repeat == 1 else '2 runs'}" in told

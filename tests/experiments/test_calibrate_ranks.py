@@ -12,7 +12,7 @@ from command_line import ringattn
 
 import ringattn as ra
 from ringattn.cli.calibrate import main as calibrate
-from ringattn.cli.validate import main as validate
+from ringattn.cli.simulate_validate import main as validate
 from ringattn.config.groups import ConfigGroup, MachineGroup, OutputGroup, TransportGroup
 from ringattn.config.schema import CalibrateConfig, SimulateConfig, ValidateGroup
 from ringattn.errors import InvalidInput

@@ -15,7 +15,7 @@ import torch
 from command_line import Inside
 
 import ringattn as ra
-from ringattn.cli.numerics import main
+from ringattn.cli.simulate_numerics import main
 from ringattn.config.groups import NumericsGroup
 from ringattn.config.schema import LayoutGroup, MachineGroup, PatternGroup, ScheduleGroup, SimulateConfig
 from ringattn.errors import InvalidInput, NumericsFailure, Unsupported

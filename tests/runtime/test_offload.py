@@ -29,7 +29,7 @@ from ringattn import (
     Unsupported,
     Window,
 )
-from ringattn.cli.stored import create_safetensors, read_safetensors
+from ringattn.cli.tensor_files import create_safetensors, read_safetensors
 from ringattn.reporting.peak_memory import available
 from ringattn.runtime.handshake import Call
 from ringattn.runtime.offload import HostStream, HostTensors, chunk_rows, make_stream, row_bytes

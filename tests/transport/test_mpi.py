@@ -160,13 +160,13 @@ import os
 import ringattn.cli.run as command
 from ringattn.cli import main
 
-before = command._Ranks.measure
+before = command.RankRun.measure
 
 def measure(self):
     open(f"measuring_{self.rank}", "w").close()
     return before(self)
 
-command._Ranks.measure = measure
+command.RankRun.measure = measure
 main()
 """
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from ...config.build import asked_machine, asked_plan
+from ...config.build import machine_from_config, plan_from_config
 from ...config.groups import ExecuteGroup
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported, plural
@@ -46,12 +46,12 @@ def make_executed_plan(config: SimulateConfig) -> Plan:
 
     Raises InvalidInput.
     """
-    options, machine = config.study.execute, asked_machine(config)
+    options, machine = config.study.execute, machine_from_config(config)
     resolved = {}
     if _has_auto(config):  # chosen for the sizes of the point, not for the sizes that are executed
-        plan = asked_plan(config, machine)
+        plan = plan_from_config(config, machine)
         resolved = {"layout": plan.layout.name, "schedule": plan.schedule}
-    return asked_plan(
+    return plan_from_config(
         config,
         machine,
         heads=options.heads,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.build import asked_machine, asked_plan
+from ...config.build import machine_from_config, plan_from_config
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported
 from ...machine.machine import MACHINE_NUMBERS, Machine
@@ -124,8 +124,8 @@ def evaluate(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
     counted values where a plan exists.
     """
     try:
-        machine = asked_machine(config)
-        plan = asked_plan(config, machine)
+        machine = machine_from_config(config)
+        plan = plan_from_config(config, machine)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error)}
     values: dict[str, Any] = {

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Any
 
 from ... import __version__
-from ...config.build import asked_machine, asked_plan
+from ...config.build import machine_from_config, plan_from_config
 from ...config.groups import WindowGroup
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
@@ -247,8 +247,8 @@ def _draw_plots(study: Study, table: Table) -> tuple[list[Path], list[str]]:
 
 
 def _simulate_window(config: SimulateConfig, options: WindowGroup) -> StepWindow:
-    machine = asked_machine(config)
-    plan, settings = asked_plan(config, machine), simulate_options(config)
+    machine = machine_from_config(config)
+    plan, settings = plan_from_config(config, machine), simulate_options(config)
     return window(
         plan,
         machine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 
-from ...config.checks import of_experiment
+from ...config.checks import experiment_value
 from ...config.folders import config_folders
 from ...errors import InvalidInput
 
@@ -90,4 +90,4 @@ def _mode(arguments: list[str]) -> str:
     overrides = dict(argument.partition("=")[::2] for argument in arguments)
     if "mode" in overrides:
         return overrides["mode"]
-    return of_experiment(overrides.get("experiment", "null"), "mode", config_folders(arguments)) or "timing"
+    return experiment_value(overrides.get("experiment", "null"), "mode", config_folders(arguments)) or "timing"

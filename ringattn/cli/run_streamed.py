@@ -1,0 +1,178 @@
+"""ringattn run stream=host|disk: one device computes chunk after chunk of tensors in host memory, or in a file."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..config.checks import stream_conflict
+from ..config.schema import RunConfig, parse_size
+from ..errors import InvalidInput, plural
+from ..files import replacing
+from ..kernels.base import wide
+from ..pattern import parse_pattern
+from ..runtime.handshake import Call
+from ..runtime.host import Storage
+from ..runtime.offload import HostTensors, check_chunk, get_device, make_stream
+from .inputs import NAMES, FileSource, InputSource, RandomSource, open_source
+from .run_job import RankMeasurements, Run, check_memory, check_outputs, save_output
+from .tensor_files import StoredTensor, create_safetensors
+
+#: The shape and dtype of each result, by name.
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class _FileStorage:
+    """Tensors in files: inputs are mapped as they are read, results as they are written."""
+
+    source: FileSource
+    results: dict[str, StoredTensor]
+    output_scale: float
+
+    def rows(self, name: str, r: range) -> torch.Tensor:
+        """Rows `r` of an input or a result; of dout, times the factor of the pattern's output."""
+        if name in self.results:
+            return self.results[name].rows(r)
+        x = self.source.view(name, r)
+        return x * self.output_scale if name == "dout" and self.output_scale != 1 else x
+
+
+class StreamedRun(Run):
+    """One process with one device, which holds a chunk of the sequence at a time."""
+
+    bytes_verb = "copied"
+    storage: Storage
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.stack = ExitStack()
+
+    def run(self) -> None:
+        with self.stack:  # an error leaves no file
+            super().run()
+
+    def open(self) -> None:
+        config = self.config
+        _check_stream(config)
+        chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
+        check_chunk(chunk)
+        self.device = get_device(config.device)
+        source = open_source(config)
+        q, k, v = _unallocated_inputs(source)
+        call = Call(
+            pattern=parse_pattern(config.pattern.spec),
+            layout="contiguous",
+            schedule="direct",
+            kernel=config.kernel.spec,
+            scale=source.shape.head_dim**-0.5 if config.scale is None else config.scale,
+            deterministic=config.deterministic,
+            return_lse=True,
+        )
+        self.stream = make_stream(call, q, k, v, chunk=chunk, device=self.device, backward=config.backward)
+        self.plan, self.ranks = self.stream.plan, self.stream.plan.ranks
+        check_outputs(config)
+        results: Shapes = {
+            "out": ((*q.shape[:3], v.shape[3]), q.dtype),
+            "lse": (tuple(q.shape[:3]), wide(q.dtype)),
+        }
+        if config.backward:
+            results |= {name: (tuple(x.shape), wide(q.dtype)) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+        if config.stream == "disk":
+            self._open_files(source, results)
+        else:
+            self._open_memory(source, results)
+
+    def _open_memory(self, source: InputSource, results: Shapes) -> None:
+        """Read the inputs into host memory, and allocate the results there."""
+        check_memory(self.plan, self.plan.tokens)
+        sequence, shape = range(self.plan.tokens), source.shape
+        tensors = {name: source.rows(name, sequence) for name in NAMES}
+        self.inputs = tuple(tensors[name] for name in NAMES)
+        if self.config.backward:
+            cotangent = RandomSource(replace(shape, kv_heads=shape.heads), self.config.input.seed + 1)
+            tensors["dout"] = cotangent.rows("v", sequence).mul_(self.plan.pattern.output_scale)
+        tensors |= {name: torch.empty(size, dtype=dtype, device="cpu") for name, (size, dtype) in results.items()}
+        self.storage = HostTensors(tensors)
+
+    def _open_files(self, source: InputSource, results: Shapes) -> None:
+        """Map the inputs from their file, and create the file of the results."""
+        config = self.config
+        if not isinstance(source, FileSource):
+            raise InvalidInput(
+                f"stream=disk reads input=file input.path=..., not input={config.input.name}; try stream=host"
+            )
+        if config.output.path is None:
+            raise InvalidInput("stream=disk writes its results to a file as they are made; name it with output.path=")
+        if config.backward:
+            if "dout" not in source.tensors:
+                raise InvalidInput(
+                    f"backward=true with stream=disk: {config.input.path} has no tensor 'dout', the gradient of the "
+                    "output; add it, or try stream=host, which makes a random one"
+                )
+            (shape, dtype), dout = results["out"], source.tensors["dout"]
+            if (dout.shape, dout.dtype) != (shape, dtype):
+                raise InvalidInput(
+                    f"{config.input.path}: dout must be {dtype} {shape} as out is, but is {dout.dtype} {dout.shape}"
+                )
+        temporary = self.stack.enter_context(replacing(Path(config.output.path)))
+        self.storage = _FileStorage(source, create_safetensors(temporary, results), self.plan.pattern.output_scale)
+        self.inputs = tuple(source.view(name, range(self.plan.tokens)) for name in NAMES)
+
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.stream.compute(self.storage)
+        sequence = range(self.plan.tokens)
+        return self.storage.rows("out", sequence), self.storage.rows("lse", sequence)
+
+    def backward(self, out: torch.Tensor) -> object:
+        self.stream.differentiate(self.storage)
+        return None
+
+    def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
+        measured = super().measure()
+        if self.plan.pattern.output_scale != 1:  # the backward reads the output without this factor
+            for rank in range(self.ranks):
+                for rows in self.plan.layout.shard(rank):
+                    self.storage.rows("out", rows).mul_(self.plan.pattern.output_scale)
+        return measured
+
+    def count_bytes(self) -> int:
+        counters = self.stream.counters
+        copied = counters.sent_bytes + counters.received_bytes
+        counters.reset()
+        return copied
+
+    def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
+        if self.config.stream == "host":  # the results of stream=disk are in their file already
+            save_output(path, out, lse)
+
+    def where(self) -> str:
+        rows = max(map(self.plan.layout.rows, range(self.ranks)))
+        home = "host memory" if self.config.stream == "host" else self.config.input.path
+        chunks = f"{plural(self.ranks, 'chunk')} of at most {plural(rows, 'row')}"
+        return f"streamed from {home} in {chunks} on {self.device}"
+
+
+def _check_stream(config: RunConfig) -> None:
+    """Raise InvalidInput for settings of rings, which an experiment or a caller may have set."""
+    if config.stream not in ("host", "disk"):
+        raise InvalidInput(f"stream={config.stream}: expected host or disk")
+    default = RunConfig()
+    for name in ("ranks", "comm_dtype", "rotate"):
+        if getattr(config, name) != getattr(default, name):
+            raise stream_conflict(f"{name}={getattr(config, name)}", config.stream)
+    if config.transport.spec != "gloo":
+        raise stream_conflict(f"transport={config.transport.spec}", config.stream)
+
+
+def _unallocated_inputs(source: InputSource) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v with the shapes of an input, and with memory for a single number each."""
+    shape = source.shape
+    number = torch.empty((), dtype=shape.dtype, device="cpu")
+    q = number.expand(shape.batch, shape.heads, shape.tokens, shape.head_dim)
+    k = number.expand(shape.batch, shape.kv_heads, shape.tokens, shape.head_dim)
+    v = number.expand(shape.batch, shape.kv_heads, shape.tokens, shape.value_dim)
+    return q, k, v

@@ -1,0 +1,80 @@
+"""How SIGINT and SIGTERM end a command: with one line on standard error, and the exit status of a shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any, NoReturn
+
+from ..transport.launcher import TERMINATED, terminable
+
+#: Exit status after Ctrl-C.
+INTERRUPTED = 130
+#: By signal: the word that is printed, and the exit status.
+SIGNALS = {signal.SIGINT: ("interrupted", INTERRUPTED), signal.SIGTERM: ("terminated", TERMINATED)}
+#: By signal: Python's own handler.
+_DEFAULT_HANDLERS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Within the block a signal ends the process, which has nothing to tidy up.
+
+    An exception could be raised within imports, Hydra or OmegaConf, which would take it for an error of their own.
+    Signals that somebody else handles or ignores stay as they are.
+    """
+    ours = [number for number, handler in _DEFAULT_HANDLERS.items() if _handler(number) == handler]
+    for number in ours:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, _DEFAULT_HANDLERS[number])
+
+
+@contextmanager
+def ending_tidily(launched: bool) -> Iterator[None]:
+    """Within the block, which is part of `ending_at_once`, a signal raises, and ends the process after the block.
+
+    `launched`: this process is a rank of a launched job, which SIGTERM ends at once: a rank may wait in a collective,
+    where Python receives no signal.
+    """
+    ours = [number for number in SIGNALS if _handler(number) == _end]
+    try:
+        for number in ours:
+            signal.signal(number, _DEFAULT_HANDLERS[number])
+        with nullcontext() if launched else terminable():
+            yield
+    except KeyboardInterrupt:
+        _print_word(signal.SIGINT)
+        raise SystemExit(INTERRUPTED) from None
+    except SystemExit as end:
+        if end.code == TERMINATED:
+            _print_word(signal.SIGTERM)
+        raise
+    finally:
+        for number in ours:
+            signal.signal(number, _end)
+
+
+def _handler(number: signal.Signals) -> Any:
+    """The handler of a signal; None outside the main thread, which alone can set handlers."""
+    return signal.getsignal(number) if threading.current_thread() is threading.main_thread() else None
+
+
+def _end(number: int, frame: FrameType | None = None) -> NoReturn:
+    _print_word(number)
+    os._exit(SIGNALS[signal.Signals(number)][1])
+
+
+def _print_word(number: int) -> None:
+    word, _ = SIGNALS[signal.Signals(number)]
+    os.write(2, f"ringattn: {word}\n".encode())  # sys.stderr may be in the middle of a line

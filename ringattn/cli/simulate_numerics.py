@@ -1,0 +1,208 @@
+"""ringattn simulate mode=numerics: a plan's virtual ranks executed, and compared with oracles and a ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config.build import plan_from_config
+from ..config.checks import SIMULATE_SETTINGS, check_settings
+from ..config.groups import NumericsGroup
+from ..config.schema import SimulateConfig, parse_size
+from ..errors import InvalidInput, NumericsFailure, did_you_mean, plural
+from ..files import STDOUT, check_json, write_json
+from ..numerics import GRADIENT_FAULTS, MODES, Fault, NumericsReport, chosen_rows, numerics
+from ..plan.plan import Plan
+from ..progress import listening
+from ..reporting.console import Number, describe_plan, get_console, print_numbers
+from ..reporting.peak_memory import peak
+from ..reporting.progress_bar import show_progress
+from ..text import size
+from .ranks import MAX_NIGHT, SAMPLED_SECONDS_PER_PART, SECONDS_PER_PART, check_effort, check_threads
+
+#: The most ranks of a plan: the simulator follows each block along all ranks, however few ranks have sampled rows.
+MAX_RANKS = 1 << 24
+#: The settings that each way does not read.
+UNREAD = {"sample": ("first", "count", "together"), "all": ("rows", "spread")}
+
+
+def main(config: SimulateConfig) -> NumericsReport:
+    """Execute, print, and write JSON to a path.
+
+    Raises NumericsFailure where the numbers or the ledger of a plan are wrong, or where a requested fault stays
+    unnoticed.
+    """
+    options = config.numerics
+    check_settings(SIMULATE_SETTINGS["numerics"], config)
+    _check_options(options)
+    check_json(config.output.path)
+    torch.set_num_threads(options.threads)
+    plan = _make_plan(config)
+    rows, ranks = _sample_rows(plan, config), _executed_ranks(plan, options)
+    _check_size(plan, rows, ranks)
+    fault = _make_fault(plan, options, rows, ranks)
+    with show_progress(get_console()) as tell, listening(tell):
+        report = numerics(
+            plan,
+            mode=options.way,
+            rows=rows,
+            ranks=ranks,
+            backward=config.backward,
+            together=options.together,
+            period=options.period,
+            seed=config.seed,
+            fault=fault,
+        )
+    numbers = [*report.numbers(), Number("peak memory", size(peak()), "measured")]
+    if fault is not None:
+        text = f"{fault.kind} at rank {fault.rank}, block of {fault.owner}: {_describe_catch(report)}"
+        numbers.append(Number("fault", text, "measured"))
+    if config.output.path != STDOUT:
+        print_numbers(describe_plan(plan, "virtual rank"), numbers)
+    if config.output.path is not None:
+        write_json(config.output.path, _record(report, numbers, fault))
+    if fault is None and not report.passed:
+        raise NumericsFailure(
+            f"the numerics of this plan are wrong: {_describe_catch(report)}; the lines above say where"
+        )
+    if fault is not None and report.passed:
+        raise NumericsFailure(f"the fault {fault} was not noticed by the ledger nor by the numbers")
+    return report
+
+
+def _make_plan(config: SimulateConfig) -> Plan:
+    """The plan of a configuration; with schedule=auto, of the fastest schedule without Ulysses groups.
+
+    The simulator does not execute Ulysses groups.
+    """
+    plan = plan_from_config(config)
+    if plan.ulysses_size == 1 or config.schedule.spec != "auto":
+        return plan
+    assert plan.choice is not None, "schedule=auto makes a choice"
+    candidate = plan.choice.fastest_without_ulysses()
+    return plan_from_config(config, layout=candidate.layout, schedule=candidate.schedule)
+
+
+def _check_options(options: NumericsGroup) -> None:
+    """Raise InvalidInput for settings that cannot be used, or that have no effect beside the others."""
+    if options.way not in MODES:
+        raise InvalidInput(
+            f"numerics.way={options.way}: {did_you_mean(options.way, MODES)}expected {' or '.join(MODES)}"
+        )
+    reasons = dict.fromkeys(UNREAD[options.way], f"with numerics.way={options.way}")
+    if options.fault is None:
+        reasons |= dict.fromkeys(("fault_rank", "fault_owner"), "without numerics.fault")
+    default = NumericsGroup()
+    for name, reason in reasons.items():
+        if getattr(options, name) != getattr(default, name):
+            raise InvalidInput(f"numerics.{name}={getattr(options, name)} has no meaning {reason}; leave it out")
+    check_threads("numerics.threads", options.threads)
+    if options.spread is not None and options.spread < 1:
+        raise InvalidInput(
+            f"numerics.spread={options.spread}: sampled rows are on at least 1 rank; leave it out for any number"
+        )
+
+
+def _sample_rows(plan: Plan, config: SimulateConfig) -> list[int]:
+    """The positions of the sampled query rows; none where whole ranks are executed. Raises InvalidInput."""
+    options = config.numerics
+    if options.way != "sample":
+        return []
+    if isinstance(options.rows, list):
+        return [parse_size(row, "numerics.rows") for row in options.rows]
+    count = parse_size(options.rows, "numerics.rows")
+    if count < 1:
+        raise InvalidInput(f"numerics.rows={options.rows}: at least one row is needed, or a list of positions")
+    rows = chosen_rows(plan, count, options.spread, config.seed)
+    if len(rows) < count and options.rows != NumericsGroup().rows:
+        where = f" on at most {plural(options.spread, 'rank')}" if options.spread is not None else ""
+        raise InvalidInput(
+            f"numerics.rows={options.rows}: a sequence of {plural(plan.tokens, 'token')} has "
+            f"{plural(len(rows), 'query row')}{where}; try numerics.rows={len(rows)}"
+        )
+    return rows
+
+
+def _executed_ranks(plan: Plan, options: NumericsGroup) -> range | None:
+    """The executed ranks; None: all. Raises InvalidInput."""
+    stop = plan.ranks if options.count is None else options.first + options.count
+    if not 0 <= options.first < stop <= plan.ranks:
+        raise InvalidInput(
+            f"numerics.first={options.first}, numerics.count={options.count}: expected ranks among "
+            f"0 .. {plan.ranks - 1}"
+        )
+    return None if (options.first, stop) == (0, plan.ranks) else range(options.first, stop)
+
+
+def _check_size(plan: Plan, rows: Sequence[int], ranks: range | None) -> None:
+    """Raise InvalidInput where a plan has too many ranks, or its execution would take more than a night."""
+    if plan.ranks > MAX_RANKS:
+        raise InvalidInput(
+            f"ranks={plan.ranks:,}: mode=numerics walks along all ranks, at most {MAX_RANKS:,} of them; try fewer ranks"
+        )
+    if rows:
+        owners = {plan.layout.owner(row) for row in rows}
+        check_effort(
+            plan,
+            owners,
+            len(owners),
+            part_seconds=SAMPLED_SECONDS_PER_PART,
+            max_seconds=MAX_NIGHT,
+            advice="try fewer ranks, or numerics.spread=1",
+        )
+    elif plan.tokens:
+        executed = range(plan.ranks) if ranks is None else ranks
+        check_effort(
+            plan,
+            {executed[0], executed[len(executed) // 2]},
+            len(executed),
+            part_seconds=SECONDS_PER_PART,
+            max_seconds=MAX_NIGHT,
+            advice="try fewer ranks, numerics.count=, or numerics.way=sample",
+        )
+
+
+def _make_fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Fault | None:
+    """The fault of a configuration, at an executed rank; None without a fault. Raises InvalidInput."""
+    if options.fault is None:
+        return None
+    executed = sorted({plan.layout.owner(row) for row in rows} if rows else set(ranks or range(plan.ranks)))
+    rank = options.fault_rank
+    if rank is None and rows:
+        # Keys travel from earlier rows to later rows, gradients the other way: the last row reads most keys, and the
+        # first row receives most gradients.
+        rank = plan.layout.owner(rows[0] if options.fault in GRADIENT_FAULTS else rows[-1])
+    elif rank is None:
+        rank = executed[len(executed) // 2]
+    if rank not in executed:
+        ranks_text = ", ".join(map(str, executed[:8]))
+        raise InvalidInput(
+            f"numerics.fault_rank={rank} is not executed, so that its fault shows nowhere; try {ranks_text}"
+        )
+    owner = options.fault_owner
+    if owner is None:
+        owner = rank if options.fault in GRADIENT_FAULTS else (rank - 1) % plan.ranks
+    return Fault(options.fault, rank, owner)
+
+
+def _describe_catch(report: NumericsReport) -> str:
+    """Which checks noticed an error."""
+    checks = [name for name, fine in (("the ledger", report.complete), ("the numbers", report.accurate)) if not fine]
+    return f"caught by {' and '.join(checks)}" if checks else "not caught"
+
+
+def _record(report: NumericsReport, numbers: list[Number], fault: Fault | None) -> dict[str, Any]:
+    """The report as plain data, with the kinds that are printed."""
+    values = {name: value for name, value in vars(report).items() if name != "plan"}
+    return {
+        "plan": json.loads(report.plan.to_json()),
+        **values,
+        "peak_bytes": peak(),
+        "complete": report.complete,
+        "accurate": report.accurate,
+        "fault": None if fault is None else {**vars(fault), "caught": _describe_catch(report)},
+        "words": {number.name: number.kind for number in numbers if number.kind},
+    }

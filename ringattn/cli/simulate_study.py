@@ -1,0 +1,74 @@
+"""ringattn simulate study=NAME, or -m: many points of the timing model, in one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from ..config.checks import SIMULATE_SETTINGS, check_settings
+from ..config.folders import ConfigFolders, config_folders, source_folders
+from ..config.schema import SimulateConfig
+from ..errors import InvalidInput, plural
+from ..experiments.study.point import DIRECTIONS
+from ..experiments.study.runner import STUDIES, Study, run
+from ..experiments.study.space import list_points
+from ..experiments.study.tables import Row
+from ..files import STDOUT
+from ..reporting.console import print_plain
+from ..reporting.progress_bar import show_progress
+
+
+def main(config: SimulateConfig) -> None:
+    """Run a study, or continue one, and print where its files are."""
+    if config.mode != "timing":
+        raise InvalidInput(f"mode={config.mode} has no meaning with a study, whose points are modelled; leave it out")
+    if config.output.path == STDOUT:
+        raise InvalidInput("output.path=-: a study is a folder of files; give a folder, such as output.path=scaling")
+    overrides, choices, text, folders = _read_hydra(config)
+    study_points = list_points(config, overrides, choices, folders)
+    check_settings(SIMULATE_SETTINGS["timing"], *(point.config for point in study_points))
+    study = Study(config.study.name, config, study_points, Path("."), text, overrides)
+    folder = _default_folder(study) if config.output.path is None else Path(config.output.path)
+    study = dataclasses.replace(study, folder=folder)
+    try:
+        with show_progress(Console(stderr=True), shown=config.study.progress, tenths=True) as tell:
+            table = run(study, tell)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
+        raise
+    print_plain(f"{_summarize(table.rows)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
+
+
+def _summarize(rows: Sequence[Row]) -> str:
+    """How many points have numbers and of which kinds, how many were refused, and how many plans were executed."""
+    refused = sum(row["status"] == "refused" for row in rows)
+    kinds = {row[f"{name} kind"] for row in rows for name in DIRECTIONS if f"{name} kind" in row}
+    words = ", ".join(sorted(kinds, reverse=True))
+    text = f"{plural(len(rows) - refused, 'point')} [{words}], {refused:,} refused"
+    plans = {row["executed turn"]: "executed how" in row for row in rows if "executed turn" in row}
+    return f"{text}; {sum(plans.values()):,} of {plural(len(plans), 'plan')} executed [counted]" if plans else text
+
+
+def _default_folder(study: Study) -> Path:
+    """A folder that only this study uses: the same command continues there."""
+    digest = hashlib.sha256(json.dumps(study.head, sort_keys=True).encode()).hexdigest()[:8]
+    return STUDIES / f"{re.sub(r'[^A-Za-z0-9]+', '-', study.name)}-{digest}"
+
+
+def _read_hydra(config: SimulateConfig) -> tuple[list[str], dict[str, str], str, ConfigFolders]:
+    """The overrides of this job, the options of its groups, its configuration as YAML, and its config folders."""
+    hydra_config = import_module("hydra.core.hydra_config").HydraConfig
+    text = import_module("omegaconf").OmegaConf.to_yaml(dataclasses.asdict(config))
+    if not hydra_config.initialized():  # a caller in Python
+        return [], {}, text, config_folders(())
+    job = hydra_config.get()
+    choices = {str(key): str(value) for key, value in job.runtime.choices.items()}
+    return list(job.overrides.task), choices, text, source_folders(job.runtime.config_sources)

@@ -1,0 +1,208 @@
+"""ringattn simulate mode=validate: the timing model, calibrated or from a machine file, against real Gloo ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config.checks import SIMULATE_SETTINGS, check_settings
+from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
+from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
+from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
+from ..experiments.calibrate.measuring_ranks import MeasuringRanks
+from ..experiments.calibrate.noise import sizes_between
+from ..experiments.calibrate.passes import Pass, Settings, measure_passes
+from ..experiments.calibrate.published import predict_published
+from ..experiments.calibrate.validate import (
+    LEVEL,
+    Errors,
+    held_out,
+    oversubscription,
+    summarise_errors,
+    validation_cases,
+)
+from ..files import STDOUT, check_json, write_json
+from ..machine.file import read_machine, read_record
+from ..machine.kernel_times import BEYOND
+from ..machine.machine import Machine
+from ..reporting.console import Number, get_console, print_grid, print_numbers
+from ..text import duration
+from ..transport.launcher import detect, run_local
+from ..transport.torchdist import TorchDist
+from . import calibrate
+from .ranks import check_threads
+
+
+def main(config: SimulateConfig) -> None:
+    """Print the summarise_errors and the coverage of held-out passes on every number of ranks, and of a published table."""
+    _check(config)
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
+        path = Path(config.machine.path or Path(scratch) / "machine.yaml")
+        if config.machine.path is None:
+            # Wrong held-out rows raise before minutes are spent on the calibration.
+            _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
+            calibrate.measure(_calibration_config(config, path))
+        machine, made = read_machine(path), read_record(path).get("made", {})
+    if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
+        raise InvalidInput(
+            f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with "
+            "ringattn calibrate transport=gloo, or leave machine out to calibrate now"
+        )
+    rows = _held_out_rows(config, machine.kernel.grid("dense", False).rows)
+    record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
+    for ranks in config.validate.ranks:
+        passes = _measure(ranks, rows, machine, made, config)
+        pass_errors = summarise_errors(passes, machine)
+        _print(ranks, passes, machine, pass_errors)
+        record["ranks"].append({"ranks": ranks, **asdict(pass_errors), "passes": [_pass_record(one) for one in passes]})
+    _print_published()
+    if config.output.path is not None:
+        write_json(config.output.path, record)
+
+
+def _check(config: SimulateConfig) -> None:
+    """Raise InvalidInput where the settings cannot be used."""
+    launch = detect()
+    if launch.kind != "none":
+        raise InvalidInput(
+            f"{launch.kind} started this process: the validation starts its own ranks, several numbers of them; start "
+            "ringattn alone"
+        )
+    check_settings(SIMULATE_SETTINGS["validate"], config)
+    options = config.validate
+    if not options.ranks or min(options.ranks) < 2:
+        raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")
+    check_threads("validate.threads", options.threads)
+    if options.repeat < 1:
+        raise InvalidInput(f"validate.repeat={options.repeat}: must be at least 1")
+    if config.output.path == STDOUT:
+        raise InvalidInput(
+            "output.path=-: mode=validate prints tables while it measures; give a file, such as output.path=summarise_errors.json"
+        )
+    check_json(config.output.path)
+
+
+def _held_out_rows(config: SimulateConfig, calibrated: Sequence[int]) -> list[int]:
+    """The rows per rank of the compared passes, which the calibration has not measured. Raises InvalidInput."""
+    sizes = config.validate.held_out
+    rows = held_out(calibrated) if sizes is None else [parse_size(n, "validate.held_out") for n in sizes]
+    known = {*calibrated, *sizes_between(calibrated)}
+    measured_rows = sorted({*rows} & known)
+    if measured_rows or not rows:
+        problem = f"{measured_rows} were calibrated" if measured_rows else "nothing to compare"
+        raise InvalidInput(f"validate.held_out={rows}: {problem}; give sizes other than {sorted(known)}")
+    max_rows = int(BEYOND * max(calibrated))
+    for n in rows:
+        if not 1 <= n <= max_rows:
+            raise InvalidInput(
+                f"validate.held_out={rows}: {n:,} rows per rank cannot be modelled from calibrated sizes that end at "
+                f"{max(calibrated):,}, as nothing is extrapolated beyond {BEYOND:g} times the largest size; give 1 .. "
+                f"{max_rows:,}, or calibrate larger sizes (validate.rows=[...], or rows=[...] of ringattn calibrate)"
+            )
+    return rows
+
+
+def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
+    """A calibration on the first of the numbers of ranks, written to `path`."""
+    options = config.validate
+    return CalibrateConfig(
+        transport=TransportGroup("gloo"),
+        kernel=ConfigGroup("auto"),
+        machine=config.machine,
+        output=OutputGroup(str(path)),
+        ranks=options.ranks[0],
+        heads=config.heads,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        rows=options.rows,
+        widths=options.widths,
+        messages=options.messages,
+        repeat=options.repeat,
+        threads=options.threads,
+        timeout=options.timeout,
+    )
+
+
+def _measure(
+    ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any], config: SimulateConfig
+) -> list[Pass]:
+    """The held-out passes on new local ranks, measured and modelled. `made` says how the machine was calibrated."""
+    options, cores = config.validate, os.cpu_count() or 1
+    threads = options.threads or made["threads"]
+    settings = Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat)
+    slowdown = oversubscription(ranks, threads, cores, (made["ranks"], made["threads"]))
+    get_console().print(
+        f"measuring {plural(len(validation_cases(rows, ranks)), 'kind')} of passes on {plural(ranks, 'rank')}"
+    )
+    try:
+        passes: list[list[Pass]] = run_local(
+            _measure_rank,
+            ranks,
+            rows,
+            machine,
+            settings,
+            slowdown,
+            options.timeout,
+            timeout=math.inf,
+            group_timeout=options.timeout,
+            threads=threads,
+        )
+    except LaunchFailure as error:
+        raise RingAttentionError(str(error)) from None
+    return passes[0]
+
+
+def _measure_rank(
+    rank: int, rows: Sequence[int], machine: Machine, settings: Settings, slowdown: float, timeout: float
+) -> list[Pass]:
+    """What one rank does."""
+    team = MeasuringRanks(TorchDist(timeout=timeout), torch.device("cpu"))
+    return measure_passes(team, validation_cases(rows, team.size), machine, settings, slowdown)
+
+
+def _pass_record(one: Pass) -> dict[str, Any]:
+    """A pass as plain data."""
+    return {**asdict(one.case), "seconds": list(one.seconds), "modelled": one.modelled}
+
+
+def _print(ranks: int, passes: list[Pass], machine: Machine, pass_errors: Errors) -> None:
+    """Print a table of the passes, and the statistics of their summarise_errors."""
+    rows = []
+    for one in passes:
+        interval = machine.interval(one.modelled, LEVEL)
+        median = sorted(one.seconds)[len(one.seconds) // 2]
+        error = f"{one.modelled / median - 1:+.1%}"
+        bounds = f"{duration(interval[0])} .. {duration(interval[1])}" if interval else "not known"
+        rows.append((str(one.case), duration(median), duration(one.modelled), error, bounds))
+    get_console().print()
+    header = ("pass", "measured", "modelled", "error", f"{LEVEL:.0%} interval [modelled]")
+    print_grid(f"{ranks} Gloo ranks", header, rows)
+    coverage = "not known: the machine file has too few residuals"
+    if pass_errors.coverage is not None:
+        coverage = f"{pass_errors.coverage:.1%} of {plural(pass_errors.runs, 'run')}"
+    print_numbers(
+        f"modelled against measured, {ranks} ranks, {pass_errors.passes} held-out passes",
+        [
+            Number("signed bias", f"{pass_errors.bias:+.1%}", "measured"),
+            Number("median absolute error", f"{pass_errors.median:.1%}", "measured"),
+            Number("P90 absolute error", f"{pass_errors.p90:.1%}, largest {pass_errors.worst:.1%}", "measured"),
+            Number(f"inside the {LEVEL:.0%} interval", coverage, "measured"),
+        ],
+    )
+
+
+def _print_published() -> None:
+    """Print published measurements beside the model, which was not fitted to them."""
+    rows = [
+        (one.name, f"{one.measured:.1f}", f"{one.modelled:.1f}", f"{one.error:+.1%}") for one in predict_published()
+    ]
+    get_console().print()
+    title = "published rings of zhuzilin/ring-flash-attention, iterations/s, without a fit; zigzag is an upper bound"
+    print_grid(title, ("8 GPUs, 64k tokens, causal", "measured there", "modelled", "error"), rows)
