@@ -12,15 +12,55 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringattn"
 #: Packages, and modules of the root. Each imports only from those before it.
 ORDER = (
-    "errors", "registry", "text", "dtypes", "progress", "cache", "files", "transport", "pattern", "layout", "machine",
-    "plan", "kernels", "timing", "planner", "reporting", "runtime", "numerics", "functional", "nn", "compat", "config",
-    "experiments", "cli",
-)  # fmt: skip
+    "errors",
+    "registry",
+    "text",
+    "dtypes",
+    "progress",
+    "cache",
+    "files",
+    "transport",
+    "pattern",
+    "layout",
+    "machine",
+    "plan",
+    "kernels",
+    "timing",
+    "planner",
+    "reporting",
+    "runtime",
+    "numerics",
+    "functional",
+    "nn",
+    "compat",
+    "config",
+    "experiments",
+    "cli",
+)
 #: What is imported on machines without torch.
 NO_TORCH = (
-    "errors", "registry", "text", "dtypes", "progress", "cache", "files", "pattern", "layout", "machine", "plan", "timing", "planner",
-    "reporting", "config", "experiments.study", "cli.main", "cli.plan", "cli.simulate", "cli.simulate_study", "transport.launcher",
-)  # fmt: skip
+    "errors",
+    "registry",
+    "text",
+    "dtypes",
+    "progress",
+    "cache",
+    "files",
+    "pattern",
+    "layout",
+    "machine",
+    "plan",
+    "timing",
+    "planner",
+    "reporting",
+    "config",
+    "experiments.study",
+    "cli.main",
+    "cli.plan",
+    "cli.simulate",
+    "cli.simulate_study",
+    "transport.launcher",
+)
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -28,7 +68,8 @@ FILES = {
 
 
 def imports(name: str, *, functions: bool = True) -> set[str]:
-    """Modules of this package that a module imports, those under TYPE_CHECKING too; `functions`: within functions too."""
+    """Modules of this package that a module imports, those under TYPE_CHECKING too; `functions`: within functions
+    too."""
     path = FILES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()

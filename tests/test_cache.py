@@ -126,8 +126,11 @@ def test_a_used_plan_is_pickled_and_copied_without_its_caches(name: str, schedul
     assert set(vars(again)) == set(plan.__dataclass_fields__)
     assert again == plan and hash(again) == hash(plan) and again.choice == plan.choice
     assert used == (
-        [again.for_rank(rank) for rank in range(4)], again.hash, again.bytes_sent(), again.ring_plan(0)[0].demand.works(0, 0)
-    )  # fmt: skip
+        [again.for_rank(rank) for rank in range(4)],
+        again.hash,
+        again.bytes_sent(),
+        again.ring_plan(0)[0].demand.works(0, 0),
+    )
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

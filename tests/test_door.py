@@ -1,4 +1,5 @@
-"""What a call accepts at its door: layouts, written patterns, packed documents, autocast, shapes that look transposed."""
+"""What a call accepts at its door: layouts, written patterns, packed documents, autocast, shapes that look
+transposed."""
 
 from __future__ import annotations
 

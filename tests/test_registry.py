@@ -117,7 +117,8 @@ calls = outside.Counting.calls
 assert calls >= 20 and all(torch.equal(a, b) for a, b in zip(found, plain))
 run()
 assert outside.Counting.calls == calls, "auto chooses kernels of ringattn only"
-assert torch.equal(ra.nn.RingAttention(ra.Causal(), kernel="counting")(q, k, v), ra.attention(q, k, v, ra.Causal(), kernel="reference"))
+expected = ra.attention(q, k, v, ra.Causal(), kernel="reference")
+assert torch.equal(ra.nn.RingAttention(ra.Causal(), kernel="counting")(q, k, v), expected)
 assert outside.Counting.calls > calls
 for wrong, error, words in (
     ({"kernel": "countin"}, ra.InvalidInput, "did you mean 'counting'"),
@@ -169,8 +170,11 @@ def test_an_installed_package_adds_a_kernel(tmp_path: Path) -> None:
     points = "[ringattn.kernels]\ncounting = outside:Counting\nchosen = outside:Chosen\nbroken = outside:Missing\n"
     done = subprocess.run(
         [sys.executable, "-c", USE_KERNEL],
-        env=offered(tmp_path / "site", points), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=offered(tmp_path / "site", points),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -183,8 +187,12 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     bench = [sys.executable, "-m", "ringattn", "bench"]
     done = subprocess.run(
         [*bench, "suite=idle", "repeat=2", "output.path=out"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     (record,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("idle_*.json"))
     assert [len(column["seconds"]) for column in record["cases"][0]["columns"].values()] == [2, 2]
@@ -275,11 +283,15 @@ def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
     words = ["run", "transport.spec=folder", "ranks=2", "input=random", "tokens=256", "repeat=1", "timeout=100"]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "ringattn", *words], cwd=tmp_path, env={**env, "FOLDER_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "ringattn", *words],
+            cwd=tmp_path,
+            env={**env, "FOLDER_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     ends = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], ends
     assert "2 folder ranks" in ends[0][0] and "as planned" in ends[0][0], ends[0][0]

@@ -87,8 +87,8 @@ def _measure(config: CalibrateConfig, transport: Transport | None, device: torch
     team = MeasuringRanks(transport, device, None if launch.kind == "none" else launch.local_world)
     if team.size % team.ranks_per_node:
         raise InvalidInput(
-            f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally many ranks; "
-            "start the same number of ranks on each node"
+            f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally "
+            "many ranks; start the same number of ranks on each node"
         )
     tell: Callable[[str], None] = _print_measurement if team.rank == 0 else _stay_silent
     calibration = calibrate(team, settings, sizes, config.machine.made(device.type), tell)

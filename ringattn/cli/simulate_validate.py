@@ -41,7 +41,7 @@ from .ranks import check_threads
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the summarise_errors and the coverage of held-out passes on every number of ranks, and of a published table."""
+    """Print the errors and the coverage of held-out passes on every number of ranks, and of a published table."""
     _check(config)
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
@@ -84,7 +84,7 @@ def _check(config: SimulateConfig) -> None:
         raise InvalidInput(f"validate.repeat={options.repeat}: must be at least 1")
     if config.output.path == STDOUT:
         raise InvalidInput(
-            "output.path=-: mode=validate prints tables while it measures; give a file, such as output.path=summarise_errors.json"
+            "output.path=-: mode=validate prints tables while it measures; give a file, such as output.path=errors.json"
         )
     check_json(config.output.path)
 
@@ -173,7 +173,7 @@ def _pass_record(one: Pass) -> dict[str, Any]:
 
 
 def _print(ranks: int, passes: list[Pass], machine: Machine, pass_errors: Errors) -> None:
-    """Print a table of the passes, and the statistics of their summarise_errors."""
+    """Print a table of the passes, and the statistics of their errors."""
     rows = []
     for one in passes:
         interval = machine.interval(one.modelled, LEVEL)

@@ -1,7 +1,7 @@
 """The three attention ops that PyTorch ships for CUDA: flash, cuDNN and memory-efficient.
 
-Written from the sources of the ops, and not yet run on a GPU. On a machine with a GPU tests/kernels/test_kernels.py checks
-every choice.
+Written from the sources of the ops, and not yet run on a GPU. On a machine with a GPU tests/kernels/test_kernels.py
+checks every choice.
 """
 
 from __future__ import annotations

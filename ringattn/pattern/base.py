@@ -11,7 +11,6 @@ import numpy as np
 
 from ..cache import Value
 from ..errors import InvalidInput
-from .drawing import draw
 from .tile import Tile, intersect_tiles, subtract_tile
 
 ONE_HEAD = range(1)
@@ -150,6 +149,8 @@ class Pattern(Value, ABC):
         heads = head + 1 if heads is None else heads
         self.check(tokens, heads)
         bound, drawn = self.bind(heads, tokens), range(head, head + 1)
+        from .drawing import draw  # a pattern that is not drawn does not load it
+
         return draw(lambda q, k: bound.count(q, k, drawn), tokens, cells=cells, ascii=ascii)
 
     def __and__(self, other: Pattern) -> Pattern:

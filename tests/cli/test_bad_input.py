@@ -1,4 +1,5 @@
-"""What cannot be used is refused in a line, before anything is computed or written: files, sizes, patterns and paths."""
+"""What cannot be used is refused in a line, before anything is computed or written: files, sizes, patterns and
+paths."""
 
 from __future__ import annotations
 

@@ -91,8 +91,14 @@ def test_sizes_are_understood_everywhere() -> None:
         ],
     )
     assert found == [
-        "ranks=2,8192", "pattern=window", "pattern.left=4096", "kv_heads=null", "machine.ranks_per_node=10", "tokens=1M", "ranks=range(1,3)"
-    ]  # fmt: skip
+        "ranks=2,8192",
+        "pattern=window",
+        "pattern.left=4096",
+        "kv_heads=null",
+        "machine.ranks_per_node=10",
+        "tokens=1M",
+        "ranks=range(1,3)",
+    ]
 
 
 def test_a_plan_of_too_many_steps_says_so(inside: Inside, tmp_path: Path) -> None:
@@ -220,9 +226,16 @@ def test_run_on_a_file(tmp_path: Path) -> None:
     tensors = inputs(77, torch.bfloat16)
     save_file(tensors, tmp_path / "x.safetensors")
     done = ringattn(
-        "run", "input=file", "input.path=x.safetensors", "ranks=2", "backward=true", "layout=striped", "repeat=1",
-        "output.path=y.safetensors", cwd=tmp_path,
-    )  # fmt: skip
+        "run",
+        "input=file",
+        "input.path=x.safetensors",
+        "ranks=2",
+        "backward=true",
+        "layout=striped",
+        "repeat=1",
+        "output.path=y.safetensors",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     wanted = ra.virtual_attention(*tensors.values(), ra.Causal(), ranks=2, layout="striped")
     assert torch.equal(load_file(tmp_path / "y.safetensors")["out"], wanted)

@@ -69,12 +69,15 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
         (("plan", "ranks=2"), ""),
         (("simulate", "ranks=2"), ""),
         (("simulate", "mode=numerics", "ranks=2", "tokens=64"), ""),
-        (("run", "transport=virtual", *SMALL), "Hydra's record of the job cannot be written (No such file or directory); try"),
+        (
+            ("run", "transport=virtual", *SMALL),
+            "Hydra's record of the job cannot be written (No such file or directory); try",
+        ),
         (("plan", "-m", "ranks=2,4"), "try another folder, such as hydra.sweep.dir=/tmp/ringattn"),
         (("simulate", "-m", "ranks=2,4"), "output outputs: cannot be a folder"),
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_folders_that_cannot_be_written(inside: Inside, arguments: tuple[str, ...], words: str) -> None:
     """What writes nothing works there, what would is told in a line. /proc takes no files, not even of root."""
     done = inside(*arguments, cwd=Path("/proc"))
@@ -85,9 +88,14 @@ def test_folders_that_cannot_be_written(inside: Inside, arguments: tuple[str, ..
 def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [*COMMAND, "simulate", "ranks=2"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+            [*COMMAND, "simulate", "ranks=2"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
             check=False,
-        )  # fmt: skip
+        )
     told = "ringattn: standard output: could not be written (No space left on device); make room where it goes\n"
     assert (done.returncode, done.stderr) == (2, told)
 
@@ -119,9 +127,13 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(
-        [*COMMAND, "run", "ranks=2", *SMALL, "repeat=1000000"], cwd=tmp_path, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)},
-    )  # fmt: skip
+        [*COMMAND, "run", "ranks=2", *SMALL, "repeat=1000000"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
     try:
         deadline = time.monotonic() + 100
         while not list(temporary.glob("ringattn-*/rank_0001.log")):

@@ -63,9 +63,13 @@ DISK = ("stream=disk", "input=file", "input.path=in.safetensors", "output.path=r
     ],
 )
 def test_disk_round_trip(
-    pattern: str, dtype: torch.dtype, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    pattern: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     case = stored(tmp_path, dtype)
     (tmp_path / "results").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -83,9 +87,18 @@ def test_disk_round_trip(
     gathered = torch.float64 if dtype == torch.float64 else torch.float32
     assert [x.dtype for x in (mine.out, mine.lse, *mine.grads)] == [dtype] + [gathered] * 4
     plan = ra.make_plan(
-        seen, tokens=TOKENS, ranks=5, layout="contiguous", schedule="direct", heads=4, kv_heads=2, head_dim=8,
-        value_dim=6, dtype=dtype, batch=2,
-    )  # fmt: skip
+        seen,
+        tokens=TOKENS,
+        ranks=5,
+        layout="contiguous",
+        schedule="direct",
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        value_dim=6,
+        dtype=dtype,
+        batch=2,
+    )
     assert f"forward bytes copied        {plan.bytes_sent():,} = " in printed and "(as planned;" in printed
     assert "NOT AS PLANNED" not in printed
     assert "streamed from in.safetensors in 5 chunks of at most 61 rows on cpu" in " ".join(printed.split())
@@ -122,9 +135,12 @@ def test_a_run_that_is_ended_leaves_no_file(tmp_path: Path, number: signal.Signa
     results.mkdir()
     (results / "out.safetensors").write_text("from before")
     run = subprocess.Popen(
-        command(*DISK, "chunk=20", "repeat=100000"), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        command(*DISK, "chunk=20", "repeat=100000"),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # jobs in the background ignore it
-    )  # fmt: skip
+    )
     try:
         deadline = time.monotonic() + 100
         while len(list(results.iterdir())) < 2 and time.monotonic() < deadline and run.poll() is None:
@@ -158,11 +174,18 @@ def config(**options: object) -> RunConfig:
     """What the command line gives `main`, of a small causal run on files in the working directory."""
     path = options.pop("path", None)
     groups = {
-        "pattern": PatternGroup("Causal()"), "layout": LayoutGroup("zigzag"), "schedule": ScheduleGroup("auto"),
-        "machine": MachineGroup("auto"), "transport": TransportGroup("gloo"), "kernel": ConfigGroup("auto"),
-        "input": InputGroup("file", "in.safetensors"), "threads": torch.get_num_threads(), "repeat": 1, "chunk": 64,
+        "pattern": PatternGroup("Causal()"),
+        "layout": LayoutGroup("zigzag"),
+        "schedule": ScheduleGroup("auto"),
+        "machine": MachineGroup("auto"),
+        "transport": TransportGroup("gloo"),
+        "kernel": ConfigGroup("auto"),
+        "input": InputGroup("file", "in.safetensors"),
+        "threads": torch.get_num_threads(),
+        "repeat": 1,
+        "chunk": 64,
         "output": RunOutputGroup(None if path is None else str(path)),
-    }  # fmt: skip
+    }
     return RunConfig(**{**groups, **options})  # type: ignore[arg-type]
 
 
@@ -170,22 +193,39 @@ def config(**options: object) -> RunConfig:
     ("options", "words"),
     [
         ({"stream": "tape"}, "stream=tape: expected host or disk"),
-        ({"stream": "disk", "input": InputGroup("text")}, "stream=disk reads input=file input.path=..., not input=text"),
+        (
+            {"stream": "disk", "input": InputGroup("text")},
+            "stream=disk reads input=file input.path=..., not input=text",
+        ),
         ({"stream": "disk"}, "name it with output.path="),
-        ({"stream": "disk", "path": "results/x.safetensors", "backward": True}, "no tensor 'dout', the gradient of the output"),
-        ({"stream": "disk", "path": "results/x.safetensors", "backward": True, "input": InputGroup("file", "short.safetensors")},
-         "short.safetensors: dout must be torch.float32 (2, 4, 301, 6) as out is, but is torch.float32 (2, 4, 300, 6)"),
+        (
+            {"stream": "disk", "path": "results/x.safetensors", "backward": True},
+            "no tensor 'dout', the gradient of the output",
+        ),
+        (
+            {
+                "stream": "disk",
+                "path": "results/x.safetensors",
+                "backward": True,
+                "input": InputGroup("file", "short.safetensors"),
+            },
+            "short.safetensors: dout must be torch.float32 (2, 4, 301, 6) as out is, "
+            "but is torch.float32 (2, 4, 300, 6)",
+        ),
         ({"stream": "disk", "path": "no/x.safetensors"}, "the folder no does not exist"),
         ({"stream": "host", "chunk": 0}, "chunk=0 must be an integer >= 1"),
         ({"stream": "host", "chunk": "many"}, "chunk=many: not a whole number"),
         ({"stream": "host", "device": "tpu"}, "device='tpu' is not a device"),
         ({"stream": "host", "ranks": 4}, "ranks=4 has no meaning with stream=host"),
         ({"stream": "host", "comm_dtype": "bfloat16"}, "comm_dtype=bfloat16 has no meaning with stream=host"),
-        ({"stream": "host", "transport": TransportGroup("virtual")}, "transport=virtual has no meaning with stream=host"),
+        (
+            {"stream": "host", "transport": TransportGroup("virtual")},
+            "transport=virtual has no meaning with stream=host",
+        ),
         ({}, "chunk=64 is an option of stream=host and stream=disk"),
         ({"chunk": None, "device": "cpu"}, "device=cpu is an option of stream=host and stream=disk"),
     ],
-)  # fmt: skip
+)
 def test_wrong_calls(options: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = stored(tmp_path, torch.float32, dout=False)
     tensors = dict(zip("qkv", case.inputs, strict=True), dout=case.grad[:, :, 1:].clone())
@@ -199,9 +239,20 @@ def test_wrong_calls(options: dict[str, object], words: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    "override", ["ranks=2", "transport=gloo", "transport.gpu_aware=false", "layout=zigzag", "schedule=ring",
-                 "machine.bandwidth=1e9", "comm_dtype=bfloat16", "rotate=keys", "timeout=5", "progress=true"],
-)  # fmt: skip
+    "override",
+    [
+        "ranks=2",
+        "transport=gloo",
+        "transport.gpu_aware=false",
+        "layout=zigzag",
+        "schedule=ring",
+        "machine.bandwidth=1e9",
+        "comm_dtype=bfloat16",
+        "rotate=keys",
+        "timeout=5",
+        "progress=true",
+    ],
+)
 def test_what_rings_know_is_refused_with_stream(override: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         prepare("run", ["stream=host", override])

@@ -28,23 +28,83 @@ from ringattn.reporting.progress_bar import show_progress
 
 #: A value of each setting of `simulate` that is not the default.
 OTHERS: dict[str, Any] = {
-    "pattern": PatternGroup("Full()"), "layout": LayoutGroup("contiguous"), "schedule": ScheduleGroup("direct"), "ranks": 2,
-    "tokens": 512, "shard": 32, "heads": 4, "kv_heads": 1, "head_dim": 32, "batch": 3, "dtype": "bfloat16", "comm_dtype": "bfloat16",
-    "rotate": "keys", "backward": True, "slow": {1: 2.0}, "slow_links": {1: 50.0}, "stalls": [[1, 0, 0.5]], "passes": 7,
-    "solver": "events", "seed": 5, "machine.spec": "cuda", "machine.path": "m.yaml", "machine.extrapolate": True, "machine.flops": 1e9,
-    "machine.latency": 0.1, "machine.bandwidth": 1e4, "machine.node_latency": 1.0, "machine.node_bandwidth": 1e3, "machine.shared_nic": True,
-    "machine.merge": 1e6, "machine.buffers": 3, "machine.gamma": 0.5, "machine.jitter": 0.5, "machine.call": 1.0,
-    "machine.memory": 1e6, "machine.watts": 5.0, "machine.price": 2.0, "machine.mtbf": 1e9, "machine.checkpoint": 1e9,
-    "machine.restart": 4.0, "numerics.way": "all", "numerics.rows": 3, "numerics.spread": 1, "numerics.first": 1,
-    "numerics.count": 2, "numerics.together": 3, "numerics.period": 37, "numerics.fault": "drop", "numerics.fault_rank": 1,
-    "numerics.fault_owner": 1, "study.name": "x", "study.plots": [], "study.x": "ranks", "study.y": "ranks", "study.extrapolate": 1e9,
-    "study.progress": False, "study.window.point": 0, "study.window.first_rank": 1, "study.window.ranks": 1,
-    "study.window.first_step": 1, "study.window.steps": 1, "study.execute.budget": 1.0, "study.execute.rows": 1,
-    "study.execute.heads": 2, "study.execute.head_dim": 8, "study.execute.seed": 1, "validate.ranks": [4], "validate.held_out": [8],
-    "validate.rows": [8, 16], "validate.widths": [8], "validate.messages": [8, 16], "validate.repeat": 2, "validate.threads": 1,
+    "pattern": PatternGroup("Full()"),
+    "layout": LayoutGroup("contiguous"),
+    "schedule": ScheduleGroup("direct"),
+    "ranks": 2,
+    "tokens": 512,
+    "shard": 32,
+    "heads": 4,
+    "kv_heads": 1,
+    "head_dim": 32,
+    "batch": 3,
+    "dtype": "bfloat16",
+    "comm_dtype": "bfloat16",
+    "rotate": "keys",
+    "backward": True,
+    "slow": {1: 2.0},
+    "slow_links": {1: 50.0},
+    "stalls": [[1, 0, 0.5]],
+    "passes": 7,
+    "solver": "events",
+    "seed": 5,
+    "machine.spec": "cuda",
+    "machine.path": "m.yaml",
+    "machine.extrapolate": True,
+    "machine.flops": 1e9,
+    "machine.latency": 0.1,
+    "machine.bandwidth": 1e4,
+    "machine.node_latency": 1.0,
+    "machine.node_bandwidth": 1e3,
+    "machine.shared_nic": True,
+    "machine.merge": 1e6,
+    "machine.buffers": 3,
+    "machine.gamma": 0.5,
+    "machine.jitter": 0.5,
+    "machine.call": 1.0,
+    "machine.memory": 1e6,
+    "machine.watts": 5.0,
+    "machine.price": 2.0,
+    "machine.mtbf": 1e9,
+    "machine.checkpoint": 1e9,
+    "machine.restart": 4.0,
+    "numerics.way": "all",
+    "numerics.rows": 3,
+    "numerics.spread": 1,
+    "numerics.first": 1,
+    "numerics.count": 2,
+    "numerics.together": 3,
+    "numerics.period": 37,
+    "numerics.fault": "drop",
+    "numerics.fault_rank": 1,
+    "numerics.fault_owner": 1,
+    "study.name": "x",
+    "study.plots": [],
+    "study.x": "ranks",
+    "study.y": "ranks",
+    "study.extrapolate": 1e9,
+    "study.progress": False,
+    "study.window.point": 0,
+    "study.window.first_rank": 1,
+    "study.window.ranks": 1,
+    "study.window.first_step": 1,
+    "study.window.steps": 1,
+    "study.execute.budget": 1.0,
+    "study.execute.rows": 1,
+    "study.execute.heads": 2,
+    "study.execute.head_dim": 8,
+    "study.execute.seed": 1,
+    "validate.ranks": [4],
+    "validate.held_out": [8],
+    "validate.rows": [8, 16],
+    "validate.widths": [8],
+    "validate.messages": [8, 16],
+    "validate.repeat": 2,
+    "validate.threads": 1,
     "validate.timeout": 3.0,
-}  # fmt: skip
-#: What says where results go, which of the modes it is, or how a computation runs; axes make a study; nodes of equal links.
+}
+#: What says where results go, which of the modes it is, or how a computation runs; axes make a study; nodes of equal
+#: links.
 ELSEWHERE = (
     "output.path",
     "experiment",
@@ -72,9 +132,17 @@ def changed(config: Any, key: str, value: Any) -> Any:
 
 def base(path: Path, **more: Any) -> SimulateConfig:
     return SimulateConfig(
-        PatternGroup("Causal()"), LayoutGroup("zigzag"), ScheduleGroup("ring"), MachineGroup("auto"), OutputGroup(str(path)),
-        ranks=4, tokens=256, heads=2, head_dim=16, **more,
-    )  # fmt: skip
+        PatternGroup("Causal()"),
+        LayoutGroup("zigzag"),
+        ScheduleGroup("ring"),
+        MachineGroup("auto"),
+        OutputGroup(str(path)),
+        ranks=4,
+        tokens=256,
+        heads=2,
+        head_dim=16,
+        **more,
+    )
 
 
 def outcome(config: SimulateConfig) -> dict[str, Any]:
@@ -152,19 +220,35 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "change", "words"),
     [
-        ("calibrate", {"machine.bandwidth": 1e9}, "machine.bandwidth=1e+09 has no meaning here: a calibration of ranks measures it"),
-        ("calibrate", {"machine.flops": 1e9, "transport": TransportGroup("none")}, "machine.flops=1e+09 has no meaning here"),
+        (
+            "calibrate",
+            {"machine.bandwidth": 1e9},
+            "machine.bandwidth=1e+09 has no meaning here: a calibration of ranks measures it",
+        ),
+        (
+            "calibrate",
+            {"machine.flops": 1e9, "transport": TransportGroup("none")},
+            "machine.flops=1e+09 has no meaning here",
+        ),
         ("calibrate", {"ranks": 3, "transport": TransportGroup("none")}, "ranks=3 has no meaning with transport=none"),
         ("calibrate", {"messages": [1, 2], "transport": TransportGroup("none")}, "messages=[1,2] has no meaning"),
         ("validate", {"machine.spec": "cuda"}, "machine.spec=cuda has no meaning with mode=validate"),
         ("validate", {"machine.watts": 3.0}, "machine.watts=3 has no meaning with mode=validate"),
-        ("validate", {"machine.spec": "file", "machine.path": "m", "validate.rows": [8, 16]}, "beside machine.path=..."),
+        (
+            "validate",
+            {"machine.spec": "file", "machine.path": "m", "validate.rows": [8, 16]},
+            "beside machine.path=...",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_measured_is_not_taken_from_the_command_line(what: str, change: dict[str, Any], words: str) -> None:
-    plain = {"calibrate": CalibrateConfig, "validate": SimulateConfig}[what](
-        transport=TransportGroup("gloo"), machine=MachineGroup("auto")
-    ) if what == "calibrate" else SimulateConfig(machine=MachineGroup("auto"))  # fmt: skip
+    plain = (
+        {"calibrate": CalibrateConfig, "validate": SimulateConfig}[what](
+            transport=TransportGroup("gloo"), machine=MachineGroup("auto")
+        )
+        if what == "calibrate"
+        else SimulateConfig(machine=MachineGroup("auto"))
+    )
     settings: Any = CALIBRATE_SETTINGS if what == "calibrate" else SIMULATE_SETTINGS[what]
     check_settings(settings, plain)
     config = plain
@@ -194,12 +278,18 @@ def test_nothing_to_simulate() -> None:
 def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for options, words in (
-        ({"numerics.rows": "1e9"}, "numerics.rows=1e9: a sequence of 256 tokens has 256 query rows; try numerics.rows=256"),
+        (
+            {"numerics.rows": "1e9"},
+            "numerics.rows=1e9: a sequence of 256 tokens has 256 query rows; try numerics.rows=256",
+        ),
         ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
-        ({"ranks": 1, "numerics.fault": "drop"}, "fault 'drop' harms what comes from another rank, and here is only one; try ranks=2"),
+        (
+            {"ranks": 1, "numerics.fault": "drop"},
+            "fault 'drop' harms what comes from another rank, and here is only one; try ranks=2",
+        ),
         ({"ranks": 1, "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes from another rank"),
         ({"seed": -1}, "seed=-1: expected an integer >= 0"),
-    ):  # fmt: skip
+    ):
         config = base(path, mode="numerics")
         for key, value in options.items():  # type: ignore[attr-defined]
             config = changed(config, key, value)
@@ -240,7 +330,7 @@ EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7)
         ({"stalls": [Stall("a", 0, 1.0)]}, "expected a rank 0 .. 3"),  # type: ignore[arg-type]
         ({"stalls": [Stall(0, 0, "x")]}, "a step >= 0 and seconds >= 0"),  # type: ignore[arg-type]
     ],
-)  # fmt: skip
+)
 def test_wrong_types_are_told(arguments: Any, words: str) -> None:
     given, options = ((PLAN, EVEN), arguments) if isinstance(arguments, dict) else (arguments, {})
     with pytest.raises(InvalidInput) as caught:
@@ -290,7 +380,11 @@ def kernel(**made: Any) -> KernelTimes:
 def test_speeds_of_something_else_are_told() -> None:
     sizes = {"tokens": 64, "ranks": 4, "schedule": "ring"}
     for machine, options, words in (
-        ("cuda", {}, ["flops=5e+14 of this machine are those of bfloat16, and float32 is taken to be as fast [assumed]"]),
+        (
+            "cuda",
+            {},
+            ["flops=5e+14 of this machine are those of bfloat16, and float32 is taken to be as fast [assumed]"],
+        ),
         ("cuda", {"dtype": "float16"}, []),
         ("cpu", {}, []),
         ("cpu", {"dtype": "bfloat16"}, ["those of float32"]),
@@ -298,9 +392,17 @@ def test_speeds_of_something_else_are_told() -> None:
         (ra.MACHINES["cuda"].changed(flops=1e14), {}, []),
         (dataclasses.replace(EVEN, kernel=kernel(heads=1)), {}, []),
         (dataclasses.replace(EVEN, kernel=kernel()), {"heads": 2}, []),
-        (dataclasses.replace(EVEN, kernel=kernel(heads=1)), {"heads": 2, "head_dim": 32}, ["head_dim=64, and head_dim=32", "heads=1, and heads=2"]),
-        (dataclasses.replace(EVEN, kernel=kernel(extrapolate=True)), {"dtype": "float64"}, ["dtype=float32, and dtype=float64"]),
-    ):  # fmt: skip
+        (
+            dataclasses.replace(EVEN, kernel=kernel(heads=1)),
+            {"heads": 2, "head_dim": 32},
+            ["head_dim=64, and head_dim=32", "heads=1, and heads=2"],
+        ),
+        (
+            dataclasses.replace(EVEN, kernel=kernel(extrapolate=True)),
+            {"dtype": "float64"},
+            ["dtype=float32, and dtype=float64"],
+        ),
+    ):
         found = simulate(make_plan(ra.Full(), **{**sizes, **options}), machine).notes  # type: ignore[arg-type]
         assert len(found) == len(words) and all(word in note for word, note in zip(words, found, strict=True)), found
     with pytest.raises(InvalidInput, match=r"flops_dtype='bfloat32': did you mean 'b?float\d\d'"):

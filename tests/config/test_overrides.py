@@ -29,7 +29,11 @@ TWO = Launch("mpich", 0, 2, 0, 2)
     [
         ("run", ["input=file", "input.path=x.npz", "tokens=64"], "tokens=64 has no meaning with input=file"),
         ("run", ["input=file", "input.path=x.npz", "heads=4"], "heads=4 has no meaning with input=file"),
-        ("run", ["input=random", "input.path=x.npz"], "has no meaning with input=random; inputs that take path: file, text"),
+        (
+            "run",
+            ["input=random", "input.path=x.npz"],
+            "has no meaning with input=random; inputs that take path: file, text",
+        ),
         ("run", ["input=file"], "input=file needs input.path=..."),
         ("plan", ["pattern=documents"], "needs pattern.lengths=..., such as 'pattern.lengths=[512,256,256]'"),
         ("run", ["experiment=validate"], "sets mode, which ringattn run does not have; it is for simulate"),
@@ -38,7 +42,7 @@ TWO = Launch("mpich", 0, 2, 0, 2)
         ("calibrate", ["-m", "heads=2,4"], "output.path=machine.yaml with -m"),
         ("simulate", ["shard=2k", "tokens=4M"], "give shard or tokens, not both"),
     ],
-)  # fmt: skip
+)
 def test_refused(verb: str, overrides: list[str], words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         prepare(verb, overrides)

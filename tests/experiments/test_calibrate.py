@@ -122,7 +122,8 @@ def test_errors_are_those_of_a_plain_count() -> None:
 
 
 def test_what_nothing_measures_is_not_said_to_be_measured() -> None:
-    """On one node every link is within it; how many ranks a node has, and what they share, shows between nodes alone."""
+    """On one node every link is within it; how many ranks a node has, and what they share, shows between nodes
+    alone."""
     values = {"flops": 1e9, "bandwidth": 1e9, "ranks_per_node": 1, "shared_nic": False, "node_bandwidth": None}
     assert list_measured(values, 1) == ["flops", "bandwidth"]
     assert list_measured(values, 2) == ["flops", "bandwidth", "ranks_per_node", "shared_nic"]

@@ -21,7 +21,8 @@ from ringattn.experiments.study.sweep import as_study, split_commas
 
 
 def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
-    """Numbers of the CSV are those of ra.simulate on a plan that this test makes itself; rows are in the axes' order."""
+    """Numbers of the CSV are those of ra.simulate on a plan that this test makes itself; rows are in the axes'
+    order."""
     axes = {
         "pattern": ["window", "Full()"],
         "ranks": [2, 8],

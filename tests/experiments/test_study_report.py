@@ -47,9 +47,14 @@ def test_the_billion_tokens_quickly(tmp_path: Path) -> None:
     sizes = "[{tokens: 8192, ranks: 1}, {tokens: 131072, ranks: 32}, {tokens: 1048576, ranks: 256}]"
     axes = ["study.axes.pattern=[full, 'Causal() & Window(255)']", "study.axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
     done = ringattn(
-        "simulate", "experiment=billion_tokens", "study.execute.budget=1", f"study.together={sizes}", "output.path=out", *axes,
+        "simulate",
+        "experiment=billion_tokens",
+        "study.execute.budget=1",
+        f"study.together={sizes}",
+        "output.path=out",
+        *axes,
         cwd=tmp_path,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     rows = read(tmp_path / "out" / "sweep.csv")
     assert len(rows) == 12
@@ -103,10 +108,11 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
         both = {
             layout: ra.simulate(
                 ra.make_plan(ra.Causal(), tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=2),
-                "h100_nvlink_ib", slow={1: 2.0},
+                "h100_nvlink_ib",
+                slow={1: 2.0},
             ).seconds
             for layout in ("contiguous", "zigzag")
-        }  # fmt: skip
+        }
         assert seconds == min(both.values()) and both[name] == seconds
     run(study(tmp_path / "b", axes, study=options, slow={1: 2.0}))
     assert files(tmp_path / "a") == files(tmp_path / "b")

@@ -13,9 +13,16 @@ ROWS = (64, 256, 1024)
 def times(rate: float = 1e10, overhead: float = 0.0, head_dim: int = 64, **by_shape: float) -> KernelTimes:
     """Kernel times with one rate per shape, forward and backward."""
     grids = [
-        TimeGrid(shape, back, ROWS, (1,) if shape == "triangle" else ROWS, tuple(((by_shape.get(shape, rate),) * (1 if shape == "triangle" else 3),) * 3))
-        for shape in SHAPES for back in (False, True)
-    ]  # fmt: skip
+        TimeGrid(
+            shape,
+            back,
+            ROWS,
+            (1,) if shape == "triangle" else ROWS,
+            tuple(((by_shape.get(shape, rate),) * (1 if shape == "triangle" else 3),) * 3),
+        )
+        for shape in SHAPES
+        for back in (False, True)
+    ]
     return KernelTimes(head_dim, "float32", (overhead, overhead), tuple(grids))
 
 
@@ -28,6 +35,13 @@ def measured_machine() -> ra.Machine:
         (name, "measured") for name in ("flops", "latency", "bandwidth", "merge", "gamma", "kernel", "residuals")
     )
     return machine(
-        replace(times(3.25e10, 1.5e-5, triangle=2e10), heads=8), flops_dtype="float32", merge=1e10, gamma=0.03, ranks_per_node=2, shared_nic=True, watts=700.0,
-        residuals=(0.9, 1.0, 1.05), sources=(*sources, ("watts", "cited")),
-    )  # fmt: skip
+        replace(times(3.25e10, 1.5e-5, triangle=2e10), heads=8),
+        flops_dtype="float32",
+        merge=1e10,
+        gamma=0.03,
+        ranks_per_node=2,
+        shared_nic=True,
+        watts=700.0,
+        residuals=(0.9, 1.0, 1.05),
+        sources=(*sources, ("watts", "cited")),
+    )

@@ -35,8 +35,8 @@ PATTERNS: tuple[Pattern, ...] = (
 
 
 def equals_virtual(rank: int, dtype: str, heads: tuple[int, int]) -> int:
-    """Half of all patterns x layouts x schedules, so that all pairs meet: bit for bit the virtual ranks, and the planned
-    bytes. Cells checked."""
+    """Half of all patterns x layouts x schedules, so that all pairs meet: bit for bit the virtual ranks, and the
+    planned bytes. Cells checked."""
     return compare_with_virtual(TorchDist(timeout=30), dtype, heads, PATTERNS)
 
 
@@ -74,9 +74,18 @@ def compare_with_virtual(
                 made = ra.make_layout(layout, tokens=TOKENS, ranks=size)
                 mine = [made.shard_tensor(x.detach(), rank).clone().requires_grad_() for x in case.inputs]
                 plan = ra.make_plan(
-                    pattern, tokens=TOKENS, ranks=size, layout=layout, schedule=schedule, heads=heads[0],
-                    kv_heads=heads[1], head_dim=16, dtype=dtype, batch=2, rotate=rotate,
-                )  # fmt: skip
+                    pattern,
+                    tokens=TOKENS,
+                    ranks=size,
+                    layout=layout,
+                    schedule=schedule,
+                    heads=heads[0],
+                    kv_heads=heads[1],
+                    head_dim=16,
+                    dtype=dtype,
+                    batch=2,
+                    rotate=rotate,
+                )
                 transport.counters.reset()
                 found, found_lse = ra.ring_attention(*mine, pattern, transport=transport, **options)
                 counted = transport.counters.sent_bytes, transport.counters.sent_messages
@@ -98,8 +107,16 @@ def compare_with_virtual(
 def odd_head_dims(rank: int) -> int:
     """Shards that are tensors of their own give the bits of shards that are views of a whole. Cells checked."""
     size, cells = dist.get_world_size(), 0
-    kinds = ((4, "float32"), (7, "float32"), (7, "float64"), (20, "float32"), (20, "bfloat16"), (33, "float32"),
-             (33, "float64"), (33, "bfloat16"))  # fmt: skip
+    kinds = (
+        (4, "float32"),
+        (7, "float32"),
+        (7, "float64"),
+        (20, "float32"),
+        (20, "bfloat16"),
+        (33, "float32"),
+        (33, "float64"),
+        (33, "bfloat16"),
+    )
     for number, (dim, dtype) in enumerate(kinds):
         for place, rotate in enumerate(("keys", "queries")):
             layout, schedule = ("contiguous", "zigzag")[(number + place) % 2], ("ring", "direct")[number // 2 % 2]
@@ -332,7 +349,8 @@ def fail(rank: int, how: str) -> str:
 
 
 def on_nodes(rank: int, transport: Transport) -> tuple[int, int]:
-    """Behind the links of two nodes: cells checked, and what this rank's node received over its outer link meanwhile."""
+    """Behind the links of two nodes: cells checked, and what this rank's node received over its outer link
+    meanwhile."""
 
     def received() -> int:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
@@ -347,7 +365,10 @@ def fail_behind(rank: int, transport: Transport, how: str) -> str:
 
 
 WRONG = (
-    ("InvalidInput: q must be a tensor [batch, heads, tokens, head_dim]", "Mismatch: rank 1 cannot take part: q must be"),
+    (
+        "InvalidInput: q must be a tensor [batch, heads, tokens, head_dim]",
+        "Mismatch: rank 1 cannot take part: q must be",
+    ),
     ("InvalidInput: q, k and v must have one dtype", "Mismatch: rank 1 cannot take part: q, k and v"),
     ("Mismatch: the ranks disagree about pattern: Causal() on rank 0; Window(left=3, right=0) on rank 1",) * 2,
     ("Mismatch: the ranks disagree about layout: contiguous on rank 0; zigzag on rank 1",) * 2,
@@ -360,10 +381,19 @@ WRONG = (
     ("InvalidInput: unknown schedule 'rong'; did you mean 'ring'", "Mismatch: rank 1 cannot take part: unknown sched"),
     ("Mismatch: the ranks disagree about rotate: auto on rank 0; keys on rank 1",) * 2,
     ("Mismatch: the ranks disagree about return_lse: False on rank 0; True on rank 1",) * 2,
-    ("InvalidInput: key_padding_mask must be [batch, tokens] = (1, 4)", "Mismatch: rank 1 cannot take part: key_padding"),
+    (
+        "InvalidInput: key_padding_mask must be [batch, tokens] = (1, 4)",
+        "Mismatch: rank 1 cannot take part: key_padding",
+    ),
     ("Mismatch: the ranks disagree about head_dim: 8 on rank 0; 16 on rank 1",) * 2,
-    ("InvalidInput: layout=None: the rows of a shard do not tell", "Mismatch: rank 1 cannot take part: layout=None: the"),
+    (
+        "InvalidInput: layout=None: the rows of a shard do not tell",
+        "Mismatch: rank 1 cannot take part: layout=None: the",
+    ),
     ("InvalidInput: the layout zigzag was made for 12 tokens over 2 ranks, the call has 8 tokens over 2",) * 2,
     ("InvalidInput: the layout zigzag was made for 8 tokens over 3 ranks, the call has 8 tokens over 2",) * 2,
-    ("InvalidInput: pattern 'Causl()': unknown name 'Causl'; did you mean 'Causal'", "Mismatch: rank 1 cannot take part: pat"),
-)  # fmt: skip
+    (
+        "InvalidInput: pattern 'Causl()': unknown name 'Causl'; did you mean 'Causal'",
+        "Mismatch: rank 1 cannot take part: pat",
+    ),
+)

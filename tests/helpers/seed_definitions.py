@@ -23,7 +23,8 @@ CONFIGURATIONS = [
 def one_branch(
     q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int, offset: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, N, D], lse [B, N]) of one head in one branch, segment after segment; 0 and -inf where it takes no part."""
+    """(out [B, N, D], lse [B, N]) of one head in one branch, segment after segment; 0 and -inf where it takes no
+    part."""
     tokens = q.shape[-2]
     lower = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype)

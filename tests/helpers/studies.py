@@ -14,9 +14,15 @@ from ringattn.experiments.study.space import list_points
 
 def config(**more: Any) -> SimulateConfig:
     base: dict[str, Any] = {
-        "pattern": PatternGroup("Causal()"), "layout": LayoutGroup("zigzag"), "schedule": ScheduleGroup("ring"),
-        "machine": MachineGroup("h100_nvlink_ib"), "tokens": 4096, "ranks": 4, "heads": 2, "study": StudyGroup(plots=[]),
-    }  # fmt: skip
+        "pattern": PatternGroup("Causal()"),
+        "layout": LayoutGroup("zigzag"),
+        "schedule": ScheduleGroup("ring"),
+        "machine": MachineGroup("h100_nvlink_ib"),
+        "tokens": 4096,
+        "ranks": 4,
+        "heads": 2,
+        "study": StudyGroup(plots=[]),
+    }
     return SimulateConfig(**{**base, **more})
 
 

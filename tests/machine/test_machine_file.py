@@ -134,7 +134,8 @@ def test_the_files_show_the_numbers_of_the_code(name: str) -> None:
 
 
 def test_a_number_of_a_machine_is_declared_once() -> None:
-    """Fields, keys of the command line, units of files, checks and the list of what is not modelled go by one declaration."""
+    """Fields, keys of the command line, units of files, checks and the list of what is not modelled go by one
+    declaration."""
     numbers = {f.name: f for f in dataclasses.fields(ra.Machine) if f.name in MACHINE_NUMBERS}
     hints = typing.get_type_hints(ra.Machine)
     keys = {f.name: f for f in dataclasses.fields(MachineGroup)}

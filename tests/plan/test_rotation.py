@@ -1,4 +1,5 @@
-"""What rotates in the backward by default: the bytes of both ways are counted without planning all ranks, and are right."""
+"""What rotates in the backward by default: the bytes of both ways are counted without planning all ranks, and are
+right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""NaN and infinities go by rows: out, lse and gradients are NaN in the same rows whatever the ranks, tiling and kernel."""
+"""NaN and infinities go by rows: out, lse and gradients are NaN in the same rows whatever the ranks, tiling and
+kernel."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_the_rows_that_are_nan(pattern: Pattern, which: str, bad: float) -> None
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_what_the_dense_oracle_says(which: str) -> None:
-    """A NaN in q or k: exactly the rows of fp64 autograd. One in v makes NaN more entries of a row, but no other row."""
+    """A NaN in q or k: exactly the rows of fp64 autograd. One in v makes NaN more entries of a row, but no other
+    row."""
     pattern = Causal() & Window(9)
     hidden = torch.from_numpy(pattern.mask(TOKENS)[0] == 0)
     source = torch.Generator().manual_seed(1)

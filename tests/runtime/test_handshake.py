@@ -1,4 +1,5 @@
-"""Handshakes of real ranks: equal arguments in any form, tables that differ, exceptions in the middle, missing ranks."""
+"""Handshakes of real ranks: equal arguments in any form, tables that differ, exceptions in the middle, missing
+ranks."""
 
 from __future__ import annotations
 

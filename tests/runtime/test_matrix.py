@@ -1,7 +1,7 @@
 """Every pattern x layout x ranks x dtype x head sharing against the fp64 oracle, forward and backward.
 
-Every pattern meets every layout in every dtype, every number of ranks, and every head sharing. In fp64 each head sharing
-has every other number of ranks, in the narrower dtypes one head sharing has.
+Every pattern meets every layout in every dtype, every number of ranks, and every head sharing. In fp64 each head
+sharing has every other number of ranks, in the narrower dtypes one head sharing has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "striped(4)", "balanced(5)")
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 HEADS = ((4, 4), (4, 2), (3, 1))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Every schedule meets every pattern and dtype, and in fp64 every kind of heads, on several layouts and numbers of ranks.
+#: Every schedule meets every pattern and dtype, and in fp64 every kind of heads, on several layouts and numbers of
+#: ranks.
 SCHEDULES: tuple[dict[int, str], ...] = (
     {1: "ring", 2: "direct", 3: "allgather", 4: "double_ring(2)", 5: "ring", 7: "direct", 8: "ulysses(2, ring)"},
     {1: "direct", 2: "ulysses(2)", 3: "double_ring(3)", 4: "ring", 5: "direct", 7: "ring", 8: "double_ring(2)"},
@@ -79,7 +80,8 @@ def test_cell(name: str, layout: str, dtype: torch.dtype) -> None:
         if dtype != torch.float64 and (turn + place) % len(HEADS):
             continue
         case, oracle, allowed = truth(name, heads, dtype)
-        # Layouts 0 and 2, 1 and 3 share a table of schedules: together they meet it with all ranks for each head sharing.
+        # Layouts 0 and 2, 1 and 3 share a table of schedules: together they meet it with all ranks for each head
+        # sharing.
         for ranks in RANKS[(place + LAYOUTS.index(layout) // 2) % 2 :: 2]:
             schedule = fitting(SCHEDULES[LAYOUTS.index(layout) % 2][ranks], heads)
             rotate = ROTATE[(ranks + heads[0] + len(name)) % 3]

@@ -46,7 +46,8 @@ def test_the_pool_serves_receive_buffers_accumulators_and_workspaces() -> None:
 @pytest.mark.parametrize("rotate", ["keys", "queries"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_message_buffers_are_those_of_the_model(ranks: int, rotate: str) -> None:
-    """What the ranks took from the pool for messages is what the model of memory says, but for the rounding of sizes."""
+    """What the ranks took from the pool for messages is what the model of memory says, but for the rounding of
+    sizes."""
     pool, tokens = memory_pool(), 256 * ranks
     q, k, v = inputs(tokens)
     pool.clear()
@@ -121,7 +122,8 @@ def test_out_of_memory_empties_the_pool_and_tries_once_more() -> None:
 
 
 def test_a_real_lack_of_memory() -> None:
-    """In a process that may have 512 MiB more: an output of 1 GiB is a typed error, and a smaller batch works after it."""
+    """In a process that may have 512 MiB more: an output of 1 GiB is a typed error, and a smaller batch works after
+    it."""
     code = """
 import resource, torch, ringattn as ra
 from ringattn.reporting.peak_memory import resident
@@ -133,7 +135,8 @@ try:
     raise SystemExit("it fitted")
 except ra.OutOfMemory as error:
     assert isinstance(error.__cause__, RuntimeError) and isinstance(error, MemoryError), error
-found, out = ra.auto_batch_size(lambda batch: ra.attention(q[:batch], q[:batch], q[:batch], ra.Dilated((64,), (2,))), 1 << 14)
+pattern = ra.Dilated((64,), (2,))
+found, out = ra.auto_batch_size(lambda batch: ra.attention(q[:batch], q[:batch], q[:batch], pattern), 1 << 14)
 assert 1 <= found < 1 << 14 and len(out) == found
 print("batch", found)
 """

@@ -113,7 +113,8 @@ def test_no_worse_than_one_call(pattern: Pattern, dtype: torch.dtype, kernel: st
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_bits_are_those_of_virtual_ranks(pattern: Pattern, dtype: torch.dtype) -> None:
-    """out, lse and dq are gathered in the same order. dk and dv are where a key has no more than two chunks' queries."""
+    """out, lse and dq are gathered in the same order. dk and dv are where a key has no more than two chunks'
+    queries."""
     case = make_case(TOKENS, HEADS, KV_HEADS, dtype, lse=True)
     found, virtual = attend(case, pattern, chunk=21), attend(case, pattern, ranks=5)
     assert torch.equal(found.out, virtual.out) and torch.equal(found.lse, virtual.lse)
@@ -123,7 +124,8 @@ def test_bits_are_those_of_virtual_ranks(pattern: Pattern, dtype: torch.dtype) -
 
 
 def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
-    """dv, which no rounding of out has a part in, has the error of fp32; each chunk adds its own keys' part to others'."""
+    """dv, which no rounding of out has a part in, has the error of fp32; each chunk adds its own keys' part to
+    others'."""
     case = make_case(TOKENS, HEADS, KV_HEADS, torch.bfloat16)
     truth, stream = truth_of(case, Full()), stream_of(Full(), *case.inputs, chunk=34)
     result = stream.forward(*case.inputs, keep=True)
@@ -246,9 +248,9 @@ def device_peak(pattern: Pattern, tokens: int, chunk: int, dtype: torch.dtype, *
     """The most bytes that lived at a time beside the whole tensors."""
     q, k, v, out, dout = (torch.randn(1, h, tokens, 32).to(dtype) for h in (4, 2, 2, 4, 4))
     lse, dq = torch.zeros(1, 4, tokens), torch.empty_like(q)
-    storage = Apart({
-        "q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dq": dq, "dk": k.float(), "dv": v.float()
-    })  # fmt: skip
+    storage = Apart(
+        {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dq": dq, "dk": k.float(), "dv": v.float()}
+    )
     stream = stream_of(pattern, q, k, v, chunk=chunk)
     pool = ra.memory_pool()
     limit, pool.limit = pool.limit, 0  # what is idle is gone
@@ -315,9 +317,11 @@ def test_rows_that_are_written_are_in_the_file(tmp_path: Path) -> None:
     wanted = {
         name: torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         for name, shape, dtype in (
-            ("out", (2, 3, 17, 5), torch.bfloat16), ("lse", (2, 3, 17), torch.float32), ("dq", (2, 3, 17, 5), torch.float64)
+            ("out", (2, 3, 17, 5), torch.bfloat16),
+            ("lse", (2, 3, 17), torch.float32),
+            ("dq", (2, 3, 17, 5), torch.float64),
         )
-    }  # fmt: skip
+    }
     made = create_safetensors(path, {name: (x.shape, x.dtype) for name, x in wanted.items()})
     assert all((x == 0).all() for x in load_file(path).values())
     for name, x in wanted.items():
@@ -334,7 +338,11 @@ def test_rows_that_are_written_are_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"stream": "disk"}, InvalidInput, "stream='disk': expected 'host'. Tensors that are mapped from a file are host tensors"),
+        (
+            {"stream": "disk"},
+            InvalidInput,
+            "stream='disk': expected 'host'. Tensors that are mapped from a file are host tensors",
+        ),
         ({"stream": "host", "chunk": 0}, InvalidInput, "chunk=0 must be an integer >= 1"),
         ({"stream": "host", "chunk": 2.0}, InvalidInput, "chunk=2.0 must be an integer >= 1"),
         ({"stream": "host", "device": "meta"}, InvalidInput, "device=meta: attention is streamed to cpu or cuda"),
@@ -343,9 +351,13 @@ def test_rows_that_are_written_are_in_the_file(tmp_path: Path) -> None:
         ({"stream": "host", "device": "cpu", "kernel": "aten_cuda"}, Unsupported, "needs tensors on a cuda device"),
         ({"chunk": 4}, InvalidInput, "chunk=4 has a meaning only with stream='host'"),
         ({"device": "cpu"}, InvalidInput, "device=cpu has a meaning only with stream='host'"),
-        ({"stream": "host", "device": "cpu", "key_padding_mask": torch.zeros(1, 9)}, InvalidInput, "must be a bool tensor"),
+        (
+            {"stream": "host", "device": "cpu", "key_padding_mask": torch.zeros(1, 9)},
+            InvalidInput,
+            "must be a bool tensor",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors(options: dict[str, object], kind: type[Exception], words: str) -> None:
     x = torch.zeros(1, 1, 9, 8)
     with pytest.raises(kind) as caught:

@@ -1,4 +1,5 @@
-"""The definitions that the seeds' systems go by, as loops over heads, branches and segments; and torchscale's LongNet."""
+"""The definitions that the seeds' systems go by, as loops over heads, branches and segments; and torchscale's
+LongNet."""
 
 from __future__ import annotations
 

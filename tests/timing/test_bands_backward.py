@@ -1,5 +1,5 @@
-"""The backward of bands that hide something: what is counted of all ranks at once, against the plan's own steps and dense
-masks; the times that follow, against plain Python and step by step."""
+"""The backward of bands that hide something: what is counted of all ranks at once, against the plan's own steps and
+dense masks; the times that follow, against plain Python and step by step."""
 
 from __future__ import annotations
 
@@ -51,10 +51,19 @@ def plans(draw: st.DrawFn, most: int = 20) -> Plan:
     )
     dtype = draw(st.sampled_from(["float32", "bfloat16"]))
     return make_plan(
-        pattern, tokens=tokens, ranks=ranks, layout=draw(st.sampled_from(["contiguous", "zigzag"])), schedule="ring",
-        heads=4, kv_heads=draw(st.sampled_from([1, 2, 4])), head_dim=8, value_dim=draw(st.sampled_from([4, 8])),
-        dtype=dtype, comm_dtype=draw(st.none() | st.just("bfloat16")), rotate=draw(st.sampled_from(["keys", "queries"])),
-    )  # fmt: skip
+        pattern,
+        tokens=tokens,
+        ranks=ranks,
+        layout=draw(st.sampled_from(["contiguous", "zigzag"])),
+        schedule="ring",
+        heads=4,
+        kv_heads=draw(st.sampled_from([1, 2, 4])),
+        head_dim=8,
+        value_dim=draw(st.sampled_from([4, 8])),
+        dtype=dtype,
+        comm_dtype=draw(st.none() | st.just("bfloat16")),
+        rotate=draw(st.sampled_from(["keys", "queries"])),
+    )
 
 
 def counted(plan: Plan, machine: Machine = EVEN, **faults: object) -> BandCounts | None:
@@ -190,14 +199,18 @@ def test_what_changes_is_found_at_few_places(plan: Plan) -> None:
 
 @settings(max_examples=80)
 @given(
-    plans(12), st.sampled_from(MACHINES), st.sampled_from([1, 3, 16384]), st.sampled_from([1, 2, 4, 128]),
-    st.sampled_from([0, 4, 4096]), st.data(),
-)  # fmt: skip
+    plans(12),
+    st.sampled_from(MACHINES),
+    st.sampled_from([1, 3, 16384]),
+    st.sampled_from([1, 2, 4, 128]),
+    st.sampled_from([0, 4, 4096]),
+    st.data(),
+)
 def test_a_sweep_is_the_recurrence(
     plan: Plan, machine: Machine, block: int, depth: int, many: int, data: st.DataObject
 ) -> None:
-    """Finish times against plain Python on the plan's own messages, with slow ranks, slow links and stalls, for any sizes
-    of blocks; the same of the ring's phases, step by step, and of the window that shows them."""
+    """Finish times against plain Python on the plan's own messages, with slow ranks, slow links and stalls, for any
+    sizes of blocks; the same of the ring's phases, step by step, and of the window that shows them."""
     one = counted(plan)
     if one is None:
         return
@@ -212,9 +225,15 @@ def test_a_sweep_is_the_recurrence(
         found = simulate(plan, machine, backward=True, solver="stencil", slow=slow, slow_links=links, stalls=stalls)
     assert found.finish == pytest.approx(np.array(begun[-1]), rel=CLOSE, abs=CLOSE)
     seen = window(
-        plan, machine, backward=True, ranks=range(plan.ranks), steps=range(one.steps), slow=slow, slow_links=links,
+        plan,
+        machine,
+        backward=True,
+        ranks=range(plan.ranks),
+        steps=range(one.steps),
+        slow=slow,
+        slow_links=links,
         stalls=stalls,
-    )  # fmt: skip
+    )
     assert seen.begun == pytest.approx(np.array(begun), rel=CLOSE, abs=CLOSE) and seen.messages is not None
     shown = {(m.step, m.source, m.target): (m.begun, m.seconds) for m in seen.messages}
     assert len(shown) == len(seen.messages) == sum(map(len, seconds))
@@ -283,9 +302,12 @@ def test_chords_reach_as_far_as_they_do(ranks: int, steps: int, block: int, dept
     at, source, target = (np.array([x[i] for x in chords], dtype=np.int64) for i in range(3))
     across = DirectMessages(at, source, target, 0 * at, np.array([x[3] for x in chords]))
     changes = CoefficientChanges(
-        steps, None, *(np.array([x[i] for x in points], dtype=np.int64) for i in range(2)),
-        np.array([x[2:] for x in points]).reshape(-1, 3).T, across,
-    )  # fmt: skip
+        steps,
+        None,
+        *(np.array([x[i] for x in points], dtype=np.int64) for i in range(2)),
+        np.array([x[2:] for x in points]).reshape(-1, 3).T,
+        across,
+    )
     with sizes(block, depth, 4096):
         found = delays.advance_blocks(now, steps, whole, 1, changes, across)
     assert found == pytest.approx(np.array(expected), rel=CLOSE, abs=CLOSE)
@@ -311,8 +333,9 @@ def test_chords_do_not_depend_on_blocks(layout: str, monkeypatch: pytest.MonkeyP
 
 def test_many_ranks_by_hand() -> None:
     """2,048 causal ranks of one head. Where messages take no time, the last of contiguous ranks visits at every step.
-    Where only their latency a does, keys go to its neighbour and come from one owner at every step t but the first and
-    the last two, both beside each other where that owner, rank P - t, has a block to pass on: it does from P / 2 on down.
+    Where only their latency a does, keys go to its neighbour and come from one owner at every step t but the first
+    and the last two, both beside each other where that owner, rank P - t, has a block to pass on: it does from P / 2
+    on down.
     """
     ranks, rows = 2048, 64
     plan = make_plan(

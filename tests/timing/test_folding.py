@@ -1,4 +1,5 @@
-"""Folded plans: periods of masks against dense masks, and the times of many ranks by few against those of all of them."""
+"""Folded plans: periods of masks against dense masks, and the times of many ranks by few against those of all of
+them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def tiny(schedule: str, ranks: int = 2, **more: object) -> Plan:
 
 
 def test_two_ranks_by_hand() -> None:
-    """A visit is 2 x 2 pairs x 2 (1 + 3) flops = 32 s; a block 2 rows x 4 numbers x 4 bytes = 32 bytes, 2 s, and 10 s."""
+    """A visit is 2 x 2 pairs x 2 (1 + 3) flops = 32 s; a block 2 rows x 4 numbers x 4 bytes = 32 bytes, 2 s, and 10
+    s."""
     for schedule in ("ring", "direct", "allgather"):
         found = predict(tiny(schedule), SLOW)
         assert (found.seconds, found.compute, found.exposed) == (64.0, 64.0, 0.0)

@@ -1,4 +1,5 @@
-"""simulate: solvers on real plans against each other and by hand, counts against the plan, budgets, errors, the command."""
+"""simulate: solvers on real plans against each other and by hand, counts against the plan, budgets, errors, the
+command."""
 
 from __future__ import annotations
 
@@ -35,12 +36,23 @@ BANDS = (Full(), Causal(), Causal() & Window(20), Window(7, 11), Window(60, 60))
 
 bands = st.builds(
     lambda pattern, layout, ranks, chunk, kv, rotate: make_plan(
-        pattern, tokens=2 * ranks * chunk, ranks=ranks, layout=layout, schedule="ring", heads=4, kv_heads=kv, head_dim=8,
+        pattern,
+        tokens=2 * ranks * chunk,
+        ranks=ranks,
+        layout=layout,
+        schedule="ring",
+        heads=4,
+        kv_heads=kv,
+        head_dim=8,
         rotate=rotate,
     ),
-    st.sampled_from(BANDS), st.sampled_from(["contiguous", "zigzag"]), st.integers(1, 7), st.integers(1, 12),
-    st.sampled_from([1, 4]), st.sampled_from(["keys", "queries"]),
-)  # fmt: skip
+    st.sampled_from(BANDS),
+    st.sampled_from(["contiguous", "zigzag"]),
+    st.integers(1, 7),
+    st.integers(1, 12),
+    st.sampled_from([1, 4]),
+    st.sampled_from(["keys", "queries"]),
+)
 
 
 @given(bands)
@@ -249,9 +261,13 @@ def test_memory_by_hand() -> None:
     plan = make_plan(Full(), tokens=4096, ranks=4, schedule="ring", heads=8, kv_heads=2, head_dim=64, dtype="bfloat16")
     q, kv, lse = 1024 * 8 * 64 * 2, 1024 * 2 * 128 * 2, 1024 * 8 * 4
     assert memory(plan) == {
-        "q, k, v": q + kv, "output": q, "lse": lse, "receive buffers": 2 * kv, "one visit's output": q + lse,
+        "q, k, v": q + kv,
+        "output": q,
+        "lse": lse,
+        "receive buffers": 2 * kv,
+        "one visit's output": q + lse,
         "accumulator of the output": 2 * q,
-    }  # fmt: skip
+    }
     back = memory(plan, backward=True)
     assert back["accumulators of dq, dk, dv"] == 2 * (q + kv) and back["dq, dk, dv"] == q + kv
     assert back["message buffers"] == 2 * (kv + 2 * kv) + 2 * kv + 2 * kv and back["kept block"] == kv
@@ -263,7 +279,8 @@ def test_memory_by_hand() -> None:
 
 
 def test_failures_against_a_random_run() -> None:
-    """The expected time, by drawing failures one by one; Young's interval from the figures of a ring of 262,144 ranks."""
+    """The expected time, by drawing failures one by one; Young's interval from the figures of a ring of 262,144
+    ranks."""
     assert young_daly(5.0, 696.0) == pytest.approx(83.4, abs=0.1)
     work, interval, write, restart, mean = 95.0, 10.0, 1.0, 2.0, 25.0
     source, total, runs = np.random.default_rng(0), 0.0, 1500
@@ -383,9 +400,19 @@ def test_sources_follow_their_numbers() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     done = ringattn(
-        "simulate", "ranks=4", "tokens=4k", "backward=true", "machine=cuda", "machine.memory=80e9", "slow={1: 1.5}",
-        "stalls=[[2, 1, 0.01]]", "passes=3", "machine.price=2", "output.path=t.json", cwd=tmp_path,
-    )  # fmt: skip
+        "simulate",
+        "ranks=4",
+        "tokens=4k",
+        "backward=true",
+        "machine=cuda",
+        "machine.memory=80e9",
+        "slow={1: 1.5}",
+        "stalls=[[2, 1, 0.01]]",
+        "passes=3",
+        "machine.price=2",
+        "output.path=t.json",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     plan = make_plan(Causal(), tokens=4096, ranks=4, schedule="ring")
     machine = ra.MACHINES["cuda"].changed(memory=80e9, price=2.0)

@@ -214,8 +214,8 @@ def test_one_stall() -> None:
 def rate(ring: Ring) -> float:
     """Seconds per step after many steps of the first phase, alike in all steps: the largest mean over a cycle.
 
-    A cycle returns to its rank over steps: by staying (c + mu), by the link's own occupation (g), by a slot that must be
-    free again (l / B), or all around the ring (mean of l). Baccelli, Cohen, Olsder, Quadrat, Synchronization and
+    A cycle returns to its rank over steps: by staying (c + mu), by the link's own occupation (g), by a slot that must
+    be free again (l / B), or all around the ring (mean of l). Baccelli, Cohen, Olsder, Quadrat, Synchronization and
     Linearity, theorem 3.28. For one direction without waiting for sends, or with one slot.
     """
     phase = next(ring.each_phase())

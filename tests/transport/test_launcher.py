@@ -53,7 +53,8 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
         "import rank_cases\n"
         "from ringattn.transport.launcher import run_local\n"
         "if __name__ == '__main__':\n"
-        f"    run_local(rank_cases.fail, 2, 'hang', timeout=150, log_dir=__import__('pathlib').Path({str(tmp_path)!r}))\n"
+        f"    folder = __import__('pathlib').Path({str(tmp_path)!r})\n"
+        "    run_local(rank_cases.fail, 2, 'hang', timeout=150, log_dir=folder)\n"
     )
     main = tmp_path / "main.py"
     main.write_text(script)
@@ -91,9 +92,13 @@ def test_ranks_meet_again_after_a_restart(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RESTARTED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", "ranks.py"], cwd=tmp_path, capture_output=True,
-        text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+        [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", "ranks.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("met again") == 2
 

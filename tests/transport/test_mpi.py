@@ -82,8 +82,16 @@ def _alive(pid: str) -> bool:
     return bool(state) and not state.startswith("Z")
 
 
-COMMON = ("tokens=300", "heads=4", "kv_heads=2", "head_dim=16", "repeat=1", "layout=zigzag", "pattern=window",
-          "pattern.left=99")  # fmt: skip
+COMMON = (
+    "tokens=300",
+    "heads=4",
+    "kv_heads=2",
+    "head_dim=16",
+    "repeat=1",
+    "layout=zigzag",
+    "pattern=window",
+    "pattern.left=99",
+)
 
 
 def test_the_command_under_mpirun(start: Run, mpirun_path: str, tmp_path: Path) -> None:
@@ -136,9 +144,13 @@ def test_control_c_is_told_in_a_line(mpirun_path: str, tmp_path: Path) -> None:
     """As a terminal does it: SIGINT to the whole process group, while the ranks exchange messages."""
     arguments = ("transport=mpi", "tokens=64", "repeat=1000000", "threads=1", "input=random")
     process = subprocess.Popen(
-        [mpirun_path, "-n", "2", sys.executable, "-c", STARTED, "run", *arguments], cwd=tmp_path, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [mpirun_path, "-n", "2", sys.executable, "-c", STARTED, "run", *arguments],
+        cwd=tmp_path,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + 100
         while len(list(tmp_path.glob("measuring_*"))) < 2:

@@ -64,7 +64,7 @@ def make_schedule(name: str, demand: BlockDemand) -> Schedule:
 
 def list_spellings() -> list[str]:
     """How a schedule may be written."""
-    alone = [f"{kind}(inner)" if _numbered(kind) else kind for kind in SCHEDULES]
+    alone = [f"{kind}(n)" if _numbered(kind) else kind for kind in SCHEDULES]
     return ["auto", *alone, "ulysses(size)", "ulysses(size, another)"]
 
 
@@ -92,7 +92,7 @@ def _divisors(number: int) -> str:
 
 def _parse(name: str) -> tuple[str, int | None]:
     """The name of a schedule without groups, and the number after it. Raises InvalidInput."""
-    match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:inner\s*=\s*)?(\d+)\s*\))?\s*", name)
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:ranks_per_node\s*=\s*)?(\d+)\s*\))?\s*", name)
     kind = match[1] if match else name
     if match is None or kind not in SCHEDULES or _numbered(kind) != bool(match[2]):
         hint = did_you_mean(kind, [*SCHEDULES, "ulysses", "auto"]) if kind not in (*SCHEDULES, "ulysses") else ""
