@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from .errors import InvalidInput, did_you_mean
+from .errors import InvalidInput
 from .nn import (
     AdaptiveAttention,
     BlockSparseAttention,
@@ -37,6 +37,7 @@ from .pattern import (
     strided_blocks,
 )
 from .runtime.options import check_option_names
+from .text import did_you_mean
 
 #: Block-sparse patterns by name, each called with block and density.
 FAMILIES: dict[str, Callable[..., Pattern]] = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import traceback
-from collections.abc import Iterable
 
 
 class RingAttentionError(Exception):
@@ -60,15 +58,3 @@ def raised_below(error: BaseException, packages: tuple[str, ...] = ()) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # the first frame is the caller's
     modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
     return all(any(name == package or name.startswith(f"{package}.") for package in packages) for name in modules)
-
-
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: "1 rank", "8,192 ranks", "2 passes"."""
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{'' if count == 1 else ending}"
-
-
-def did_you_mean(name: object, options: Iterable[str]) -> str:
-    """The hint "did you mean 'x'? " for the option most similar to a wrong name; empty if no option is similar."""
-    matches = difflib.get_close_matches(str(name), list(options), n=1)
-    return f"did you mean {matches[0]!r}? " if matches and matches[0] != name else ""

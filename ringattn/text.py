@@ -1,8 +1,11 @@
-"""Numbers as readable text: durations, byte sizes and rates with three significant digits and a fitting unit."""
+"""Readable text: counts, hints for misspelled names, durations, byte sizes and rates with three significant digits
+and a fitting unit."""
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 
 #: Units of long durations: name, seconds per unit, and from how many units on the unit is used.
 _LONG_UNITS = (("min", 60.0, 2), ("h", 3600.0, 2), ("days", 86400.0, 2), ("years", 31557600.0, 1))
@@ -56,3 +59,15 @@ def rate(value: float, unit: str) -> str:
 def shorten(text: str, limit: int) -> str:
     """The first `limit` characters of `text`, with "..." if there are more: user input in error messages."""
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: "1 rank", "8,192 ranks", "2 passes"."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
+def did_you_mean(name: object, options: Iterable[str]) -> str:
+    """The hint "did you mean 'x'? " for the option most similar to a wrong name; empty if no option is similar."""
+    matches = difflib.get_close_matches(str(name), list(options), n=1)
+    return f"did you mean {matches[0]!r}? " if matches and matches[0] != name else ""

@@ -12,7 +12,7 @@ import torch
 from ..config.checks import CALIBRATE_SETTINGS, TRANSPORTS, check_settings
 from ..config.schema import CalibrateConfig, parse_size
 from ..dtypes import ITEM_BYTES
-from ..errors import InvalidInput, did_you_mean, plural
+from ..errors import InvalidInput
 from ..experiments.bench.runner import describe_host
 from ..experiments.calibrate.measure import Calibration, CalibrationSizes, calibrate
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks
@@ -21,6 +21,7 @@ from ..files import check_writable
 from ..machine.file import write_machine
 from ..machine.machine import MACHINE_NUMBERS
 from ..reporting.console import Number, format_quantity, get_console, print_grid, print_numbers
+from ..text import did_you_mean, plural
 from ..transport.base import Transport
 from ..transport.launcher import detect
 from .ranks import check_ranks, rank_device, start_ranks

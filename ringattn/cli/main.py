@@ -17,7 +17,8 @@ from ..config.folders import config_folders
 from ..config.overrides import explain_refusal, is_offered, is_sweep, prepare
 from ..config.schema import SCHEMAS, conf_dir
 from ..config.verb_help import verb_help
-from ..errors import InvalidInput, RingAttentionError, did_you_mean
+from ..errors import InvalidInput, RingAttentionError
+from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output
 from .signals import ending_at_once, ending_tidily
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..config.build import plan_from_config
 from ..config.schema import PlanConfig
-from ..errors import plural
 from ..files import STDOUT, check_json, write_json
 from ..plan.plan import Plan
 from ..reporting.console import (
@@ -20,7 +19,7 @@ from ..reporting.console import (
     print_numbers,
     print_plain,
 )
-from ..text import size
+from ..text import plural, size
 from ..timing.metered import count_lookups
 
 #: Up to this many ranks all ranks are counted; more ranks only where that takes at most so many lookups of tiles.

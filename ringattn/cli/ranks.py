@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ..config.groups import TransportGroup
-from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
+from ..errors import InvalidInput, LaunchFailure, RingAttentionError
 from ..plan.plan import Plan
-from ..text import duration
+from ..text import duration, plural
 from ..timing.metered import count_lookups
 from ..transport import TRANSPORTS as REGISTERED_TRANSPORTS
 from ..transport.base import Transport

@@ -10,13 +10,14 @@ import torch
 
 from ..config.checks import stream_conflict
 from ..config.schema import RunConfig, parse_size
-from ..errors import InvalidInput, plural
+from ..errors import InvalidInput
 from ..files import replacing
 from ..kernels.base import wide
 from ..pattern import parse_pattern
 from ..runtime.handshake import Call
 from ..runtime.host import Storage
 from ..runtime.offload import HostTensors, check_chunk, get_device, make_stream
+from ..text import plural
 from .inputs import NAMES, FileSource, InputSource, RandomSource, open_source
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, save_output
 from .tensor_files import StoredTensor, create_safetensors

@@ -11,7 +11,7 @@ from rich.console import Console
 from ..config.build import machine_from_config, plan_from_config
 from ..config.checks import MODES, SIMULATE_SETTINGS, check_settings
 from ..config.schema import SimulateConfig
-from ..errors import InvalidInput, did_you_mean, plural
+from ..errors import InvalidInput
 from ..experiments.study.checks import refuse_settings_without_study
 from ..experiments.study.point import simulate_options, simulate_passes
 from ..files import STDOUT, check_json, write_json
@@ -28,7 +28,7 @@ from ..reporting.console import (
     print_paragraph,
 )
 from ..reporting.progress_bar import show_progress
-from ..text import digits, duration, size
+from ..text import did_you_mean, digits, duration, plural, size
 from ..timing.costs import JOULES_PER_KWH
 from ..timing.timeline import CAUSES, Timeline
 

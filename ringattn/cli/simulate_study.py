@@ -16,7 +16,7 @@ from rich.console import Console
 from ..config.checks import SIMULATE_SETTINGS, check_settings
 from ..config.folders import ConfigFolders, config_folders, source_folders
 from ..config.schema import SimulateConfig
-from ..errors import InvalidInput, plural
+from ..errors import InvalidInput
 from ..experiments.study.point import DIRECTIONS
 from ..experiments.study.runner import STUDIES, Study, run
 from ..experiments.study.space import list_points
@@ -24,6 +24,7 @@ from ..experiments.study.tables import Row
 from ..files import STDOUT
 from ..reporting.console import print_plain
 from ..reporting.progress_bar import show_progress
+from ..text import plural
 
 
 def main(config: SimulateConfig) -> None:

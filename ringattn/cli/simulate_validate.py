@@ -15,7 +15,7 @@ import torch
 from ..config.checks import SIMULATE_SETTINGS, check_settings
 from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
 from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
-from ..errors import InvalidInput, LaunchFailure, RingAttentionError, plural
+from ..errors import InvalidInput, LaunchFailure, RingAttentionError
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks
 from ..experiments.calibrate.noise import sizes_between
 from ..experiments.calibrate.passes import Pass, Settings, measure_passes
@@ -33,7 +33,7 @@ from ..machine.file import read_machine, read_record
 from ..machine.kernel_times import BEYOND
 from ..machine.machine import Machine
 from ..reporting.console import Number, get_console, print_grid, print_numbers
-from ..text import duration
+from ..text import duration, plural
 from ..transport.launcher import detect, run_local
 from ..transport.torchdist import TorchDist
 from . import calibrate

@@ -10,7 +10,8 @@ from operator import or_
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
+from ..text import did_you_mean
 from ..transport.launcher import Launch
 from .checks import CUSTOM, TRANSPORTS, check_overrides
 from .folders import CONFIG_DIR_OPTIONS, ConfigFolders, config_folders, is_for_verb

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
 from ..registry import Registry
+from ..text import did_you_mean
 from .base import Kernel
 
 #: Kernels by name. An installed package adds a subclass of `Kernel` by an entry point of the group "ringattn.kernels".

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ..cache import Cache
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
 from ..pattern import Pattern, as_pattern
+from ..text import did_you_mean
 from .balanced import Balanced, balance
 from .partition import MAX_RANGES, Layout, nonempty
 

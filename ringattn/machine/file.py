@@ -12,8 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
 from ..files import check_readable, writing
+from ..text import did_you_mean
 from .kernel_times import KernelTimes, TimeGrid
 from .machine import MACHINE_NUMBERS, Machine
 

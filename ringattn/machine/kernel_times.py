@@ -13,7 +13,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from ..cache import Value
-from ..errors import InvalidInput, Unsupported, did_you_mean
+from ..errors import InvalidInput, Unsupported
+from ..text import did_you_mean
 
 #: Shapes of tiles: all pairs of rows x keys; a causal triangle over rows; a band of `keys` keys per row.
 SHAPES = ("dense", "triangle", "band")

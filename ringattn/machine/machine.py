@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..dtypes import ITEM_BYTES
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
+from ..text import did_you_mean
 from .kernel_times import KernelTimes
 from .machine_number import MachineNumber
 

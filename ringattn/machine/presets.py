@@ -10,7 +10,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
+from ..text import did_you_mean
 from .machine import MACHINE_NUMBERS, Machine
 
 #: The currency of all prices of presets.

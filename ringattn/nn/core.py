@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..errors import InvalidInput, RingAttentionError, did_you_mean
+from ..errors import InvalidInput, RingAttentionError
 from ..functional import check_arguments, positions, ring_attention, telling, uncompiled, virtual_attention
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
 from ..planner import make_plan
 from ..runtime.options import AttentionKeywords, AttentionOptions, RankKeywords, check_option_names
+from ..text import did_you_mean
 from ..transport.torchdist import WeakGroup
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import InvalidInput, Unsupported, did_you_mean
+from ..errors import InvalidInput, Unsupported
 from ..pattern import Dilated, Pattern
 from ..runtime.checkpointing import keep_attention
 from ..runtime.options import check_option_names
+from ..text import did_you_mean
 from .adaptive import AdaptiveAttention, AdaptiveKeywords
 from .core import CoreKeywords, RingAttention
 from .rotary import BASE, check_rotary, rotate_by, rotation_tables

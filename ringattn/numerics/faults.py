@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 from ..plan.row_sets import ALL_ROWS, WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ..plan.steps import Part, RankPlan, Step
 from ..plan.work import Work
+from ..text import did_you_mean
 from .lockstep import Batched
 
 #: What each kind of fault does.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
 from ..plan.plan import Plan
+from ..text import did_you_mean
 from ..timing.options import check_seed
 from .faults import Fault
 from .result import NumericsReport

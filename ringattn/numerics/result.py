@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import plural
 from ..plan.plan import Plan
 from ..reporting.console import Number
-from ..text import duration
+from ..text import duration, plural
 
 #: Which parts of a real run each mode executes.
 WAYS = {

@@ -9,7 +9,8 @@ from math import lcm
 
 import numpy as np
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
+from ..text import did_you_mean
 from .base import ONE_HEAD, Or, Pattern
 from .ranges import intersect
 from .tile import Tile, make_tile

@@ -6,8 +6,8 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 
-from ..errors import InvalidInput, did_you_mean
-from ..text import shorten
+from ..errors import InvalidInput
+from ..text import did_you_mean, shorten
 from .base import Pattern
 
 #: Characters of the text that an error message repeats.

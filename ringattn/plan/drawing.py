@@ -6,7 +6,8 @@ import shutil
 from collections import deque
 from collections.abc import Callable
 
-from ..errors import InvalidInput, plural
+from ..errors import InvalidInput
+from ..text import plural
 from .steps import Step
 
 #: Of many ranks at most MAX_ROWS are drawn, around PLACES evenly spaced ranks.

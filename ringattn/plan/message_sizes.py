@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..dtypes import ITEM_BYTES, dtype_name
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
+from ..text import did_you_mean
 from .steps import Kind
 
 if TYPE_CHECKING:

@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import plural
 from ..machine.machine import MACHINE_NUMBERS
 from ..plan.choice import Choice
 from ..plan.plan import Plan
-from ..text import duration, rate, size
+from ..text import duration, plural, rate, size
 
 #: Columns of standard output where it is not a terminal: wide enough for every table.
 WIDTH = 120

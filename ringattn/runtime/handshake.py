@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from ..dtypes import ITEM_BYTES, dtype_name
-from ..errors import InvalidInput, Mismatch, plural
+from ..errors import InvalidInput, Mismatch
 from ..kernels import get_kernel
 from ..kernels.base import Kernel
 from ..layout.regular import Layout, check_layout, layout_name
@@ -44,6 +44,7 @@ from ..plan.message_sizes import check_rotate
 from ..plan.plan import Plan
 from ..plan.schedules import resolve
 from ..planner import make_plan
+from ..text import plural
 from ..transport.base import Transport
 from ..transport.records import MARK, Exchange, digest
 from .options import AttentionOptions

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
+from ..text import did_you_mean
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from ..errors import InvalidInput, did_you_mean
+from ..errors import InvalidInput
 from ..plan.plan import Plan
+from ..text import did_you_mean
 from .solvers import SOLVERS
 from .solvers.recurrence import Stall
 

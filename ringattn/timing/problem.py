@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..errors import plural
 from ..plan.schedules.relay import Way
 from ..plan.schedules.ring import RingSchedule
+from ..text import plural
 from .band.band import Band, explain_unequal, find_band
 from .band.counts import BandCounts
 from .band.neighbor_costs import NeighborCosts, scale_by_slow_ranks

@@ -17,7 +17,8 @@ from collections import OrderedDict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import Mismatch, RingAttentionError, plural
+from ..errors import Mismatch, RingAttentionError
+from ..text import plural
 
 if TYPE_CHECKING:
     from typing_extensions import Self

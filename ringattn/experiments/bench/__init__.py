@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pkgutil import iter_modules
 
-from ...errors import InvalidInput, did_you_mean
+from ...errors import InvalidInput
 from ...registry import Registry
+from ...text import did_you_mean
 from . import suites
 from .case import BenchCase, BenchSuite
 

@@ -13,9 +13,9 @@ from typing import Any
 from ...config.build import machine_from_config, plan_from_config
 from ...config.groups import ExecuteGroup
 from ...config.schema import SimulateConfig
-from ...errors import InvalidInput, Unsupported, plural
+from ...errors import InvalidInput, Unsupported
 from ...plan.plan import Plan
-from ...text import duration
+from ...text import duration, plural
 from .space import Point
 
 #: Assumed rates of one core in fp64: elements of K and V per second that sampled rows visit; elements per second of

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InvalidInput, Unsupported, did_you_mean
+from ...errors import InvalidInput, Unsupported
 from ...files import writing
+from ...text import did_you_mean
 from ...timing.window import StepWindow
 from .point import DIRECTIONS
 from .tables import Row, Table

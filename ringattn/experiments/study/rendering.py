@@ -9,7 +9,7 @@ from typing import TypeVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...errors import plural
+from ...text import plural
 from .report import StudyReport
 
 AnyText = TypeVar("AnyText", str, Markup)

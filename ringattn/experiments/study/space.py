@@ -15,7 +15,8 @@ from typing import Any
 from ...config.folders import ConfigFolders, config_folders
 from ...config.overrides import WRITTEN, check_key
 from ...config.schema import SimulateConfig, parse_size
-from ...errors import InvalidInput, did_you_mean
+from ...errors import InvalidInput
+from ...text import did_you_mean
 
 #: Config groups whose options and keys may be axes.
 GROUPS = ("pattern", "layout", "schedule", "machine")

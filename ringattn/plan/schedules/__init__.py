@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ...errors import InvalidInput, did_you_mean
+from ...errors import InvalidInput
 from ...registry import Registry
+from ...text import did_you_mean
 from ..block_demand import BlockDemand
 from .base import Schedule
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...errors import plural
 from ...layout.regular import Contiguous, Zigzag
+from ...text import plural
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
