@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,3 +169,52 @@ def test_module_names_are_not_function_names() -> None:
 
     modules = {name.split(".")[0] for name in FILES}
     assert not modules & set(ringattn.__all__)
+
+
+def test_class_names_are_unique() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_ring_attention_loads_few_modules() -> None:
+    names = modules_after("import ringattn; ringattn.ring_attention")
+    assert len([name for name in names if name.split(".")[0] == "ringattn"]) <= 60
+
+
+#: Prints the files of the package that a causal ring over contiguous shards executes, forward and backward.
+ONE_CALL = """
+import sys
+import torch
+import ringattn as ra
+
+files = set()
+def note(frame, event, argument):
+    if event == "call" and frame.f_code.co_name != "<module>":
+        files.add(frame.f_code.co_filename)
+q, k, v = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
+attend = ra.virtual_attention
+pattern = ra.Causal()
+sys.setprofile(note)
+attend(q, k, v, pattern, ranks=4, layout="contiguous", schedule="ring").sum().backward()
+sys.setprofile(None)
+print(*files, sep="\\n")
+"""
+
+
+def test_one_call_can_be_followed() -> None:
+    """docs/architecture.md lists the files to read, which are few, and names all others that the call runs through."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    to_read = re.findall(r"\(\.\./ringattn/([\w/]+\.py)\)", page)
+    assert len(to_read) == len(set(to_read)) <= 15
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in to_read) <= 2500
+    done = subprocess.run([sys.executable, "-c", ONE_CALL], capture_output=True, text=True, check=True, timeout=120)
+    executed = {
+        str(Path(line).relative_to(PACKAGE)) for line in done.stdout.splitlines() if line.startswith(str(PACKAGE))
+    }
+    on_trust = set(re.findall(r"`([\w/]+\.py)`", page[page.index("### Taken on trust") : page.index("## Add a part")]))
+    assert set(to_read) <= executed, "every file to read takes part in the call"
+    assert executed <= {*to_read, *on_trust}, "the page names every file that takes part in the call"
