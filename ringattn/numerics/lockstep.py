@@ -290,5 +290,5 @@ def _shifted(cohort: Cohort, parts: tuple[Part, ...], index: int) -> list[Part]:
 
 def _views(cohort: Cohort, hop: Hop, message: Message) -> list[torch.Tensor]:
     """The tensors of a batch of messages, [members, heads, rows, width] each."""
-    buffer = Buffer(message.data, hop.parts, cohort.plan, wire=True)
+    buffer = Buffer(message.data, hop.parts, cohort.plan, as_sent=True)
     return [x for part in hop.parts for x in buffer.view(part)]

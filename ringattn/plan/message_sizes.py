@@ -28,10 +28,10 @@ class PlanSizes(NamedTuple):
     comm_dtype: str | None
     rotate: str
 
-    def dtype_of(self, kind: Kind, *, wire: bool) -> str:
-        """The dtype of a block or of its sums: in a message (`wire`), or where a rank computes with it."""
+    def dtype_of(self, kind: Kind, *, as_sent: bool) -> str:
+        """The dtype of a block or of its sums: in a message (`as_sent`), or where a rank computes with it."""
         if (
-            wire and self.comm_dtype is not None and kind != "row"
+            as_sent and self.comm_dtype is not None and kind != "row"
         ):  # rounding lse would change the weights exponentially
             return self.comm_dtype
         return self.dtype if kind in ("kv", "q") or self.dtype == "float64" else "float32"
@@ -46,9 +46,9 @@ class PlanSizes(NamedTuple):
             return 1, 1
         return (self.head_dim,) if kind == "dq" else (self.head_dim, self.value_dim)
 
-    def block_bytes(self, kind: Kind, rows: int, *, wire: bool) -> int:
+    def block_bytes(self, kind: Kind, rows: int, *, as_sent: bool) -> int:
         """Bytes of a block, or of its sums, with `rows` rows of all heads together."""
-        return self.batch * rows * sum(self.widths_of(kind)) * ITEM_BYTES[self.dtype_of(kind, wire=wire)]
+        return self.batch * rows * sum(self.widths_of(kind)) * ITEM_BYTES[self.dtype_of(kind, as_sent=as_sent)]
 
     def exchange_bytes(self, kind: Kind, rows: int, ulysses_size: int) -> int:
         """Bytes of a message inside a Ulysses group of `ulysses_size` ranks: `rows` rows for the heads of one rank."""

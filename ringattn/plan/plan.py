@@ -165,9 +165,9 @@ class Plan(Value):
     def _input_bytes(self) -> int:
         return estimate_bytes([getattr(self, entry.name) for entry in fields(self)])
 
-    def part_dtype(self, part: Part, *, wire: bool = True) -> str:
-        """The dtype of a part of a block or of its sums: in a message (`wire`), or where a rank computes with it."""
-        return self.sizes.dtype_of(part.kind, wire=wire)
+    def part_dtype(self, part: Part, *, as_sent: bool = True) -> str:
+        """The dtype of a part of a block or of its sums: in a message (`as_sent`), or where a rank computes with it."""
+        return self.sizes.dtype_of(part.kind, as_sent=as_sent)
 
     def part_heads(self, kind: Kind) -> int:
         """The number of heads of a block or of its sums."""
@@ -177,16 +177,16 @@ class Plan(Value):
         """The last dims of the tensors of a block or of its sums."""
         return self.sizes.widths_of(kind)
 
-    def part_bytes(self, part: Part, *, wire: bool = True) -> int:
-        """Bytes of a part of a message; without `wire`, of a block or of its sums where a rank computes with it."""
+    def part_bytes(self, part: Part, *, as_sent: bool = True) -> int:
+        """Bytes of a part of a message; without `as_sent`, of a block or of its sums where a rank computes with it."""
         rows = self.layout.rows(part.owner)
         if part.kind not in BLOCKS and part.kind not in SUMS:
             return self.sizes.exchange_bytes(part.kind, rows, self.ulysses_size)
         if self.ulysses_size > 1:  # the part travels between the groups
-            return self.ring_plan(0)[0].part_bytes(part, wire=wire)
+            return self.ring_plan(0)[0].part_bytes(part, as_sent=as_sent)
         row_set = part.row_set
         count = row_set.size if isinstance(row_set, RowSet) else self.sizes.heads_of(part.kind) * rows
-        return self.sizes.block_bytes(part.kind, count, wire=wire)
+        return self.sizes.block_bytes(part.kind, count, as_sent=as_sent)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""

@@ -39,7 +39,7 @@ class HeadExchange(StepMessages):
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
         (part,) = hop.parts
-        buffer = self.buffers.take(hop.parts, wire=True)
+        buffer = self.buffers.take(hop.parts, as_sent=True)
         for view, x in zip(buffer.view(part), self.outgoing(hop.peer % self.size), strict=True):
             view.copy_(x)
         return buffer, [part]

@@ -105,7 +105,7 @@ class Host:
 
     def _copy_stored(self, hop: Hop, data: torch.Tensor, *, add: bool) -> None:
         """Copy stored rows to the bytes `data` of a message; with `add`, add the bytes to the stored rows."""
-        buffer = Buffer(data, hop.parts, self.plan, wire=True)
+        buffer = Buffer(data, hop.parts, self.plan, as_sent=True)
         for part in hop.parts:
             (rows,) = self.plan.layout.shard(part.owner)
             target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)

@@ -30,15 +30,15 @@ class Buffer:
     ALIGNED bytes, as GPU kernels require of blocks that they read in place. The other parts follow in descending order
     of their item sizes, so that each part begins at a multiple of its item size.
 
-    `wire`: the parts have the dtypes of a message, else the dtypes that kernels compute with.
+    `as_sent`: the parts have the dtypes of a message, else the dtypes that kernels compute with.
     """
 
-    def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan, *, wire: bool) -> None:
+    def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan, *, as_sent: bool) -> None:
         self.store, self.parts = store, parts
         #: Parts that are still needed. A buffer without a live part is free.
         self.live = set(parts)
-        sizes = [plan.part_bytes(part, wire=wire) for part in parts]
-        specs = [tensor_specs(plan, part, wire=wire) for part in parts]
+        sizes = [plan.part_bytes(part, as_sent=as_sent) for part in parts]
+        specs = [tensor_specs(plan, part, as_sent=as_sent) for part in parts]
         self.data = store[: sum(sizes)]
         self._views: dict[Part, Tensors] = {}
         start = 0
@@ -51,10 +51,10 @@ class Buffer:
         return self._views[part]
 
 
-def tensor_specs(plan: Plan, part: Part, *, wire: bool) -> list[TensorSpec]:
-    """Shapes [B, heads, rows, width] and dtypes of the tensors of a part; see `Plan.part_bytes` for `wire`."""
+def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
+    """Shapes [B, heads, rows, width] and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`."""
     if part.kind in (*BLOCKS, *SUMS):
-        dtype: torch.dtype = getattr(torch, plan.part_dtype(part, wire=wire))
+        dtype: torch.dtype = getattr(torch, plan.part_dtype(part, as_sent=as_sent))
         ring_plan, _ = plan.ring_plan(0)
         heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout.rows(part.owner)
         if isinstance(part.row_set, RowSet):
@@ -96,20 +96,20 @@ class Buffers:
         self.pool = memory_pool(device)
         self.free: list[torch.Tensor] = []
 
-    def take(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:
-        """A reused buffer for these parts, with arbitrary contents; see `Buffer` for `wire`."""
-        size = -(-self._size(parts, wire=wire) // self.unit) * self.unit
+    def take(self, parts: tuple[Part, ...], *, as_sent: bool = False) -> Buffer:
+        """A reused buffer for these parts, with arbitrary contents; see `Buffer` for `as_sent`."""
+        size = -(-self._size(parts, as_sent=as_sent) // self.unit) * self.unit
         fitting = [i for i, store in enumerate(self.free) if store.numel() >= size]
         if fitting:
             store = self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))
         else:
             store = self.pool.take(size)
-        return Buffer(store, parts, self.plan, wire=wire)
+        return Buffer(store, parts, self.plan, as_sent=as_sent)
 
-    def allocate(self, parts: tuple[Part, ...], *, wire: bool = False) -> Buffer:
+    def allocate(self, parts: tuple[Part, ...], *, as_sent: bool = False) -> Buffer:
         """A newly allocated buffer for parts that outlive the run; the pool never reuses its memory."""
-        size = self._size(parts, wire=wire)
-        return Buffer(empty((size,), torch.uint8, self.pool.device), parts, self.plan, wire=wire)
+        size = self._size(parts, as_sent=as_sent)
+        return Buffer(empty((size,), torch.uint8, self.pool.device), parts, self.plan, as_sent=as_sent)
 
     def drop(self, buffer: Buffer, part: Part) -> None:
         """Mark one part of a buffer as not needed any more; the buffer is free when no live part is left."""
@@ -122,8 +122,8 @@ class Buffers:
         while self.free:
             self.pool.give(self.free.pop())
 
-    def _size(self, parts: tuple[Part, ...], *, wire: bool) -> int:
-        return sum(self.plan.part_bytes(part, wire=wire) for part in parts)
+    def _size(self, parts: tuple[Part, ...], *, as_sent: bool) -> int:
+        return sum(self.plan.part_bytes(part, as_sent=as_sent) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class StepMessages:
 
     def make_room(self, hop: Hop) -> Buffer:
         """The buffer that a message is received in."""
-        return self.buffers.take(hop.parts, wire=True)
+        return self.buffers.take(hop.parts, as_sent=True)
 
     def unpack(self, hop: Hop, buffer: Buffer) -> None:
         """Take in a message that has arrived."""

@@ -102,7 +102,7 @@ def _largest_message(plan: Plan, rank: int) -> int:
         rank_plan = plan.for_rank(rank)
         hops = [hop for step in (*rank_plan.forward, *rank_plan.backward) for hop in (*step.sends, *step.recvs)]
         sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]
-        sizes += [plan.part_bytes(part, wire=False) for hop in hops for part in hop.parts]
+        sizes += [plan.part_bytes(part, as_sent=False) for hop in hops for part in hop.parts]
         return max(sizes, default=0)
 
     return plan.cache.answer((_largest_message, rank), compute)

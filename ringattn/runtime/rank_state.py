@@ -85,7 +85,7 @@ class RankState(StepMessages):
         """The buffer that a message is received in."""
         # A kept part stays in the buffer that it arrives in, unless it must first be cast to a wider dtype.
         outlives = self.plan.comm_dtype is None and any(part in self.kept for part in hop.parts)
-        return (self.buffers.allocate if outlives else self.buffers.take)(hop.parts, wire=True)
+        return (self.buffers.allocate if outlives else self.buffers.take)(hop.parts, as_sent=True)
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
         """The buffer that holds exactly the message's parts, or a packed one, and the parts that are copies in it."""
@@ -97,7 +97,7 @@ class RankState(StepMessages):
             and self.plan.comm_dtype is None
         ):
             return buffer, []
-        buffer = self.buffers.take(hop.parts, wire=True)
+        buffer = self.buffers.take(hop.parts, as_sent=True)
         return buffer, [part for part in hop.parts if not self._pack_part(part, buffer)]
 
     def unpack(self, hop: Hop, buffer: Buffer) -> None:

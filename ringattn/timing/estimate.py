@@ -232,7 +232,7 @@ class _RingEstimate:
             longest = max(worked, received)
             self.times[rank, step.step] = _StepTime(worked, received, step.posted)
             if isinstance(self.route, DoubleRingSchedule):
-                cycle = cycles.setdefault(step.step // self.route.inner, [0.0, 0.0])
+                cycle = cycles.setdefault(step.step // self.route.ranks_per_node, [0.0, 0.0])
                 cycle[0] += step.weight * longest
                 cycle[1] += step.weight * outer
             seconds += step.weight * longest
@@ -345,7 +345,7 @@ class _RingEstimate:
         """Steps of a rank that stand for the steps 0 .. `last`."""
         chosen = _spread(last + 1, self.most)
         if isinstance(self.route, DoubleRingSchedule):
-            inner = self.route.inner
+            inner = self.route.ranks_per_node
             inside = _spread(inner, INSIDE)
             chosen = [(t * inner + j, a * b) for t, a in _spread(last // inner + 1, CYCLES) for j, b in inside]
         return [self._step(rank, step, weight, lambda at: self.route.edges_at(rank, at)) for step, weight in chosen]
@@ -355,8 +355,8 @@ class _RingEstimate:
         posted = edges_at(step + 1)
         if isinstance(self.route, DoubleRingSchedule):
             posted = tuple(edge for edge in posted if not edge.ring)
-            if step % self.route.inner == 0:
-                posted += tuple(edge for edge in edges_at(step + self.route.inner) if edge.ring)
+            if step % self.route.ranks_per_node == 0:
+                posted += tuple(edge for edge in edges_at(step + self.route.ranks_per_node) if edge.ring)
         return _SampledStep(step, weight, tuple(dict.fromkeys(owners)), posted)
 
 

@@ -398,7 +398,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         ({"rows": [256]}, "distinct query positions"),
         ({"rows": [3, 3]}, "distinct query positions"),
         ({"mode": "all", "together": 0}, "together=0"),
-        ({"fault": Fault("lost", 1, 1)}, "one of gradients"),
+        ({"fault": Fault("lost", 1, 1)}, "harms gradients"),
         ({"fault": Fault("dropp", 1, 0)}, "did you mean 'drop'"),
         ({"fault": Fault("drop", 1, 5)}, "nothing to harm"),
         ({"fault": Fault("drop", 1, 8)}, "ranks 0 .. 7"),
@@ -433,7 +433,7 @@ def test_the_command_reports_and_fails(capsys: pytest.CaptureFixture[str], monke
     main(config(way="all", first=100, count=30, fault="swap", fault_rank=120))
     assert "swap at rank 120, block of 119: caught by the ledger and the numbers" in capsys.readouterr().out
     for options, words in (
-        ({"way": "all", "first": 2048}, "no ranks among"),
+        ({"way": "all", "first": 2048}, "expected ranks among"),
         ({"way": "al"}, "did you mean 'all'"),
         ({"way": "all", "spread": 3}, "numerics.spread=3 has no meaning with numerics.way=all"),
         ({"count": 3}, "numerics.count=3 has no meaning with numerics.way=sample"),

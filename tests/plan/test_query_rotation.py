@@ -296,7 +296,7 @@ def test_delta_from_a_row_that_has_it(size: float, wider: bool, dtype: torch.dty
 
 
 def test_rounded_queries_are_exact_up_to_their_rounding() -> None:
-    """With a wire dtype lse and delta still travel in fp32; keys rotate unless queries are asked for."""
+    """With a comm_dtype lse and delta still travel in fp32; keys rotate unless queries are asked for."""
     case = make_case(96, 2, 2, torch.float32, batch=1, dim=8)
     oracle = dense(case, torch.from_numpy(Causal().mask(96, 2)))
     q, k, v = case.leaves()
@@ -347,7 +347,7 @@ def test_parts_that_kernels_read_in_place_begin_at_multiples_of_16_bytes() -> No
     assert any({"q", "row"} <= {part.kind for part in parts} for parts in sent)
     for parts in sent:
         size = sum(map(plan.part_bytes, parts))
-        buffer = Buffer(torch.empty(size, dtype=torch.uint8), parts, plan, wire=True)
+        buffer = Buffer(torch.empty(size, dtype=torch.uint8), parts, plan, as_sent=True)
         assert buffer.data.numel() == size  # not a byte of padding
         for part in parts:
             offsets = [x.storage_offset() * x.element_size() for x in buffer.view(part)]

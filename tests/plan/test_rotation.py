@@ -48,7 +48,7 @@ def test_auto_takes_the_way_with_fewer_bytes(name: str) -> None:
             )
             for rotate in ("auto", "keys", "queries")
         )  # fmt: skip
-        inner = auto._rotation.keys.inner
+        inner = auto._rotation.keys.ranks_per_node
         counted = tuple((between_nodes(plan, inner), plan.bytes_sent(backward=True)) for plan in (keys, queries))
         found = auto._rotation.count_bytes()
         assert found == counted, f"{ranks} ranks, {layout}, {schedule}: {found} is not {counted}"

@@ -285,9 +285,9 @@ def test_what_travels_may_be_rounded(problem: Problem, schedule: str, rotate: st
     schedule = fitting(schedule, ranks, 2)
     case = make_case(tokens, 4, 2, torch.float32, batch=1, dim=8)
     results, sent = [], []
-    for wire in (None, torch.bfloat16):
+    for as_sent in (None, torch.bfloat16):
         q, k, v = case.leaves()
-        options = {"ranks": ranks, "layout": layout, "schedule": schedule, "comm_dtype": wire, "rotate": rotate}
+        options = {"ranks": ranks, "layout": layout, "schedule": schedule, "comm_dtype": as_sent, "rotate": rotate}
         out = ra.virtual_attention(q, k, v, pattern, **options)
         results.append((out, *torch.autograd.grad(out, (q, k, v), case.grad)))
         plan = make_plan(pattern, tokens=tokens, heads=4, kv_heads=2, head_dim=8, **options)
@@ -305,12 +305,12 @@ def test_what_travels_may_be_rounded(problem: Problem, schedule: str, rotate: st
 
 def test_wrong_wire_dtypes() -> None:
     q = k = v = torch.zeros(1, 1, 8, 8)
-    for wire, words in (
+    for as_sent, words in (
         ("float16", "may travel as float32 or bfloat16"),
         ("int8", "comm_dtype=int8"),
         (3, "comm_dtype=3"),
     ):
         with pytest.raises(ra.InvalidInput, match=words):
-            ra.virtual_attention(q, k, v, Causal(), ranks=2, comm_dtype=wire)
+            ra.virtual_attention(q, k, v, Causal(), ranks=2, comm_dtype=as_sent)
     with pytest.raises(ra.InvalidInput, match="may travel as bfloat16"):
         ra.virtual_attention(q.half(), k.half(), v.half(), Causal(), ranks=2, comm_dtype=torch.float32)

@@ -20,7 +20,7 @@ class Schedule(ABC):
     #: Whether a number follows the name of the schedule, as in "double_ring(8)"; it is passed after the demand.
     numbered: ClassVar[bool] = False
     #: Ranks of a node, where the schedule distinguishes nodes.
-    inner = 1
+    ranks_per_node = 1
 
     def __init__(self, demand: BlockDemand) -> None:
         self.demand = demand

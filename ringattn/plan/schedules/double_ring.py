@@ -1,7 +1,7 @@
-"""The double ring: rings inside nodes of `inner` ranks, and one ring of nodes between ranks of equal place.
+"""The double ring: rings inside nodes of `ranks_per_node` ranks, and one ring of nodes between ranks of equal place.
 
-A block goes from node to node on the outer ring, and around the inner ring of every node. The outer message is posted
-when a cycle of the inner ring begins, and is in flight for the whole cycle.
+A block goes from node to node on the outer ring, and around the ring inside every node. The outer message
+is posted when a cycle of the ring inside a node begins, and is in flight for the whole cycle.
 """
 
 from __future__ import annotations
@@ -15,46 +15,51 @@ from .route import Edge, Route
 
 
 class DoubleRingSchedule(Route):
-    """At step t * inner + j a rank computes with a block of the node t before its own, j places before its own."""
+    """With n = ranks_per_node: at step t * n + j a rank computes with a block of the node t before its own, from j
+    places before its own place."""
 
     rings = 2
     numbered = True
 
-    def __init__(self, demand: BlockDemand, inner: int) -> None:
+    def __init__(self, demand: BlockDemand, ranks_per_node: int) -> None:
         super().__init__(demand)
-        self.inner, self.nodes = inner, demand.layout.ranks // inner
+        self.ranks_per_node, self.nodes = ranks_per_node, demand.layout.ranks // ranks_per_node
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
-        node, place = divmod(rank, self.inner)
+        node, place = divmod(rank, self.ranks_per_node)
         for t in reversed(range(self.nodes)):
             home = (node - t) % self.nodes
-            receivers = runs(node * self.inner, (self.nodes - t) * self.inner, self.demand.layout.ranks)
-            owners = range(home * self.inner, (home + 1) * self.inner)
+            receivers = runs(
+                node * self.ranks_per_node, (self.nodes - t) * self.ranks_per_node, self.demand.layout.ranks
+            )
+            owners = range(home * self.ranks_per_node, (home + 1) * self.ranks_per_node)
             if not any(self.demand.needs(run, owners) for run in receivers):
                 continue
-            for j in reversed(range(self.inner)):
+            for j in reversed(range(self.ranks_per_node)):
                 if t or j:
-                    yield from self._edge(home * self.inner + (place - j) % self.inner, t, j)
+                    yield from self._edge(home * self.ranks_per_node + (place - j) % self.ranks_per_node, t, j)
 
     def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
-        (node, place), (t, j) = divmod(rank, self.inner), divmod(step, self.inner)
-        return self._edge((node - t) % self.nodes * self.inner + (place - j) % self.inner, t, j)
+        (node, place), (t, j) = divmod(rank, self.ranks_per_node), divmod(step, self.ranks_per_node)
+        return self._edge((node - t) % self.nodes * self.ranks_per_node + (place - j) % self.ranks_per_node, t, j)
 
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
         return (*self._edge(owner, 0, 1), *self._edge(owner, 1, 0))
 
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
-        t, j = divmod(edge.step, self.inner)
-        # The inner ring first: what it returns in the backward need not come over the outer ring.
+        t, j = divmod(edge.step, self.ranks_per_node)
+        # The ring inside the node first: what it returns in the backward need not come over the outer ring.
         return (*self._edge(edge.owner, t, j + 1), *(self._edge(edge.owner, t + 1, 0) if j == 0 else ()))
 
     def served(self, edge: Edge) -> tuple[range, ...]:
-        node, place = divmod(edge.target, self.inner)
-        t, j = divmod(edge.step, self.inner)
+        node, place = divmod(edge.target, self.ranks_per_node)
+        t, j = divmod(edge.step, self.ranks_per_node)
         if j == 0:
-            return runs(node * self.inner, (self.nodes - t) * self.inner, self.demand.layout.ranks)
-        places = runs(place, self.inner - j, self.inner)
-        return tuple(range(run.start + node * self.inner, run.stop + node * self.inner) for run in places)
+            return runs(node * self.ranks_per_node, (self.nodes - t) * self.ranks_per_node, self.demand.layout.ranks)
+        places = runs(place, self.ranks_per_node - j, self.ranks_per_node)
+        return tuple(
+            range(run.start + node * self.ranks_per_node, run.stop + node * self.ranks_per_node) for run in places
+        )
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
         """As in `Schedule`; of more than EXACT ranks, an estimate from the rows that a ring of whole nodes carries.
@@ -64,7 +69,7 @@ class DoubleRingSchedule(Route):
         """
         if self.demand.layout.ranks <= EXACT:
             return super().count_backward_bytes(block, sums, queries=queries)
-        demand = self.demand.on_layout(self.demand.layout.grouped(self.inner))
+        demand = self.demand.on_layout(self.demand.layout.grouped(self.ranks_per_node))
         way = Way(+1, demand.layout.ranks - 1)
         sent = 0
         for owner in representatives(demand):
@@ -75,15 +80,15 @@ class DoubleRingSchedule(Route):
 
     def _edge(self, owner: int, t: int, j: int) -> tuple[Edge, ...]:
         """The edge by which the block of `owner` gets to its step (t, j); () where no rank that it serves needs it."""
-        if t >= self.nodes or j >= self.inner:
+        if t >= self.nodes or j >= self.ranks_per_node:
             return ()
-        home, place = divmod(owner, self.inner)
+        home, place = divmod(owner, self.ranks_per_node)
 
         def rank_at(t: int, j: int) -> int:
-            return (home + t) % self.nodes * self.inner + (place + j) % self.inner
+            return (home + t) % self.nodes * self.ranks_per_node + (place + j) % self.ranks_per_node
 
-        step = t * self.inner + j
-        source, post = (rank_at(t, j - 1), step - 1) if j else (rank_at(t - 1, 0), step - self.inner)
+        step = t * self.ranks_per_node + j
+        source, post = (rank_at(t, j - 1), step - 1) if j else (rank_at(t - 1, 0), step - self.ranks_per_node)
         edge = Edge(owner, source, rank_at(t, j), post, step, ring=int(j == 0))
         needed = any(self.demand.needs(run, range(owner, owner + 1)) for run in self.served(edge))
         return (edge,) if needed else ()

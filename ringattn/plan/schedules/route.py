@@ -116,7 +116,7 @@ class Route(Schedule):
 
         The rows that it does not keep come again from their owner.
         """
-        key = (Route.kept_rows, type(self), self.inner, rank)
+        key = (Route.kept_rows, type(self), self.ranks_per_node, rank)
         return self._cache.answer(key, lambda: self.find_kept_rows(rank))
 
     def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
@@ -217,7 +217,7 @@ class Route(Schedule):
 
     def edges_by_owner(self, rank: int) -> dict[int, Edge]:
         """By owner, the edge to `rank`; the earliest edge first."""
-        key = (Route.edges_by_owner, type(self), self.inner, rank)
+        key = (Route.edges_by_owner, type(self), self.ranks_per_node, rank)
         return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
@@ -230,7 +230,7 @@ class Route(Schedule):
         moved = self.count_moved(owners)
         kept, kept_of_other_nodes = (0, 0) if queries else self.count_kept(owners)
         every = moved.every * (block + sums) - kept * skips
-        if self.inner == 1:
+        if self.ranks_per_node == 1:
             return every, every
         return moved.outer * follows + (moved.onward + moved.stopping - kept_of_other_nodes) * skips, every
 
@@ -245,10 +245,10 @@ class Route(Schedule):
                 todo += [(e, next_edges) for e in next_edges]
                 rows = self._count(owner, self.carried(edge))
                 every += rows
-                if edge.source // self.inner != edge.target // self.inner:
+                if edge.source // self.ranks_per_node != edge.target // self.ranks_per_node:
                     outer += rows
                     onward += self._count(owner, self.returned(edge, siblings)) if edge.source != owner else 0
-                if edge.target // self.inner != owner // self.inner:
+                if edge.target // self.ranks_per_node != owner // self.ranks_per_node:
                     stopping += self._count(owner, self.stopping(edge))
         return MovedRows(every, outer, onward, stopping)
 
@@ -263,7 +263,7 @@ class Route(Schedule):
             for edge, row_sets in kept.items():
                 rows = self._count(edge.owner, row_sets)
                 every += rows
-                of_other_nodes += rows if edge.owner // self.inner != rank // self.inner else 0
+                of_other_nodes += rows if edge.owner // self.ranks_per_node != rank // self.ranks_per_node else 0
         return every, of_other_nodes
 
     @property
