@@ -1,4 +1,4 @@
-"""Patterns and schedules by name, from this package and from installed packages (entry points)."""
+"""Parts by name (patterns, schedules, kernels ...), from this package and from installed packages (entry points)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that an installed package adds by entry points: patterns, schedules, kernels, transports and bench suites."""
+"""Parts that an installed package adds by entry points: patterns, schedules, kernels, transports, solvers, suites."""
 
 from __future__ import annotations
 

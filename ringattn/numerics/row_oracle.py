@@ -35,8 +35,9 @@ def oracle_rows(
 ) -> torch.Tensor:  # fmt: skip
     """Attention outputs of the query positions `rows`, [B, H, len(rows), Dv] in fp64, over the keys of all ranks.
 
-    q, k, v are this rank's shards, `positions` [n] their global positions. Every rank softmaxes its own keys
-    with the pattern's dense mask row; ranks meet in a sum of numerators and denominators under one maximum.
+    q, k, v are this rank's shards, `positions` [n] their global positions. Under one maximum for all ranks, every
+    rank sums exp(logit - maximum) v and exp(logit - maximum) over its own keys, by the pattern's dense mask row; the
+    ranks then add these sums.
     """
     batch, heads, _, width = q.shape
     group = heads // k.shape[1]

@@ -49,8 +49,8 @@ class BlockDemand(ABC):
     def needed_run(self, first: int, last: int) -> Run | None:
         """(first, last) position of the block rows that a rank with the positions first .. last needs.
 
-        The run contains both `first` and `last`, and neither of its ends moves left where `first` and `last` move
-        right. None where the pattern does not know such a run.
+        The run contains both `first` and `last`. If `first` and `last` grow, both ends of the run stay or grow. None
+        where the pattern does not know such a run.
         """
 
     @abstractmethod

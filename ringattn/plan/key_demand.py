@@ -50,7 +50,7 @@ class KeyDemand(BlockDemand):
         return KeyDemand(self.pattern, layout, self.heads, self.kv_heads)
 
     def share_answers(self, other: KeyDemand) -> None:
-        """Use the cache of `other` from now on: a demand of the same layout and heads, whose pattern sees the same."""
+        """Use the cache of `other`, whose layout, heads and visible pairs are equal to those of this demand."""
         self.cache = other.cache
 
     @property

@@ -29,7 +29,7 @@ from .message_buffers import Buffers, Tensors
 from .rank_program import BackwardProgram, ForwardProgram, backward_program, exchanges_heads, forward_program
 from .rank_state import RankState, zeros
 
-#: q, k, v, out and lse of a member's heads, which a forward with an exchange of heads keeps beside what the ring keeps.
+#: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 KEPT_BY_EXCHANGE = 5
 
 

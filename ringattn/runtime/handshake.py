@@ -3,14 +3,12 @@
 The handshake has at most three exchanges. In each exchange every rank sends exactly one record.
 
 1. "call" ("positions" if only positions are asked for): a digest of this rank's arguments, in one spelling for all
-forms
-   of equal arguments, and the history of its table of remembered handshakes. If the histories differ, all ranks clear
-   their tables, so that all tables are equal. All ranks then look up the digests of all ranks. Either all ranks find a
-   plan, which ends the handshake, or no rank does.
+   forms of equal arguments, and the history of its table of remembered handshakes. If the histories differ, all ranks
+   clear their tables, so that all tables are equal. All ranks then look up the digests of all ranks. Either all ranks
+   find a plan, which ends the handshake, or no rank does.
 2. "arguments": the arguments in full, which are compared.
-3. "plan": the hash of the plan that this rank has made from the arguments. If all hashes are equal, all ranks remember
-the
-   plan.
+3. "plan": the hash of the plan that this rank has made from the arguments. If all hashes are equal, all ranks
+   remember the plan.
 
 Which exchange follows depends only on what all ranks have received in the previous exchange, so that all ranks enter
 the same exchanges. If a rank raises between two exchanges, its error replaces its record in the next exchange and ends

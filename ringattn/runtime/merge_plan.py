@@ -25,7 +25,8 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Section:
-    """A run of local query rows that every work lies inside or outside of, so that it can be finished by itself.
+    """A run of local query rows. Every work lies wholly inside or wholly outside, so that the run can be finished
+    alone.
 
     `single`: no row has two partials. `filled`: some rows may be merged before they have a first partial, so that the
     section must start with out 0 and lse -inf.

@@ -39,9 +39,8 @@ class RankState(StepMessages):
         self.home: dict[Part, Buffer] = {}
         #: The sums of the gradients of this rank's own rows.
         self.own_sums: Tensors | None = None
-        #: Parts whose gradients this rank sums for other ranks, by owner: what arrives for their rows is added. A sum
-        #: for keys travels on in the same parts; a sum for queries is made for the rows that arrived, and travels on in
-        #: parts.
+        #: By owner, the parts of other ranks' gradients that this rank sums. Arriving gradients of the same rows are
+        #: added to these parts. Gradients of keys leave as one of these parts; gradients of queries may leave split.
         self.summed: dict[int, list[Part]] = {}
         for part in (part for step in self.steps for hop in step.sends for part in hop.parts):
             if part.kind == "grad":

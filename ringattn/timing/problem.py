@@ -25,7 +25,8 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class RingProblem:
-    """A ring whose numbers are known of all ranks at once, its steps, and what of the plan was compared to know that.
+    """A ring whose numbers are known of all ranks at once. `compared` names the facts of the plan that prove the
+    numbers.
 
     Where `copies` > 1, the plan's ranks are so many copies of the ranks of `ring`, one after another. With `bounding`
     only the last finish of `ring` is that of the plan. `counts` gives the numbers where they differ from rank to rank

@@ -45,7 +45,7 @@ class MovedRows:
     every: int
     #: On edges between nodes.
     outer: int = 0
-    #: On those of the edges between nodes that do not start at the owner, without rows that an earlier sibling returns.
+    #: On relayed edges between nodes; a row that two sibling edges carry counts once.
     onward: int = 0
     #: Rows that stop in another node than the node of their owner.
     stopping: int = 0
@@ -221,9 +221,11 @@ class Route(Schedule):
         return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
-        """As in `Schedule`. One of the two follows all edges; the other goes straight between owner and last reader.
+        """As in `Schedule`. Either blocks or sums follow all edges; the others go straight between owner and last
+        reader.
 
-        Where keys travel, sums follow the edges, and blocks skip rows that their readers have kept since the forward.
+        Where queries travel, blocks follow the edges. Where keys travel, sums do, and blocks skip rows that their
+        readers have kept since the forward.
         """
         follows, skips = (block, sums) if queries else (sums, block)
         owners = representatives(self.demand)
