@@ -52,7 +52,7 @@ def test_scripts_run(start: Callable[..., Any], name: str, transport: str, tmp_p
 
 BROKEN = """
 import ringattn.cli.run as command
-from ringattn.cli import main
+from ringattn.cli.main import main
 
 def bad_day(config, transport):
     raise ArithmeticError("a bad day on every rank")
