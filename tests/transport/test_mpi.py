@@ -170,7 +170,7 @@ def test_control_c_is_told_in_a_line(mpirun_path: str, tmp_path: Path) -> None:
 STARTED = """
 import os
 import ringattn.cli.run as command
-from ringattn.cli import main
+from ringattn.cli.main import main
 
 before = command.RankRun.measure
 
