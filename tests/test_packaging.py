@@ -109,4 +109,5 @@ def test_doctor_names_the_extras_that_there_are() -> None:
     section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
     extras = set(re.findall(r"^(\w+) = ", section, re.MULTILINE)) - {"dev"}
     named = {name for _, command in EXTRAS.values() for name in re.findall(r"ringattn\[(\w+)\]", command)}
-    assert extras == named == set(re.findall(r"ringattn\[(\w+)\]", (ROOT / "README.md").read_text()))
+    pages = "".join(page.read_text() for page in ROOT.glob("docs/*.md"))
+    assert extras == named == set(re.findall(r"ringattn\[(\w+)\]", pages))

@@ -126,7 +126,7 @@ def test_one_process_alone_measures_kernels(tmp_path: Path) -> None:
         ({"dtype": "float31"}, "did you mean 'float32'"),
         ({"output": OutputGroup("/nowhere/m.yaml")}, "does not exist"),
         ({"output": OutputGroup(None)}, "output.path is missing"),
-        ({"transport": TransportGroup("virtual")}, "expected one of gloo, mpi, nccl, none"),
+        ({"transport": TransportGroup("virtual")}, "expected one of gloo, nccl, mpi, none"),
         ({"transport": TransportGroup("nccl")}, "torchrun --nproc-per-node N -m ringattn calibrate"),
         ({"transport": TransportGroup("mpi")}, "mpirun -n 2 ringattn calibrate"),
         ({"device": "cuda"}, "device=cuda is for transport=none"),

@@ -123,7 +123,7 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
     monkeypatch.setattr(runner, "evaluate", interrupted)
     first = inside(*arguments, cwd=tmp_path)
     assert first.returncode == 130
-    assert "out keeps the points that are done; the same command goes on from there" in first.stderr
+    assert "out keeps the finished points; the same command continues from there" in first.stderr
     again = inside(*arguments, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert done == [2, 4, 8, 8] and len(read(tmp_path / "out" / "sweep.csv")) == 3
