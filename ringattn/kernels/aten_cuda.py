@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 
@@ -27,6 +28,8 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 class AtenCuda(Kernel):
     """One of the three ops, or, without a choice, for each call the fastest op that computes the call.
+
+    cuDNN computes dense and causal calls only; with the choice "cudnn" flash computes the other bands.
 
     Without a choice fp32 goes to the memory-efficient op. A 16-bit call goes to cuDNN if the device has compute
     capability 9.0 or above, the call is dense, or causal with as many rows as keys, q and k have equally many heads,
@@ -71,8 +74,11 @@ class AtenCuda(Kernel):
 
     def split(self, work: Work) -> Iterator[Work]:
         for batch in work.batches(GRID // len(work.heads)):
-            if self.choice in (None, "flash") or batch.dense or _is_causal(batch):
+            if batch.dense or (self.choice in ("cudnn", "efficient") and _is_causal(batch)):
                 yield batch
+                continue
+            if self.choice != "efficient":
+                yield from _flash_calls(batch)
                 continue
             rows, keys = len(batch.q), batch.keys
             for first in range(0, rows, BAND_ROWS):
@@ -86,7 +92,7 @@ class AtenCuda(Kernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         value_dim = v.shape[-1]
         width = -(-max(q.shape[-1], value_dim) // 8) * 8
-        q, k, v = (pad_to(x, width) for x in (q, k, v))
+        q, k, v = (_ready(pad_to(x, width)) for x in (q, k, v))
         op = self._choose_op(q, k, work)
         if op == "flash":
             left, right = _window(work)
@@ -127,7 +133,7 @@ class AtenCuda(Kernel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         width = -(-max(head_dim, value_dim) // 8) * 8
-        grad, q, k, v, out = (pad_to(x, width) for x in (grad, q, k, v, out))
+        grad, q, k, v, out = (_ready(pad_to(x, width)) for x in (grad, q, k, v, out))
         rows, keys, lse = len(work.q), work.keys, lse.contiguous()
         op = self._choose_op(q, k, work)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
@@ -155,7 +161,8 @@ class AtenCuda(Kernel):
                 lse = torch.nn.functional.pad(lse, (0, -rows % 32), value=torch.inf)
                 grads = _aten._efficient_attention_backward(
                     *(x.transpose(1, 2) for x in (grad, q, k, v)),
-                    *(bias, out.transpose(1, 2), None, None, rows, keys, lse),
+                    # The op reads out as contiguous [B, N, H, D], whatever its strides.
+                    *(bias, out.transpose(1, 2).contiguous(), None, None, rows, keys, lse),
                     *(0.0, seed, seed, mask_type, False),
                     scale=scale,
                     num_splits_key=1 if self.deterministic else None,
@@ -166,6 +173,8 @@ class AtenCuda(Kernel):
 
     def _choose_op(self, q: torch.Tensor, k: torch.Tensor, work: Work) -> str:
         """The op that computes a call: "flash", "cudnn" or "efficient"."""
+        if self.choice == "cudnn" and not (work.dense or _is_causal(work)):
+            return "flash"
         if self.choice is not None:
             return self.choice
         needs_no_window = work.dense or (_is_causal(work) and len(work.q) == work.keys)
@@ -177,6 +186,62 @@ class AtenCuda(Kernel):
 def _is_causal(work: Work) -> bool:
     """Whether row i sees key j iff j <= i, counted from the first row and the first key."""
     return work.lo == 0 and work.hi is None
+
+
+def _ready(x: torch.Tensor) -> torch.Tensor:
+    """x as the ops can read it: last stride 1, and every row at a multiple of 16 bytes; a copy where x is not so."""
+    size = x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
+    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _flash_calls(work: Work) -> Iterator[Work]:
+    """The work as calls whose band the flash op reads as it is meant: the work itself, or at most three runs of rows.
+
+    Each run of rows is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows
+    see. Its window is then anchored at the last row and the last key, with bounds that the op does not change.
+    """
+    rows, keys = len(work.q), work.keys
+    if _reads_band(work):
+        yield work
+        return
+    # Rows from `unbounded` on are not bounded by `lo`; rows from `bounded` on are bounded by `hi`.
+    unbounded = 0 if work.lo is None else min(max(keys + work.lo, 0), rows)
+    bounded = rows if work.hi is None else min(max(work.hi, 0), rows)
+    cuts = sorted({0, unbounded, bounded, rows})
+    for first, last in pairwise(cuts):
+        start = first - work.hi if work.hi is not None and first >= bounded else 0
+        stop = last - work.lo if work.lo is not None and last <= unbounded else keys
+        part = work.narrow((first, last), (max(start, 0), min(stop, keys)))
+        assert part.dense or _reads_band(part), "a run of rows has a window that flash reads as it is meant"
+        yield part
+
+
+def _reads_band(work: Work) -> bool:
+    """Whether flash hides the pairs that the band of a work hides, and no others.
+
+    FlashAttention 2 reads a bound below 0, or of as many keys as there are, as unbounded. Beside a bounded side it
+    reads an unbounded side as a bound of as many keys as there are (flash_api.cpp; flash-attention issue 895).
+    """
+    rows, keys = len(work.q), work.keys
+    left, right = _window(work)
+    read_left = left if 0 <= left < keys else None
+    read_right = right if 0 <= right < keys else None
+    if read_left is None and read_right is not None:
+        read_left = keys
+    elif read_right is None and read_left is not None:
+        read_right = keys
+    shift = keys - rows
+    # Row i sees the keys from i + shift - left to i + shift + right.
+    needs_left = None if work.hi is None else work.hi + shift
+    needs_right = None if work.lo is None else -work.lo - shift
+    return _same_bound(read_left, needs_left, rows - 1 + shift) and _same_bound(read_right, needs_right, rows - 1)
+
+
+def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bool:
+    """Whether two bounds of a window hide the same keys; a bound of at least `nothing_hidden` hides no key."""
+    hides_nothing = [bound is None or bound >= nothing_hidden for bound in (read, needed)]
+    return all(hides_nothing) or (not any(hides_nothing) and read == needed)
 
 
 def _window(work: Work) -> tuple[int, int]:
@@ -209,10 +274,14 @@ def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """torch's deterministic mode, for the ops that read it: on if wanted, else as before."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted or before)
+    """torch's deterministic mode, for the ops that read it: on if wanted; else, and afterwards, as the caller has
+    it."""
+    if not wanted or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(False, warn_only=warn_only)
