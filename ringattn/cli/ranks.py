@@ -178,12 +178,18 @@ def _run_local_rank(rank: int, config: C, work: Worker[C]) -> None:
         raise SystemExit(UNREAD) from None
 
 
+def _set_cuda_device(launch: Launch) -> None:
+    """Make a rank's own CUDA device the current device."""
+    # The modulo is for launchers that show each rank only its own device.
+    torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+
+
 def _run_under_torchrun(launch: Launch, config: C, work: Worker[C]) -> None:
     """Run this process's rank of a torchrun job."""
     torch.set_num_threads(config.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
     init_process_group(launch, backend=config.transport.spec, timeout=config.timeout)
     if config.transport.spec == "nccl":
-        torch.cuda.set_device(launch.local_rank)
+        _set_cuda_device(launch)
     try:
         work(config, TorchDist(timeout=config.timeout))
     finally:
@@ -207,8 +213,7 @@ def _run_under_mpi(launch: Launch, config: C, work: Worker[C], verb: str) -> Non
                     "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device (ringattn "
                     "doctor says why); leave it out for CPU tensors"
                 )
-            # The modulo is for launchers that show each rank only its own device.
-            torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+            _set_cuda_device(launch)
         transport = Mpi(timeout=config.timeout, gpu_aware=config.transport.gpu_aware)
         if transport.size != launch.world:
             raise InvalidInput(

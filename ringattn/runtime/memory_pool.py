@@ -95,8 +95,10 @@ def memory_pool(device: torch.device | str = "cpu") -> Pool:
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`torch.empty`, tried once more after the pool was emptied. Raises OutOfMemory."""
-    # With a valid shape `torch.empty` fails only for lack of memory, which on CPUs is a plain RuntimeError.
-    return _try_twice(lambda: torch.empty(tuple(shape), dtype=dtype, device=device), device, RuntimeError)
+    # On CPUs lack of memory is a plain RuntimeError, and with a valid shape `torch.empty` fails for nothing else. On
+    # CUDA a plain RuntimeError is another failure, such as an error of a kernel that ran before.
+    failure = RuntimeError if device.type == "cpu" else torch.OutOfMemoryError
+    return _try_twice(lambda: torch.empty(tuple(shape), dtype=dtype, device=device), device, failure)
 
 
 def retried(call: Callable[[], T], device: torch.device) -> T:

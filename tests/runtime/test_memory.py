@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, OutOfMemory, Window, memory_pool
+from ringattn.runtime import memory_pool as memory_pool_module
 from ringattn.runtime.autograd import AllRanks
 from ringattn.runtime.memory_pool import Pool, retried
 from ringattn.timing.costs import memory
@@ -255,3 +256,15 @@ def test_what_calls_of_changing_shapes_leave_behind_is_bounded_by_what_one_of_th
         pool.give(pool.take(100))
     pool.give(pool.take(101))
     assert pool.idle_bytes <= FEW
+
+
+def test_an_error_of_a_cuda_device_is_not_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that failed before shows in the next allocation, as a plain RuntimeError."""
+
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(RuntimeError, match="misaligned address") as found:
+        memory_pool_module.empty((4,), torch.float32, torch.device("cuda"))
+    assert not isinstance(found.value, OutOfMemory)

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import rank_cases
+import torch
 
+from ringattn.cli.ranks import _set_cuda_device
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.transport.launcher import Launch, detect
 
@@ -127,3 +129,15 @@ def test_detect(env: dict[str, str], launch: Launch) -> None:
 def test_detect_names_the_bad_variable() -> None:
     with pytest.raises(InvalidInput, match="RANK='one'"):
         detect({"RANK": "one", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(("local_rank", "devices", "expected"), [(3, 8, 3), (3, 1, 0), (5, 4, 1)])
+def test_a_rank_takes_a_device_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, devices: int, expected: int
+) -> None:
+    """Some launchers show each rank only its own device."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    _set_cuda_device(Launch("torchrun", rank=local_rank, world=8, local_rank=local_rank, local_world=8))
+    assert chosen == [expected]
