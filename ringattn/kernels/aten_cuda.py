@@ -38,6 +38,7 @@ class AtenCuda(Kernel):
     """
 
     choices = ("flash", "cudnn", "efficient")
+    max_head_dim = 256
 
     def __init__(self, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> None:
         self.name = f"aten_cuda:{choice}" if choice else "aten_cuda"
@@ -69,7 +70,7 @@ class AtenCuda(Kernel):
                 f"a batch of {q.shape[0]:,} with {q.shape[1]:,} heads: CUDA grids have at most {GRID:,} of each; split "
                 "the tensors"
             )
-        if max(q.shape[-1], v.shape[-1]) > 256:
+        if max(q.shape[-1], v.shape[-1]) > self.max_head_dim:
             raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {q.shape[-1]}; try kernel=reference")
 
     def split(self, work: Work) -> Iterator[Work]:

@@ -33,6 +33,8 @@ class Kernel(ABC):
     name: str
     #: Variants that `kernel="name:choice"` may ask for.
     choices: ClassVar[tuple[str, ...]] = ()
+    #: The largest head dim of q, k and v that the kernel computes; None: any.
+    max_head_dim: ClassVar[int | None] = None
 
     @classmethod
     def create(cls, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> Kernel:

@@ -31,9 +31,10 @@ from typing import Any
 import torch
 
 from ..dtypes import ITEM_BYTES, dtype_name
-from ..errors import InvalidInput, Mismatch
+from ..errors import InvalidInput, Mismatch, Unsupported
 from ..kernels import get_kernel
 from ..kernels.base import Kernel
+from ..kernels.pad import EXTRA
 from ..layout.regular import Layout, check_layout, layout_name
 from ..machine.machine import Machine
 from ..machine.presets import get_machine
@@ -82,7 +83,15 @@ class Call(AttentionOptions):
         resolve(self.schedule)
         check_rotate(self.rotate)
         check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
-        return get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
+        kernel = get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
+        width, differentiable = max(q.shape[-1], v.shape[-1]), any(x.requires_grad for x in (q, k, v))
+        most = kernel.max_head_dim
+        if self.return_lse and differentiable and most is not None and width + EXTRA > most:
+            raise Unsupported(
+                f"a head dim of {width} with return_lse and gradients: the gradient of lse takes {EXTRA} more columns, "
+                f"and kernel {kernel.name} computes {most} columns at most; leave return_lse out, or try kernel=reference"
+            )
+        return kernel
 
     def _check_names(self) -> None:
         """Raise InvalidInput where layout, schedule, kernel or machine has a wrong type or is unknown."""

@@ -192,3 +192,16 @@ def test_the_mode_of_the_caller_stays_as_it_is() -> None:
                 assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def test_head_dims_without_room_for_the_gradient_of_lse_are_refused(ops: EmulatedOps) -> None:
+    """Before the first message: else the op would refuse 264 columns in the middle of a backward."""
+    q = torch.randn(1, 1, 16, 250)
+    options = {"ranks": 2, "kernel": "aten_cuda:flash", "return_lse": True}
+    ra.virtual_attention(q, q, q, "Causal()", **options)
+    with pytest.raises(ra.Unsupported, match=r"250 with return_lse and gradients.*256 columns at most"):
+        ra.virtual_attention(q.requires_grad_(), q, q, "Causal()", **options)
+    ra.virtual_attention(q, q, q, "Causal()", **{**options, "return_lse": False}).sum().backward()
+    narrow = torch.randn(1, 1, 16, 248, requires_grad=True)
+    out, lse = ra.virtual_attention(narrow, narrow, narrow, "Causal()", **options)
+    (out.sum() + lse.sum()).backward()
