@@ -89,7 +89,7 @@ class Call(AttentionOptions):
         if self.return_lse and differentiable and most is not None and width + EXTRA > most:
             raise Unsupported(
                 f"a head dim of {width} with return_lse and gradients: the gradient of lse takes {EXTRA} more columns, "
-                f"and kernel {kernel.name} computes {most} columns at most; leave return_lse out, or try kernel=reference"
+                f"and kernel {kernel.name} computes {most} at most; leave return_lse out, or try kernel=reference"
             )
         return kernel
 
