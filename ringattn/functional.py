@@ -137,8 +137,9 @@ def ring_attention(
     before the first message is a Mismatch on the other ranks. Raises CommFailure if a rank is missing.
     """
     ring = _get_transport(group, mesh, transport)
-    q, k, v = cast_inputs(q, k, v)
-    call = _make_call(q, pattern, layout, options, return_lse=return_lse)
+    with Telling(ring, "call"):
+        q, k, v = cast_inputs(q, k, v)
+        call = _make_call(q, pattern, layout, options, return_lse=return_lse)
     floor: float | None = None
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -173,8 +174,9 @@ def positions(
     caller has already found: this rank raises `error`, and all other ranks raise a Mismatch.
     """
     ring = _get_transport(group, mesh, transport)
-    q, k, v = cast_inputs(q, k, v)
-    call = _make_call(q, pattern, layout, options)
+    with Telling(ring, "positions"):
+        q, k, v = cast_inputs(q, k, v)
+        call = _make_call(q, pattern, layout, options)
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if error is not None:

@@ -43,7 +43,8 @@ def main(config: SimulateConfig) -> None:
         with show_progress(Console(stderr=True), shown=config.study.progress, tenths=True) as tell:
             table = run(study, tell)
     except KeyboardInterrupt:
-        sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
+        if folder.exists():
+            sys.stderr.write(f"ringattn: {folder} keeps the finished points; the same command continues from there\n")
         raise
     print_plain(f"{_summarize(table.rows)}; {folder / 'report.md'}, report.html, sweep.csv, summary.json")
 

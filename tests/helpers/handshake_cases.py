@@ -112,6 +112,7 @@ def memories(rank: int) -> list[int]:
 
 #: Where an exception is put: a name of a module that a handshake looks up, and whether ranks then hear it in this call.
 STAGES = {
+    "options": (functional, "_make_call"),
     "arguments": (agreement, "describe"),
     "padding": (functional, "_hide_padding"),
     "kernel": (agreement, "get_kernel"),

@@ -29,6 +29,8 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
 
     `ranks`, `heads` and `kv_heads` are checked where they are known (not None, not 0).
     """
+    if not isinstance(name, str):
+        raise InvalidInput(f"schedule must be a name such as 'auto', got {name!r}")
     if name.strip() == "auto":
         return "auto"
     size, rest = split_ulysses(name)
@@ -95,6 +97,12 @@ def _parse(name: str) -> tuple[str, int | None]:
     """The name of a schedule without groups, and the number after it. Raises InvalidInput."""
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(?:ranks_per_node\s*=\s*)?(\d+)\s*\))?\s*", name)
     kind = match[1] if match else name
+    before = name.partition("(")[0].strip()
+    if before in SCHEDULES and _numbered(before) and (match is None or not match[2]):
+        raise InvalidInput(
+            f"schedule {name!r}: {before} takes the number of ranks of a node and nothing else; try {before}(2) or "
+            f"{before}(ranks_per_node=2)"
+        )
     if match is None or kind not in SCHEDULES or _numbered(kind) != bool(match[2]):
         hint = did_you_mean(kind, [*SCHEDULES, "ulysses", "auto"]) if kind not in (*SCHEDULES, "ulysses") else ""
         raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(list_spellings())}")
