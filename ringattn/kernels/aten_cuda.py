@@ -190,14 +190,14 @@ def _is_causal(work: Work) -> bool:
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:
-    """x as the ops can read it: last stride 1, and every row at a multiple of 16 bytes; a copy where x is not so."""
+    """x, or a copy of x, as the ops can read it: last stride 1, and every row begins at a multiple of 16 bytes."""
     size = x.element_size()
     aligned = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
     return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _flash_calls(work: Work) -> Iterator[Work]:
-    """The work as calls whose band the flash op reads as it is meant: the work itself, or at most three runs of rows.
+    """The calls that compute the work, each with a band that flash reads correctly: the work, or two or three runs.
 
     Each run of rows is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows
     see. Its window is then anchored at the last row and the last key, with bounds that the op does not change.
@@ -214,7 +214,7 @@ def _flash_calls(work: Work) -> Iterator[Work]:
         start = first - work.hi if work.hi is not None and first >= bounded else 0
         stop = last - work.lo if work.lo is not None and last <= unbounded else keys
         part = work.narrow((first, last), (max(start, 0), min(stop, keys)))
-        assert part.dense or _reads_band(part), "a run of rows has a window that flash reads as it is meant"
+        assert part.dense or _reads_band(part), "flash reads the window of every run of rows correctly"
         yield part
 
 
@@ -225,18 +225,14 @@ def _reads_band(work: Work) -> bool:
     reads an unbounded side as a bound of as many keys as there are (flash_api.cpp; flash-attention issue 895).
     """
     rows, keys = len(work.q), work.keys
-    left, right = _window(work)
-    read_left = left if 0 <= left < keys else None
-    read_right = right if 0 <= right < keys else None
+    left, right = _bounds(work)
+    read_left = left if left is not None and 0 <= left < keys else None
+    read_right = right if right is not None and 0 <= right < keys else None
     if read_left is None and read_right is not None:
         read_left = keys
     elif read_right is None and read_left is not None:
         read_right = keys
-    shift = keys - rows
-    # Row i sees the keys from i + shift - left to i + shift + right.
-    needs_left = None if work.hi is None else work.hi + shift
-    needs_right = None if work.lo is None else -work.lo - shift
-    return _same_bound(read_left, needs_left, rows - 1 + shift) and _same_bound(read_right, needs_right, rows - 1)
+    return _same_bound(read_left, left, keys - 1) and _same_bound(read_right, right, rows - 1)
 
 
 def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bool:
@@ -245,14 +241,18 @@ def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bo
     return all(hides_nothing) or (not any(hides_nothing) and read == needed)
 
 
-def _window(work: Work) -> tuple[int, int]:
-    """(left, right) of the flash op, which is anchored at the last row and the last key; -1 is unbounded.
+def _bounds(work: Work) -> tuple[int | None, int | None]:
+    """(left, right) of the band as a window that is anchored at the last row and the last key; None is unbounded.
 
     Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
     """
     shift = work.keys - len(work.q)
-    left = -1 if work.hi is None else work.hi + shift
-    right = -1 if work.lo is None else -work.lo - shift
+    return None if work.hi is None else work.hi + shift, None if work.lo is None else -work.lo - shift
+
+
+def _window(work: Work) -> tuple[int, int]:
+    """(window_size_left, window_size_right) of the flash op, in which -1 is unbounded."""
+    left, right = (-1 if bound is None else bound for bound in _bounds(work))
     return left, right
 
 

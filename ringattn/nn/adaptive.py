@@ -118,7 +118,7 @@ class AdaptiveAttention(RingAttention):
         key_padding_mask: torch.Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], for either `order`; lse also if not asked for."""
+        """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
         positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks also the handshake

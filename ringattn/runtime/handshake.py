@@ -102,7 +102,6 @@ class Call(AttentionOptions):
             )
         names: tuple[tuple[str, Any, Any, str], ...] = (
             ("layout", self.layout, str | Layout, "zigzag"),
-            ("schedule", self.schedule, str, "auto"),
             ("kernel", self.kernel, str, "auto"),
         )
         for name, value, kinds, example in names:

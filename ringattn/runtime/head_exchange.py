@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,13 +50,13 @@ class HeadExchange(StepMessages):
         self.receive(hop.peer % self.size, buffer.view(part))
         self.buffers.drop(buffer, part)
 
+    @abstractmethod
     def outgoing(self, member: int) -> Tensors:
         """The tensors for a member of the group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, member: int, tensors: Tensors) -> None:
         """Copy the tensors of a member of the group into `received`."""
-        raise NotImplementedError
 
 
 class TokensToHeads(HeadExchange):

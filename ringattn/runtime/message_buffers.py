@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -139,7 +140,7 @@ class _OpenBatch:
     received: list[tuple[Hop, Buffer]]
 
 
-class StepMessages:
+class StepMessages(ABC):
     """Posts the messages of a rank's steps, and waits for each message at the end of the step that it is due in.
 
     A subclass says what is sent (`pack`), where messages arrive (`make_room`) and what becomes of them (`unpack`).
@@ -169,17 +170,17 @@ class StepMessages:
             for hop, buffer in batch.received:
                 self.unpack(hop, buffer)
 
+    @abstractmethod
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
         """The buffer that holds the message to send, and those of its parts that are needed for the send only."""
-        raise NotImplementedError
 
     def make_room(self, hop: Hop) -> Buffer:
         """The buffer that a message is received in."""
         return self.buffers.take(hop.parts, as_sent=True)
 
+    @abstractmethod
     def unpack(self, hop: Hop, buffer: Buffer) -> None:
         """Take in a message that has arrived."""
-        raise NotImplementedError
 
     def _post(self, batch: Batch, label: str) -> Program[_OpenBatch]:
         packed: list[tuple[Buffer, list[Part]]] = []

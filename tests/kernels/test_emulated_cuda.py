@@ -7,6 +7,7 @@ import pytest
 import torch
 from emulated_ops import EmulatedOps
 from oracle import error
+from works import trimmed
 
 import ringattn as ra
 from ringattn.kernels import aten_cuda
@@ -39,16 +40,6 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> EmulatedOps:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(AtenCuda, "check", lambda self, q, k, v: None)
     return emulated
-
-
-def trimmed(rows: int, keys: int, lo: int | None, hi: int | None) -> Work | None:
-    """A work whose every row sees a key, as the planner makes works; None where no pair is left."""
-    visible = band(rows, keys, lo, hi, torch.device("cpu"))
-    seen, needed = visible.any(1).nonzero().flatten().tolist(), visible.any(0).nonzero().flatten().tolist()
-    if not seen:
-        return None
-    whole = Work(range(4), range(2), range(rows), (range(keys),), lo, hi)
-    return whole.narrow((seen[0], seen[-1] + 1), (needed[0], needed[-1] + 1))
 
 
 def all_works() -> list[Work]:

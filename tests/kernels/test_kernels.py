@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import error
+from works import trimmed
 
 from ringattn import InvalidInput, Unsupported
 from ringattn.kernels import available, get_kernel
@@ -30,18 +31,6 @@ def dtypes(name: str) -> list[torch.dtype]:
     if name.startswith("aten_cuda"):
         return [torch.bfloat16, torch.float16]
     return [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def trimmed(rows: int, keys: int, lo: int | None, hi: int | None) -> Work | None:
-    """A work whose every row sees a key, as the planner makes them."""
-    first = max(0, lo) if lo is not None else 0
-    last = min(rows, keys + hi) if hi is not None else rows
-    left = max(0, first - hi) if hi is not None else 0
-    right = min(keys, last - lo) if lo is not None else keys
-    if first >= last or left >= right:
-        return None
-    whole = Work(range(4), range(2), range(rows), (range(keys),), lo, hi)
-    return whole.narrow((first, last), (left, right))
 
 
 def tensors(work: Work, name: str, dtype: torch.dtype, dim: int = 16) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...cache import cached
 from ...layout.regular import Contiguous, Zigzag
 from ...text import plural
 
@@ -172,7 +173,8 @@ def explain_unequal(plan: Plan) -> str:
     return ""
 
 
+@cached
 def _has_even_shards(plan: Plan) -> bool:
     """Whether all ranks own equally many tokens."""
     each, rest = divmod(plan.tokens, plan.ranks)
-    return plan.cache.answer("even", lambda: not rest and all(plan.layout.rows(r) == each for r in range(plan.ranks)))
+    return not rest and all(plan.layout.rows(rank) == each for rank in range(plan.ranks))
