@@ -65,13 +65,19 @@ def check_memory(plan: Plan, rows: int) -> None:
 
 @dataclass
 class RankMeasurements:
-    """What one process measured: seconds of each timed pass, bytes sent by pass, and resident bytes."""
+    """What one process measured: seconds of each timed pass, bytes sent by pass, and bytes of memory.
+
+    `peak` and `before` are resident bytes of the host. `device_peak` and `device_before` are bytes of tensors on the
+    CUDA device; None without one.
+    """
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     before: int = 0
+    device_peak: int | None = None
+    device_before: int | None = None
 
 
 class Run:
@@ -179,6 +185,9 @@ class Run:
             if run == 1:
                 measurements.before = memory.resident()
                 memory.reset_peak()
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(self.device)
+                    measurements.device_before = torch.cuda.memory_allocated(self.device)
             (out, lse), seconds = self._time(self.attend)
             measurements.forward.append(seconds)
             measurements.sent["forward"] = self.count_bytes()
@@ -188,6 +197,8 @@ class Run:
                 measurements.sent["backward"] = self.count_bytes()
             if run == 1:
                 measurements.peak = memory.peak()
+                if self.device.type == "cuda":
+                    measurements.device_peak = torch.cuda.max_memory_allocated(self.device)
         del measurements.forward[0], measurements.backward[:1]
         return out.detach(), lse.detach(), measurements
 
@@ -264,7 +275,13 @@ class Run:
             "imbalance": plan.imbalance,
             "passes": passes,
             "processes": [
-                {"name": self.process_name(rank), "peak_bytes": process.peak, "start_bytes": process.before}
+                {
+                    "name": self.process_name(rank),
+                    "peak_bytes": process.peak,
+                    "start_bytes": process.before,
+                    "device_peak_bytes": process.device_peak,
+                    "device_start_bytes": process.device_before,
+                }
                 for rank, process in enumerate(processes)
             ],
             "error": error,
@@ -284,9 +301,7 @@ class Run:
         for name, timed in record["passes"].items():
             numbers += self._pass_numbers(name, timed)
         for process in record["processes"]:
-            rise = max(process["peak_bytes"] - process["start_bytes"], 0)
-            text = f"{size(process['peak_bytes'])} resident at most, {size(rise)} above the start of the call"
-            numbers.append(Number(f"peak memory {process['name']}", text, "measured"))
+            numbers += _memory_numbers(process)
         if record["error"] is not None:
             rows = plural(record["sampled_rows"], "sampled row")
             text = f"{record['error']:.2e} of the largest output, {rows} x all heads against fp64"
@@ -309,6 +324,20 @@ class Run:
             Number(f"{name} rate", rate(timed["tokens_per_second"], "tokens/s"), "measured"),
             Number(f"{name} bytes {self.bytes_verb}", text, "counted"),
         ]
+
+
+def _memory_numbers(process: dict[str, Any]) -> list[Number]:
+    """The peak of the host's memory; on a CUDA device, first the peak of what PyTorch allocated there."""
+    kinds = [("peak memory", "", "resident")]
+    if process["device_peak_bytes"] is not None:
+        kinds = [("peak device memory", "device_", "allocated"), ("peak host memory", "", "resident")]
+    numbers = []
+    for label, prefix, what in kinds:
+        peak = process[f"{prefix}peak_bytes"]
+        rise = max(peak - process[f"{prefix}start_bytes"], 0)
+        text = f"{size(peak)} {what} at most, {size(rise)} above the start of the call"
+        numbers.append(Number(f"{label} {process['name']}", text, "measured"))
+    return numbers
 
 
 def check_outputs(config: RunConfig) -> None:
