@@ -44,6 +44,10 @@ class LaunchFailure(CommFailure):
         self.status = status
 
 
+class BenchFailure(RingAttentionError, RuntimeError):
+    """Cases of a benchmark that failed; the record of the benchmark has the other cases."""
+
+
 class NumericsFailure(RingAttentionError, RuntimeError):
     """A numerics simulation found wrong numbers, or query-key pairs that were not computed exactly once."""
 

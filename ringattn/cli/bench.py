@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import BenchConfig
-from ..errors import InvalidInput
-from ..experiments.bench import get_cases
+from ..errors import BenchFailure, InvalidInput
+from ..experiments.bench import get_cases, get_suite
 from ..experiments.bench.records import MIXED, conclusion_lines, write_record
 from ..experiments.bench.runner import run_suite
 from ..files import OUTPUTS, make_folder
 from ..reporting.console import get_console, print_grid, print_plain
-from ..text import size
+from ..text import plural, size
 
 
 def main(config: BenchConfig) -> None:
@@ -21,6 +21,9 @@ def main(config: BenchConfig) -> None:
         raise InvalidInput(f"repeat={config.repeat}: at least one round is needed")
     folder = Path(f"{OUTPUTS}/bench" if config.output.path is None else config.output.path)
     get_cases(config.suite, config.cases)  # raises its errors before minutes are spent on measuring
+    suite = get_suite(config.suite)
+    if suite.check is not None:
+        suite.check(folder)
     make_folder(folder)
     console = get_console()
     record = run_suite(config.suite, config.cases, config.repeat, lambda text: console.print(f"measuring {text}"))
@@ -31,6 +34,9 @@ def main(config: BenchConfig) -> None:
         console.print(f"\n{MIXED.strip('*')}", style="bold red", soft_wrap=True)
     data, text = write_record(record, folder)
     console.print(f"\nwritten {data} and {text}", soft_wrap=True)
+    failed = [case["case"] for case in record["cases"] if "failed" in case.get("details", {})]
+    if failed:
+        raise BenchFailure(f"{plural(len(failed), 'case')} failed: {', '.join(failed)}; their errors are in {data}")
 
 
 def print_record(record: dict[str, Any]) -> None:

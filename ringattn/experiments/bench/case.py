@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,19 +83,24 @@ class BenchCase:
     links: Links | None = None
     #: How the numbers were obtained, for readers of the record.
     notes: tuple[str, ...] = ()
-    #: Concludes from the record of the case; the conclusions are stored in the record under "summary".
-    summarise: Callable[[CaseRecord], dict[str, Any]] | None = None
+    #: Concludes from the record of the case: a row of a table, or several, stored in the record under "summary".
+    summarise: Callable[[CaseRecord], dict[str, Any] | list[dict[str, Any]]] | None = None
+    #: Measures the case, for cases that the clock of the host cannot time. Receives the context and the rounds, and
+    #: returns the raw numbers of `runner.measure_case`, with "details" for `summarise`. Columns may be missing.
+    measure: Callable[[Context, int], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
 class BenchSuite:
     """A suite: a function that lists its cases, and what it concludes from the records of all measured cases.
 
-    The conclusion has the keys "summary" (a sentence), "value", "target" and "met".
+    The conclusion has the keys "summary" (a sentence), "value", "target" and "met". `check` receives the folder of the
+    results before anything is measured, and raises InvalidInput or Unsupported where the suite cannot run.
     """
 
     cases: Callable[[], list[BenchCase]]
     conclude: Callable[[list[CaseRecord]], dict[str, Any]] | None = None
+    check: Callable[[Path], None] | None = None
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:

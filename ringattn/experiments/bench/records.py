@@ -17,8 +17,9 @@ MIXED = "**The code changed during this run: its cases measured different versio
 def write_record(record: dict[str, Any], folder: Path) -> tuple[Path, Path]:
     """Store the record of `runner.run_suite` under a dated, numbered name; returns the JSON and the Markdown file."""
     make_folder(folder)
-    cpu = re.sub(r"[^a-z0-9]+", "-", str(record["machine"]["cpu"]).lower()).strip("-")
-    stem = f"{record['suite']}_{cpu}_{record['machine']['cores']}cores_{record['machine']['date'][:10]}"
+    hardware = f"{slug(str(record['machine']['cpu']))}_{record['machine']['cores']}cores"
+    hardware = slug(record["cases"][0]["settings"].get("device", "")) or hardware
+    stem = f"{record['suite']}_{hardware}_{record['machine']['date'][:10]}"
     number = 1
     while (folder / f"{stem}_{number}.json").exists():
         number += 1
@@ -26,6 +27,11 @@ def write_record(record: dict[str, Any], folder: Path) -> tuple[Path, Path]:
     write_text(data, json.dumps(record, indent=1) + "\n")
     write_text(text, to_markdown(record))
     return data, text
+
+
+def slug(name: str) -> str:
+    """A name as a part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def to_markdown(record: dict[str, Any]) -> str:
@@ -37,8 +43,8 @@ def to_markdown(record: dict[str, Any]) -> str:
         f"{host['cpu']}, {host['cores']} cores, {host['memory_bytes'] / 2**30:.1f} GiB; torch {host['torch']}, "
         f"python {host['python']}, ringattn {host['ringattn']} at commit {host['commit']}"
         f"{' with local changes' if host['dirty'] else ''}; {record['repeat']} alternating rounds (fewer of the "
-        "longest cases) after one warm-up. All numbers are measured; ratios are medians of the rounds' own ratios, "
-        "[min .. max].",
+        f"longest cases) after one warm-up. All numbers are {record['kind']}; ratios are medians of the rounds' own "
+        "ratios, [min .. max].",
         *(["", MIXED] if record["mixed"] else []),
         "",
         *_table_lines(
@@ -56,11 +62,13 @@ def conclusion_lines(record: dict[str, Any]) -> list[str]:
     cases = [case for case in record["cases"] if "summary" in case]
     if not cases:
         return []
-    header = ["case", *cases[0]["summary"]]
-    rows = [
-        [case["case"], *(f"{x:.3f}" if isinstance(x, float) else str(x) for x in case["summary"].values())]
+    summaries = [
+        (case["case"], row)
         for case in cases
+        for row in (case["summary"] if isinstance(case["summary"], list) else [case["summary"]])
     ]
+    header = ["case", *summaries[0][1]]
+    rows = [[name, *(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values())] for name, row in summaries]
     conclusion = record["summary"]
     return [
         f"**{conclusion['summary']}; target >= {conclusion['target']}: {_yes_or_no(conclusion['met'])}**",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ... import __version__
+from ...errors import LaunchFailure
 from ...reporting import peak_memory
 from ...reporting.provenance import git, source
 from ...runtime.memory_pool import memory_pool
@@ -42,17 +43,23 @@ def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[
     case_records = []
     for case in cases:
         tell(f"{case.name}: {', '.join(column.name for column in case.columns)}")
-        if case.links is None:
-            raw = run_local(measure, case.ranks, None, suite, case.name, repeat, timeout=TIMEOUT)
-        else:
-            raw = run_nodes(measure, case.links, suite, case.name, repeat, timeout=TIMEOUT)
+        try:
+            if case.links is None:
+                raw = run_local(measure, case.ranks, None, suite, case.name, repeat, timeout=TIMEOUT)
+            else:
+                raw = run_nodes(measure, case.links, suite, case.name, repeat, timeout=TIMEOUT)
+        except LaunchFailure as error:
+            if case.measure is None:
+                raise
+            tell(f"{case.name} FAILED: {error}")  # the other cases have processes of their own
+            raw = [{"times": {}, "errors": {}, "details": {"failed": str(error)}}]
         case_records.append(summarise_case(case, raw))
     record = {
         "suite": suite,
         "repeat": repeat,
         "machine": host,
         "mixed": host["source"] != describe_host()["source"],
-        "kind": "measured",
+        "kind": cases[0].settings.get("kind", "measured"),
         "cases": case_records,
     }
     conclude = get_suite(suite).conclude
@@ -72,6 +79,8 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
     """
     context = Context(rank, case.ranks, case.settings, transport)
     repeat = min(repeat, case.rounds or repeat)
+    if case.measure is not None:
+        return case.measure(context, repeat)
     if case.formula_bytes is not None:
         return _measure_memory(case, context, repeat)
     runs = {}
@@ -159,12 +168,16 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
         return record
     # The barriers make a run last equally long on all ranks: the times of rank 0 are those of all ranks.
     times = raw[0]["times"]
+    record |= {name: raw[0][name] for name in ("details",) if name in raw[0]}
     record["columns"] = {
         column.name: {"threads": column.threads, "seconds": times[column.name], **_spread(times[column.name])}
         for column in case.columns
+        if column.name in times
     }
     record["ratios"] = []
     for ratio in case.ratios:
+        if not {ratio.over, ratio.under} <= times.keys():
+            continue
         values = [over / under * ratio.work for over, under in zip(times[ratio.over], times[ratio.under], strict=True)]
         met = None if ratio.target is None else median(values) >= ratio.target
         record["ratios"].append(
