@@ -74,11 +74,67 @@ def test_dockerfile_names_what_exists() -> None:
 
 def test_scripts_are_executable_and_parse() -> None:
     scripts = [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]
-    assert {p.name for p in scripts} == {"run", "test", "check", "setup"}
+    assert {p.name for p in scripts} == {"run", "test", "check", "setup", "gpu"}
     for script in scripts:
         assert os.access(script, os.X_OK)
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
         assert "set -euo pipefail" in script.read_text()
+
+
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_the_gpu_script_says_what_failed_and_goes_on(tmp_path: Path) -> None:
+    """With stand-ins for setup, python and ringattn, which note how they are called."""
+    write_script(tmp_path / "scripts" / "gpu", (ROOT / "scripts" / "gpu").read_text())
+    write_script(tmp_path / "scripts" / "setup", 'echo "setup $* torch=${RINGATTN_TORCH:-}"')
+    write_script(tmp_path / ".venv" / "bin" / "ringattn", 'echo "bench on ${RINGATTN_TEST_DEVICE}: $*"')
+    for failing, status in (("test_kernels", 1), ("nothing", 0)):
+        write_script(tmp_path / ".venv" / "bin" / "python", f'echo "$*"; [[ "$*" != *{failing}* ]] || exit 3')
+        done = subprocess.run(
+            [str(tmp_path / "scripts" / "gpu"), "repeat=7"], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert done.returncode == status, done.stderr
+        summary = done.stdout.split("summary:\n")[1].splitlines()
+        assert ("  FAILED  kernels, status 3" in summary) == bool(status) and len(summary) == 8
+        assert (
+            sum("  ok " in line for line in summary) + sum("skipped compute" in line for line in summary) == 8 - status
+        )
+        assert "setup dev torch=\n" in done.stdout and "bench on cuda: bench suite=gpu repeat=7" in done.stdout
+    named = re.findall(r"(tests/\S+\.py)", (ROOT / "scripts" / "gpu").read_text())
+    assert named and all((ROOT / name).exists() for name in named)
+
+
+def test_setup_takes_the_torch_that_is_named(tmp_path: Path) -> None:
+    """A requirement, or the torch of the interpreter; what .venv was made with stays."""
+    for name in ("constraints.txt", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    write_script(tmp_path / "scripts" / "setup", (ROOT / "scripts" / "setup").read_text())
+    # `python -m venv` makes a python that notes its calls.
+    python = tmp_path / "bin" / "python"
+    write_script(
+        python,
+        """echo "$*" >> calls
+if [ "${2:-}" = venv ]; then mkdir -p .venv/bin && cp "$0" .venv/bin/python; fi""",
+    )
+
+    def calls(**environment: str) -> str:
+        (tmp_path / "calls").write_text("")
+        clean = {key: value for key, value in os.environ.items() if key != "RINGATTN_TORCH"}
+        subprocess.run(
+            [str(tmp_path / "scripts" / "setup")], env={**clean, "PYTHON": str(python), **environment},
+            cwd=tmp_path, check=True, capture_output=True, timeout=30,
+        )  # fmt: skip
+        return (tmp_path / "calls").read_text()
+
+    first = calls(RINGATTN_TORCH="system")
+    assert "-m venv --system-site-packages .venv" in first and "torch==" not in first and "-e ." in first
+    assert calls() == "", "nothing has changed"
+    assert "torch==2.12.0\n" in calls(RINGATTN_TORCH="torch==2.12.0")
+    assert "torch==" not in (tmp_path / ".venv" / "constraints.txt").read_text()
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:

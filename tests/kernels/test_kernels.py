@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_device import DEVICE
 from oracle import error
 from works import trimmed
 
@@ -15,14 +16,14 @@ from ringattn.kernels.pad import EXTRA, with_column
 from ringattn.plan.work import Work
 from ringattn.runtime.softmax import merge, merge_
 
-CUDA = torch.cuda.is_available()
 BACKENDS = [name for name, state in available().items() if state == "ok"]
 SHAPES = [(1, 1), (7, 13), (13, 7), (64, 64), (300, 300), (290, 700), (700, 290)]
 BANDS = [(None, None), (0, None), (-3, None), (None, 0), (-5, 9), (-1, 300), (2, 40), (None, 5)]
 
 
 def device(name: str) -> str:
-    return "cuda" if name.startswith("aten_cuda") else "cpu"
+    """The device that a kernel is tested on: the CUDA kernels on RINGATTN_TEST_DEVICE if it is set, else on "cuda"."""
+    return ("cuda" if DEVICE == "cpu" else DEVICE) if name.startswith("aten_cuda") else "cpu"
 
 
 def dtypes(name: str) -> list[torch.dtype]:
@@ -66,6 +67,11 @@ def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> tupl
 
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def test_a_named_device_is_tested() -> None:
+    """No run that asks for a CUDA device passes by testing the CPU."""
+    assert DEVICE == "cpu" or "aten_cuda" in BACKENDS, f"RINGATTN_TEST_DEVICE={DEVICE}: {available()}"
 
 
 @pytest.mark.parametrize("name", BACKENDS)
