@@ -198,7 +198,7 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     assert [len(column["seconds"]) for column in record["cases"][0]["columns"].values()] == [2, 2]
     assert record["summary"]["summary"] == "all is idle"
     told = subprocess.run([*bench, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert "suites: auto, patterns, ring, schedules, simulate, idle" in told.stdout, told.stderr
+    assert "suites: auto, " in told.stdout and ", simulate, idle" in told.stdout, told.stderr
 
 
 @pytest.mark.parametrize(
