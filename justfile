@@ -10,6 +10,10 @@ run *overrides:
 test *arguments:
     scripts/test {{arguments}}
 
+# Test the CUDA device of this machine, then time it: just gpu suite=gpu_quick
+gpu *overrides:
+    scripts/gpu {{overrides}}
+
 # Lint, format check, types
 check:
     scripts/check

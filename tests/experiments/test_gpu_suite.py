@@ -66,6 +66,7 @@ def rows_of(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
     return {(case["case"], row["what"]): row for case in record["cases"] for row in case["summary"]}
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_the_suite_from_start_to_end(emulated: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = gpu.attention
 
