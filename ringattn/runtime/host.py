@@ -12,17 +12,17 @@ from torch import Tensor
 
 from ..kernels.base import marked
 from ..plan.plan import Plan
-from ..plan.row_overlap import find_copies
 from ..plan.row_sets import ALL_ROWS
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Post, Program, drive
-from .message_buffers import Buffer, copy_rows
+from .message_buffers import Buffer, copy_rows, row_copies
 
 T = TypeVar("T")
 #: The names of the stored tensors whose rows a part of a message holds.
 STORED: dict[Kind, tuple[str, str]] = {"kv": ("k", "v"), "grad": ("dk", "dv")}
 #: Copies in each direction that may be under way while the host goes on. Bounds the pinned memory.
 UNDER_WAY = 2
+CPU = torch.device("cpu")
 
 
 class Storage(Protocol):
@@ -72,8 +72,8 @@ class Host:
         self.wait(self._copy_in(tensors, [partial(_fill, x) for x in stored]))
         return tensors
 
-    def store(self, rows: range, *, add: bool = False, **tensors: Tensor) -> None:
-        """Write tensors to rows of the stored tensors of these names, or add them, at the latest in `finish`."""
+    def store(self, rows: range, tensors: dict[str, Tensor], *, add: bool = False) -> None:
+        """Write tensors to rows of the stored tensors of the same names, or add them, at the latest in `finish`."""
         stored = [self.storage.rows(name, rows) for name in tensors]
         self._copy_out([*tensors.values()], [x.add_ if add else x.copy_ for x in stored])
 
@@ -105,7 +105,7 @@ class Host:
         for part in hop.parts:
             (rows,) = self.plan.layout.shard(part.owner)
             target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)
-            copies = find_copies(target, source, self.plan.part_heads(part.kind), len(rows))
+            copies = row_copies(target, source, self.plan.part_heads(part.kind), len(rows), CPU)
             views = buffer.view(part)
             for name, x in zip(STORED[part.kind], views, strict=True):
                 stored = self.storage.rows(name, rows)

@@ -122,7 +122,7 @@ class HostStream:
             program = forward(self._job(rank), q if sign == 1 else q * sign, k, v, keep=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
             written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
-            host.store(rows, **written)
+            host.store(rows, written)
         host.finish()
 
     def differentiate(self, storage: Storage, *, lse: bool = False) -> None:
@@ -142,8 +142,8 @@ class HostStream:
             result = Forward(out, total, ())
             program = backward(self._job(rank), grad, grad_lse[0] if lse else None, q, k, v, result)
             dq, dk, dv = host.run(program, self.plan.for_rank(rank).backward)
-            host.store(rows, dq=dq if sign == 1 else dq * sign)
-            host.store(rows, add=True, dk=dk, dv=dv)
+            host.store(rows, {"dq": dq if sign == 1 else dq * sign})
+            host.store(rows, {"dk": dk, "dv": dv}, add=True)
         host.finish()
 
     def _shards(self) -> list[tuple[int, range]]:
