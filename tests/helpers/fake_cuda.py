@@ -11,15 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringattn.transport.base import Post
+from ringattn.kernels.aten_cuda import AtenCuda
+from ringattn.transport.base import Counters, Post
+from ringattn.transport.records import Agreed
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -28,6 +32,7 @@ CUDA = torch.device("cuda:0")
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 #: Ops that make tensors without a launch.
 NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
+RANDOM = {"uniform_", "normal_"}
 #: Ops for which the host waits for the device.
 WAITING = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "_unique2"}
 
@@ -41,8 +46,9 @@ class Record:
     #: Ops that copy between host and device, and ops for which the host waits.
     crossings: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
-    #: Dtypes, last dimensions and devices of the tensors that were made.
-    made: Counter[tuple[torch.dtype, int, str]] = field(default_factory=Counter)
+    devices: set[str] = field(default_factory=set)
+    #: The numbers of the largest tensor of each dtype that was made.
+    largest: dict[torch.dtype, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -61,11 +67,14 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = func._schema.name.removeprefix("aten::")
-        result = _efficient_backward(*args) if name == "_efficient_attention_backward" else func(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if name in WAITING:
             self.record.waits.append(name)
+        if name == "_efficient_attention_backward":
+            result = _efficient_backward(*args)
+        else:  # what fills tensors with random numbers asks for the device
+            result = args[0] if name in RANDOM else func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if name in ("_to_copy", "copy_", "_copy_from"):
             devices = {x.device.type for x in (*given, *made)}
             if len(devices) > 1:
@@ -75,7 +84,8 @@ class Recorder(TorchDispatchMode):
             tensors = {id(x): x for x in (*given, *made)}.values()
             self.record.bytes[name] += sum(x.numel() * x.element_size() for x in tensors)
         for x in made:
-            self.record.made[x.dtype, x.shape[-1] if x.dim() else 0, x.device.type] += 1
+            self.record.devices.add(str(x.device))
+            self.record.largest[x.dtype] = max(x.numel(), self.record.largest.get(x.dtype, 0))
         return result
 
 
@@ -166,14 +176,33 @@ _BY_BINDING: dict[Any, Callable[..., Any]] = {
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Recorder]:
-    """Tensors on CUDA are fake, and their ops are recorded."""
-    with FAKE, Recorder() as recorder, _Bindings(), torch.no_grad():
-        yield recorder
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors on CUDA are fake, and the CUDA kernel takes them for those of a device of capability 9.0."""
+    with monkeypatch.context() as patch, FAKE, torch.no_grad():
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(AtenCuda, "missing", classmethod(lambda cls: None))
+        yield
+
+
+@contextmanager
+def recorded() -> Iterator[Record]:
+    """The ops of this context, on fake tensors."""
+    with Recorder() as recorder, _Bindings():
+        yield recorder.record
 
 
 class NoMessages:
-    """A carrier that carries nothing, and checks what it is handed."""
+    """A transport of equal ranks that carries nothing, and checks what it is handed."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.counters, self.calls, self.agreed = Counters(), count(), Agreed()
+
+    def check(self, device: torch.device) -> None:
+        assert device == CUDA
+
+    def gather(self, record: bytes) -> list[bytes]:
+        return [record] * self.size
 
     def post(self, post: Post) -> None:
         for message in (*post.sends, *post.recvs):
