@@ -29,7 +29,7 @@ class HeadExchange(StepMessages):
         self.index, self.size = index, program.plan.ulysses_size
         self.member = rank % self.size
         #: The local rows of each member, as places among the rows of the whole group.
-        self.places = _places(program.plan, program.owner)
+        self.places = _places(program.plan, program.owner, buffers.pool.device)
 
     def run(self, label: str) -> Program[Tensors]:
         """Exchange the messages, and return `received`. `label` names the exchange in errors."""
@@ -74,7 +74,7 @@ class TokensToHeads(HeadExchange):
 
     def receive(self, member: int, tensors: Tensors) -> None:
         for target, x in zip(self.received, tensors, strict=True):
-            target.index_copy_(2, self.places[member].to(x.device), x)
+            target.index_copy_(2, self.places[member], x)
 
 
 class HeadsToTokens(HeadExchange):
@@ -87,23 +87,24 @@ class HeadsToTokens(HeadExchange):
         self.received = tuple(x.new_empty(x.shape[0], x.shape[1] * self.size, rows, x.shape[3]) for x in tensors)
 
     def outgoing(self, member: int) -> Tensors:
-        return tuple(x.index_select(2, self.places[member].to(x.device)) for x in self._tensors)
+        return tuple(x.index_select(2, self.places[member]) for x in self._tensors)
 
     def receive(self, member: int, tensors: Tensors) -> None:
         for target, x in zip(self.received, tensors, strict=True):
             target.chunk(self.size, 1)[member].copy_(x)
 
 
-def _places(plan: Plan, group: int) -> list[torch.Tensor]:
-    """Where the local rows of each member stand among the rows of its group, int64 [rows] each. Cached by the plan."""
+def _places(plan: Plan, group: int, device: torch.device) -> list[torch.Tensor]:
+    """Where the local rows of each member stand among the rows of its group, int64 [rows] each. Cached by the plan on
+    the device, to which a copy would make the host wait."""
 
     def compute() -> list[torch.Tensor]:
         positions = plan.layout.grouped(plan.ulysses_size).positions(group)
         order = np.argsort(positions)
         members = range(group * plan.ulysses_size, (group + 1) * plan.ulysses_size)
         return [
-            torch.from_numpy(order[np.searchsorted(positions, plan.layout.positions(rank), sorter=order)])
+            torch.as_tensor(order[np.searchsorted(positions, plan.layout.positions(rank), sorter=order)], device=device)
             for rank in members
         ]
 
-    return plan.cache.answer(("head_exchange.places", group), compute)
+    return plan.cache.answer(("head_exchange.places", group, device), compute)

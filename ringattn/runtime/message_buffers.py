@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ..plan.plan import Plan
-from ..plan.row_overlap import RowCopy
-from ..plan.row_sets import RowSet
+from ..plan.row_overlap import RowCopy, find_copies
+from ..plan.row_sets import AllRows, RowSet
 from ..plan.steps import BLOCKS, SUMS, Batch, Hop, Part, Step
 from ..transport.base import Message, Post, Program, Wait
 from .memory_pool import empty, memory_pool
@@ -193,18 +193,29 @@ class StepMessages(ABC):
         return _OpenBatch(batch.until, (yield Post(sends, recvs, label)), packed, received)
 
 
-def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowCopy, *, add: bool) -> None:
+def row_copies(
+    target: RowSet | AllRows, source: RowSet | AllRows, heads: int, rows: int, device: torch.device
+) -> tuple[RowCopy[torch.Tensor], ...]:
+    """`find_copies` with index lists as tensors on `device`: to bring indices there makes the host wait."""
+
+    def indices(x: range | np.ndarray) -> range | torch.Tensor:
+        return x if isinstance(x, range) else torch.as_tensor(x, device=device)
+
+    copies = find_copies(target, source, heads, rows)
+    return tuple(RowCopy(x.to_heads, indices(x.to_rows), x.from_heads, indices(x.from_rows)) for x in copies)
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowCopy[torch.Tensor], *, add: bool) -> None:
     """Copy rows of `source` [B, heads, rows, D] to rows of `target`, or add them to the rows of `target`."""
     to = target[:, _slice(rows.to_heads)]
     of = source[:, _slice(rows.from_heads)]
-    if isinstance(rows.from_rows, range) and isinstance(rows.to_rows, range):
+    if isinstance(rows.from_rows, range) or isinstance(rows.to_rows, range):
+        assert isinstance(rows.from_rows, range) and isinstance(rows.to_rows, range)
         to, of = to[:, :, _slice(rows.to_rows)], of[:, :, _slice(rows.from_rows)]
         to.add_(of) if add else to.copy_(of)
         return
-    from_index = torch.as_tensor(np.asarray(rows.from_rows), device=source.device)
-    selected = of.index_select(2, from_index).to(target.dtype)
-    to_index = torch.as_tensor(np.asarray(rows.to_rows), device=source.device)
-    to.index_add_(2, to_index, selected) if add else to.index_copy_(2, to_index, selected)
+    selected = of.index_select(2, rows.from_rows).to(target.dtype)
+    to.index_add_(2, rows.to_rows, selected) if add else to.index_copy_(2, rows.to_rows, selected)
 
 
 def _slice(r: range) -> slice:

@@ -116,14 +116,14 @@ class HostStream:
         host = Host(self.plan, storage, self.device, self.counters)
         sign, _ = positive(self.scale)
         for rank, rows in self._shards():
-            q, k, v = (self._load(storage, name, rows) for name in ("q", "k", "v"))
+            q, k, v = host.load("qkv", rows)
             target = storage.rows("out", rows)
             direct = target if target.device == self.device else None  # on a CPU the executor writes to storage itself
             program = forward(self._job(rank), q if sign == 1 else q * sign, k, v, keep=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
-            if direct is None:
-                target.copy_(result.out)
-            storage.rows("lse", rows).copy_(result.lse)
+            written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
+            host.store(rows, written)
+        host.finish()
 
     def differentiate(self, storage: Storage, *, lse: bool = False) -> None:
         """Read q, k, v, out, lse and dout (with `lse` also dlse), write dq, and sum dk and dv in storage.
@@ -137,14 +137,14 @@ class HostStream:
                 storage.rows(name, rows).zero_()
         for rank, rows in self._shards():
             names = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if lse else ()))
-            q, k, v, out, total, grad, *grad_lse = (self._load(storage, name, rows) for name in names)
+            q, k, v, out, total, grad, *grad_lse = host.load(names, rows)
             q = q if sign == 1 else q * sign
             result = Forward(out, total, ())
             program = backward(self._job(rank), grad, grad_lse[0] if lse else None, q, k, v, result)
             dq, dk, dv = host.run(program, self.plan.for_rank(rank).backward)
-            storage.rows("dq", rows).copy_(dq if sign == 1 else dq * sign)
-            for name, x in (("dk", dk), ("dv", dv)):
-                storage.rows(name, rows).add_(x.cpu())
+            host.store(rows, {"dq": dq if sign == 1 else dq * sign})
+            host.store(rows, {"dk": dk, "dv": dv}, add=True)
+        host.finish()
 
     def _shards(self) -> list[tuple[int, range]]:
         """Every rank that has rows, with its rows. Empty for an empty batch."""
@@ -155,10 +155,6 @@ class HostStream:
 
     def _job(self, rank: int) -> Job:
         return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False)
-
-    def _load(self, storage: Storage, name: str, rows: range) -> Tensor:
-        """Rows of a stored tensor, on the device."""
-        return storage.rows(name, rows).to(self.device)
 
 
 def make_stream(
@@ -261,7 +257,9 @@ def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: An
     """
     per_row = row_bytes(backward=backward, **sizes)
     if device.type == "cuda":
-        free, where = torch.cuda.mem_get_info(device)[0], str(device)
+        # What the allocator has reserved and does not use is free for us, and not for the driver.
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, where = torch.cuda.mem_get_info(device)[0] + idle, str(device)
     else:
         free, where = available() - tokens * _result_bytes(backward=backward, **sizes), "host memory"
     rows = int(free * SHARE) // max(per_row, 1)

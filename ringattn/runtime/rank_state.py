@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.base import wide
-from ..plan.row_overlap import RowCopy, find_copies
+from ..plan.row_overlap import RowCopy
 from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
 from ..transport.base import Program
-from .message_buffers import Buffer, Buffers, StepMessages, Tensors, copy_rows
+from .message_buffers import Buffer, Buffers, StepMessages, Tensors, copy_rows, row_copies
 from .rank_program import RankProgram
 
 
@@ -128,14 +128,15 @@ class RankState(StepMessages):
                 for target, x in zip(views, tensors, strict=True):
                     copy_rows(target, x, rows, add=False)
 
-    def _row_copies(self, target: Part, sources: tuple[Part, ...]) -> list[tuple[RowCopy, ...]]:
+    def _row_copies(self, target: Part, sources: tuple[Part, ...]) -> list[tuple[RowCopy[torch.Tensor], ...]]:
         """The rows that a part shares with each source, another part of its block. Cached."""
+        device = self.buffers.pool.device
 
-        def compute() -> list[tuple[RowCopy, ...]]:
+        def compute() -> list[tuple[RowCopy[torch.Tensor], ...]]:
             heads, rows = self.plan.part_heads(target.kind), self.plan.layout.rows(target.owner)
-            return [find_copies(target.row_set, source.row_set, heads, rows) for source in sources]
+            return [row_copies(target.row_set, source.row_set, heads, rows, device) for source in sources]
 
-        return self.plan.cache.answer((find_copies, target, sources), compute)
+        return self.plan.cache.answer((row_copies, target, sources, device), compute)
 
     def _take_in(self, part: Part, buffer: Buffer) -> None:
         """Take in one part that has arrived in `buffer`."""

@@ -292,6 +292,18 @@ def test_a_chosen_chunk_fits(dtype: torch.dtype, backward: bool, monkeypatch: py
         chunk_rows(4096, device=CPU, backward=backward, **facts)
 
 
+def test_memory_that_the_allocator_holds_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has freed tensors gets the chunk of a process that never had them."""
+    facts = {"heads": 4, "kv_heads": 2, "head_dim": 32, "value_dim": 32, "dtype": "float32", "batch": 1}
+    per_row = row_bytes(**facts, backward=True)
+    for driver, reserved, allocated, rows in ((1000, 0, 0, 500), (400, 650, 50, 500), (1000, 300, 300, 500)):
+        bytes_of = {"mem_get_info": (driver * per_row, 0), "memory_reserved": reserved, "memory_allocated": allocated}
+        for name, value in bytes_of.items():
+            found = value if isinstance(value, tuple) else value * per_row
+            monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+        assert chunk_rows(4096, device=torch.device("cuda:0"), backward=True, **facts) == rows // 128 * 128
+
+
 def test_without_a_chunk_the_memory_of_this_machine_decides() -> None:
     assert available() > 0
     case = make_case(TOKENS, HEADS, KV_HEADS, torch.float64)
