@@ -27,14 +27,14 @@ class RingTimes:
 class Solved:
     """A solved timing problem: times, loads and traffic of one pass.
 
-    `seconds` pass until the last rank has finished. `finish` holds the seconds of each rank, float64 [ranks], or None
-    where only the last finish is that of the plan. `why` says why the solver could be used, and `compared` which facts
-    of the plan were compared before the problem was simplified; it is empty where every step was simulated.
+    `seconds` pass until the last rank has finished, and `finish` holds the seconds of each rank, float64 [ranks]. `why`
+    says why the solver could be used, and `compared` which facts of the plan were compared before the problem was
+    simplified; it is empty where every step was simulated.
     """
 
     solver: str
     seconds: float
-    finish: np.ndarray | None
+    finish: np.ndarray
     why: str
     loads: Loads
     traffic: Traffic
@@ -70,5 +70,5 @@ class RingSolver(Solver):
         times = self.solve_ring(problem.ring)
         if times is None:
             return None
-        loads, traffic = survey(problem.ring.ring, problem.ring.copies)
+        loads, traffic = survey(problem.ring.ring)
         return Solved(self.name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared)
