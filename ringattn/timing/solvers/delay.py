@@ -124,8 +124,8 @@ def advance_blocks(
 ) -> np.ndarray:
     """Advance times float64 [ranks] by the stencil max(now + own, below + left, above + right) around the ring.
 
-    With `changes`, coefficients are arrays, and become the coefficients of the last step in place. `direct` messages are
-    added at the ranks that they may delay.
+    With `changes`, coefficients are arrays, and become the coefficients of the last step in place. `direct` messages
+    are added at the ranks that they may delay.
     """
     ranks = len(now)
     depth = max(1, min(DEPTH, steps, ranks))
