@@ -108,34 +108,10 @@ def test_a_sweep_is_the_recurrence(one: BandCounts, block: int, depth: int, many
         )
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_blocks_that_repeat_are_gone_through_once(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 ranks in nodes of 8, in blocks of 64: bitwise what they are where nothing is taken to repeat."""
-    plan = make_plan(Causal(), tokens=512 * 64, ranks=512, layout=layout, schedule="ring", heads=4, dtype="bfloat16")
-    machine = Machine(5e10, 1e-5, 2e9, ranks_per_node=8, node_bandwidth=2e10, gamma=0.05, merge=1e11)
-    monkeypatch.setattr(delays, "BLOCK", 64)
-    monkeypatch.setattr(delays, "DEPTH", 16)
-    short, gone = 0, delays._advance_block
-
-    def counting(around: np.ndarray, *rest: object) -> np.ndarray:
-        nonlocal short
-        short += len(around) <= 8 + 2 * 16
-        return gone(around, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(delays, "_advance_block", counting)
-    found = simulate(plan, machine, solver="stencil")
-    monkeypatch.setattr(delays, "_repeats", lambda rows, period: False)
-    whole = simulate(plan, machine, solver="stencil")
-    assert short and found.finish is not None and (found.finish == whole.finish).all()
-
-
 def test_many_ranks_are_swept() -> None:
-    """8,192 causal zigzag ranks, whose time the busiest rank tells; one that is slower delays them all."""
-    plan = make_plan(Causal(), tokens=8192 * 64, ranks=8192, layout="zigzag", schedule="ring", heads=8, kv_heads=2)
+    """1,024 causal zigzag ranks; a rank that is slower delays them all."""
+    plan = make_plan(Causal(), tokens=1024 * 64, ranks=1024, layout="zigzag", schedule="ring", heads=8, kv_heads=2)
     machine = Machine(1e11, 1e-5, 5e10)
-    told, found = simulate(plan, machine), simulate(plan, machine, slow_links={0: 1.0 + 1e-15})
-    assert told.finish is None and found.finish is not None and found.solver == "stencil"
-    assert found.seconds == pytest.approx(told.seconds, rel=CLOSE)
-    assert found.compute == pytest.approx(told.compute, rel=1e-9)
+    found = simulate(plan, machine)
     slow = simulate(plan, machine, slow={5: 1.5})
     assert slow.seconds == pytest.approx(1.5 * found.seconds, rel=1e-3) and slow.traffic == found.traffic
