@@ -89,8 +89,6 @@ def sample(
     source: RowSource,
     *,
     rows: list[int],
-    kernel: str = "auto",
-    scale: float | None = None,
     grads: bool = False,
     seed: int = 0,
     fault: Fault | None = None,
@@ -118,17 +116,17 @@ def sample(
     begun = time.perf_counter()
     source.live = source.peak = 0
     true, plan = plan, plan if fault is None else with_fault(plan, fault)
-    factor = plan.head_dim**-0.5 if scale is None else scale
+    scale = plan.head_dim**-0.5
     order, homes = _homes(plan, rows)
     ledger = PairLedger(np.array(order), plan.heads)
     walk = Walk(plan, source, homes, fault)
     q = torch.cat([source.rows("q", range(row, row + 1)) for row in order], 2)
-    inner = get_kernel(kernel, q, q, q)
+    inner = get_kernel("auto", q, q, q)
     back = PairLedger(np.array(order), plan.heads)
     audited = AuditingKernel(inner, source, plan.layout, ledger, back)
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    sums = _Forward(audited, factor, q, out, lse, KernelInputs(memory_pool("cpu")))
+    sums = _Forward(audited, scale, q, out, lse, KernelInputs(memory_pool("cpu")))
     walk.run(sums.compute)
     sums.inputs.close()
     visits = sum(one.visits for one in walk.streams)
@@ -139,7 +137,7 @@ def sample(
         met = [expect(true.pattern, true.layout, range(p, p + 1), true.heads, wanted)
                for p in true.layout.positions(rank)[list(local)].tolist()]  # fmt: skip
         expected += len(np.unique(np.concatenate(met)))
-    error, lse_error = _errors(true, source, order, factor, out * plan.pattern.output_scale, lse)
+    error, lse_error = _errors(true, source, order, scale, out * plan.pattern.output_scale, lse)
     return NumericsReport(
         plan=true, mode="sample", ranks=len(homes), rows=len(order), visits=visits,
         visits_expected=expected, pairs=int(ledger.pairs.sum()), pairs_expected=int(wanted.pairs.sum()),

@@ -7,7 +7,7 @@ from math import fsum
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_oracle import truth
 
@@ -184,6 +184,7 @@ def test_more_slots_hide_a_slow_latency(buffers: int, wanted: float) -> None:
         assert per_step == pytest.approx(expected, rel=1e-9)
 
 
+@settings(max_examples=20)
 @given(st.integers(2, 5), st.integers(1, 3), st.data())
 def test_the_rate_is_the_largest_cycle_mean(ranks: int, buffers: int, data: st.DataObject) -> None:
     compute = np.array(data.draw(st.lists(st.floats(0.1, 4.0), min_size=ranks, max_size=ranks)))
