@@ -44,9 +44,9 @@ def simulate(
     messages that each rank sends, `stalls` single visits that take longer. `passes` states a job: how often the pass is
     made. Energy and cost are those of the job, with its failures and checkpoints, or of one pass without a job.
 
-    `solver` names one algorithm (periodic, stencil or events) instead of the cheapest exact
-    solver. Solver events may simulate a smaller plan with the same times. Jitter is sampled with `seed` beside the
-    solver. Raises InvalidInput for wrong arguments, and Unsupported where no solver models the request.
+    `solver` names one algorithm (periodic, stencil or events) instead of the cheapest exact solver. Solver events may
+    simulate a smaller plan with the same times. Jitter is sampled with `seed` beside the solver. Raises InvalidInput
+    for wrong arguments, and Unsupported where no solver models the request.
     """
     check_options(plan, backward=backward, stalls=stalls, passes=passes, solver=solver, seed=seed)
     machine = get_machine(machine)
