@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -78,8 +78,8 @@ class Traffic:
         return cls(total, int(by_link.max(initial=0)), len(by_link), messages + len(direct))
 
 
-def survey(ring: Ring) -> tuple[Loads, Traffic]:
-    """The loads of the ranks of a ring, of one rank where all are alike, and the traffic of the ring."""
+def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
+    """The loads of the ranks of a ring, of one rank where all are alike, and the traffic of `copies` such rings."""
     alike = isinstance(ring.phases, tuple) and not ring.stalls and all(_is_uniform(phase) for phase in ring.phases)
     loads = Loads.none(1 if alike else ring.ranks)
     carried: dict[int, np.ndarray] = {}
@@ -89,13 +89,14 @@ def survey(ring: Ring) -> tuple[Loads, Traffic]:
         loads.add(ring, phase)
         for lane in phase.messages:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
-            messages += phase.steps * int(np.count_nonzero(sent))
+            messages += copies * phase.steps * int(np.count_nonzero(sent))
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
         direct += [] if phase.direct is None else [phase.direct.bytes]
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds
     neighbours = np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)])
-    return loads, Traffic.of(neighbours, messages, np.concatenate([*direct, np.zeros(0, dtype=np.int64)]))
+    traffic = Traffic.of(neighbours, messages, np.concatenate([*direct, np.zeros(0, dtype=np.int64)]))
+    return loads, replace(traffic, total=copies * traffic.total, links=copies * traffic.links)
 
 
 def _is_uniform(phase: Phase) -> bool:

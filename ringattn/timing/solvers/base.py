@@ -9,18 +9,21 @@ import numpy as np
 
 from ..problem import RingProblem, TimingProblem
 from ..resources import Loads, Traffic, survey
+from .recurrence import Ring
 
 
 @dataclass(frozen=True)
 class RingTimes:
     """Times of a ring: seconds until the last rank has finished, and the finish of each rank, float64 [ranks].
 
-    `why` says why the times are exact, in words for the report.
+    `why` says why the times are exact, in words for the report. `period` are the ranks of one period, as a ring of their
+    own, where ranks repeat.
     """
 
     seconds: float
     finish: np.ndarray
     why: str
+    period: Ring | None = None
 
 
 @dataclass(frozen=True)
@@ -70,5 +73,7 @@ class RingSolver(Solver):
         times = self.solve_ring(problem.ring)
         if times is None:
             return None
-        loads, traffic = survey(problem.ring.ring)
+        whole = problem.ring.ring
+        ring = whole if times.period is None else times.period
+        loads, traffic = survey(ring, whole.ranks // ring.ranks)
         return Solved(self.name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared)

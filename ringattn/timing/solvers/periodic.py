@@ -50,7 +50,7 @@ def solve_periodic(ring: Ring) -> RingTimes | None:
         skipped += _advance_phase(state, phase)
     finish = np.tile(state.finish(), ring.ranks // size)
     why = f"ranks repeat every {size}; {skipped:,} of {state.step:,} steps are jumped over"
-    return RingTimes(float(finish.max()), finish, why)
+    return RingTimes(float(finish.max()), finish, why, one_period)
 
 
 def _find_period(ring: Ring) -> int | None:
