@@ -16,8 +16,8 @@ from .recurrence import Ring
 class RingTimes:
     """Times of a ring: seconds until the last rank has finished, and the finish of each rank, float64 [ranks].
 
-    `why` says why the times are exact, in words for the report. `period` are the ranks of one period, as a ring of their
-    own, where ranks repeat.
+    `why` says why the times are exact, in words for the report. Where ranks repeat, `period` is a ring of the ranks of
+    one period.
     """
 
     seconds: float
