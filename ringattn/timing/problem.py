@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ..errors import InvalidInput
 from ..plan.schedules.relay import Way
 from ..plan.schedules.ring import RingSchedule
 from ..text import plural
@@ -22,7 +23,7 @@ MOST_RANKS = 1 << 20
 @dataclass(frozen=True)
 class RingProblem:
     """A ring whose numbers are known of all ranks at once. `compared` names the facts of the plan that prove the
-    numbers.
+    numbers. Raises InvalidInput for stalls after the last step.
 
     `counts` gives the numbers where they differ from rank to rank and from step to step.
     """
@@ -31,6 +32,11 @@ class RingProblem:
     steps: int
     compared: str
     counts: BandCounts | None = None
+
+    def __post_init__(self) -> None:
+        for stall in self.ring.stalls:
+            if stall.step >= self.steps:
+                raise InvalidInput(f"{stall}: the pass has the steps 0 .. {self.steps - 1}; try a step among these")
 
 
 @dataclass(frozen=True)

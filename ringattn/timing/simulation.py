@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import InvalidInput, Unsupported
+from ..errors import Unsupported
 from ..machine.machine import Machine
 from ..machine.presets import get_machine
 from ..plan.plan import Plan
@@ -55,7 +55,7 @@ def simulate(
     problem = make_timing_problem(Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls)))
     ring = None if solver == "events" else problem.ring
     if ring is not None:
-        _check_ring(ring, problem)
+        _check_jitter(ring, problem)
     solved = _solve(problem, solver)
     sample: SampledTime | None = None
     if machine.jitter:
@@ -79,11 +79,8 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
     raise Unsupported(f"solver={solver} needs {needs}, {obstacle}; try solver=auto")
 
 
-def _check_ring(ring: RingProblem, problem: TimingProblem) -> None:
-    """Raise InvalidInput for stalls after the last step, and Unsupported for more jitter than can be sampled."""
-    for stall in problem.faults.stalls:
-        if stall.step >= ring.steps:
-            raise InvalidInput(f"{stall}: the pass has the steps 0 .. {ring.steps - 1}; try a step among these")
+def _check_jitter(ring: RingProblem, problem: TimingProblem) -> None:
+    """Raise Unsupported for more jitter than can be sampled."""
     ranks = problem.rates.plan.ranks
     too_many = ring.counts is not None and ranks * ring.steps > MOST_WITH_JITTER
     if problem.rates.machine.jitter and too_many:

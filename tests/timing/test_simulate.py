@@ -338,7 +338,7 @@ def test_wrong_requests() -> None:
         (lambda: simulate(plan, EVEN, slow={1: "x"}), InvalidInput, "the factor 'x'"),  # type: ignore[dict-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(9, 0, 1.0)]), InvalidInput, r"expected a rank 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is no Stall"),  # type: ignore[list-item]
-        (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"a step 0 \.\. 3"),
+        (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"the steps 0 \.\. 3"),
         (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"rank 0 has the steps 0 \.\. 3"),
         (
             lambda: simulate(plan, EVEN, slow={1: 2.0}, solver="periodic"),
