@@ -108,6 +108,27 @@ def test_a_sweep_is_the_recurrence(one: BandCounts, block: int, depth: int, many
         )
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_blocks_that_repeat_are_gone_through_once(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 ranks in nodes of 8, in blocks of 64: bitwise what they are where nothing is taken to repeat."""
+    plan = make_plan(Causal(), tokens=256 * 64, ranks=256, layout=layout, schedule="ring", heads=4, dtype="bfloat16")
+    machine = Machine(5e10, 1e-5, 2e9, ranks_per_node=8, node_bandwidth=2e10, gamma=0.05, merge=1e11)
+    monkeypatch.setattr(delays, "BLOCK", 64)
+    monkeypatch.setattr(delays, "DEPTH", 16)
+    short, gone = 0, delays._advance_block
+
+    def counting(around: np.ndarray, *rest: object) -> np.ndarray:
+        nonlocal short
+        short += len(around) <= 8 + 2 * 16
+        return gone(around, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(delays, "_advance_block", counting)
+    found = simulate(plan, machine, solver="stencil")
+    monkeypatch.setattr(delays, "_repeats", lambda rows, period: False)
+    whole = simulate(plan, machine, solver="stencil")
+    assert short and (found.finish == whole.finish).all()
+
+
 def test_many_ranks_are_swept() -> None:
     """1,024 causal zigzag ranks; a rank that is slower delays them all."""
     plan = make_plan(Causal(), tokens=1024 * 64, ranks=1024, layout="zigzag", schedule="ring", heads=8, kv_heads=2)

@@ -309,7 +309,7 @@ def test_chords_reach_as_far_as_they_do(ranks: int, steps: int, block: int, dept
         across,
     )
     with sizes(block, depth, 4096):
-        found = delays.advance_blocks(now, steps, whole, changes, across)
+        found = delays.advance_blocks(now, steps, whole, 1, changes, across)
     assert found == pytest.approx(np.array(expected), rel=CLOSE, abs=CLOSE)
 
 

@@ -23,10 +23,13 @@ Coefficient = np.ndarray | float | None
 
 
 class DelayState:
-    """The times at which ranks begin step `step`, relative to `step` x `reference`."""
+    """The times at which ranks begin step `step`, relative to `step` x `reference`.
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring, self.step, self.reference = ring, 0, 0.0
+    `period` is a number of ranks after which coefficients often repeat, such as those of a node; it only saves time.
+    """
+
+    def __init__(self, ring: Ring, period: int = 1) -> None:
+        self.ring, self.step, self.reference, self.period = ring, 0, 0.0, period
         #: Coefficients of the last step, where they change from step to step.
         self.coefficients: list[np.ndarray] = []
         self.now = np.zeros(ring.ranks)
@@ -63,7 +66,7 @@ class DelayState:
         else:
             coefficients = [_delay_form(value, self.reference) for value in self.ring.coefficients(phase)]
             direct = None if phase.direct is None else phase.direct.lengthened(-self.reference)
-            self.now = advance_blocks(self.now, steps, coefficients, direct=direct)
+            self.now = advance_blocks(self.now, steps, coefficients, self.period, direct=direct)
             self.step += steps
 
     def advance_changes(self, changes: CoefficientChanges) -> None:
@@ -75,7 +78,7 @@ class DelayState:
             self.reference = longest
             self.coefficients = [value - longest for value in changes.initial]
         points = changes.lengthened(-self.reference)
-        self.now = advance_blocks(self.now, changes.steps, self.coefficients, points, points.direct)
+        self.now = advance_blocks(self.now, changes.steps, self.coefficients, self.period, points, points.direct)
         self.step += changes.steps
 
     def _advance_with_slots(self, phase: Phase) -> None:
@@ -119,13 +122,14 @@ def advance_blocks(
     now: np.ndarray,
     steps: int,
     coefficients: Sequence[Coefficient],
+    period: int = 1,
     changes: CoefficientChanges | None = None,
     direct: DirectMessages | None = None,
 ) -> np.ndarray:
     """Advance times float64 [ranks] by the stencil max(now + own, below + left, above + right) around the ring.
 
-    With `changes`, coefficients are arrays, and become the coefficients of the last step in place. `direct` messages
-    are added at the ranks that they may delay.
+    With `changes`, coefficients are arrays, and become the coefficients of the last step in place. Of a block that
+    repeats every `period` ranks, one period is computed. `direct` messages are added at the ranks that they may delay.
     """
     ranks = len(now)
     depth = max(1, min(DEPTH, steps, ranks))
@@ -137,6 +141,7 @@ def advance_blocks(
         around = _pad_ring(now, depth)
         if changes is not None or not padded:
             padded = [_pad_ring(c, depth) if isinstance(c, np.ndarray) else c for c in coefficients]
+        computed_periods: dict[bytes, np.ndarray] = {}
         for low in range(0, ranks, BLOCK):
             size = min(BLOCK, ranks - low)
             part = slice(low, low + size + 2 * depth)
@@ -148,8 +153,15 @@ def advance_blocks(
                     block_coefficients = [np.array(c) for c in block_coefficients]
                 else:
                     block_coefficients = [_drop_never(np.asarray(c)) for c in block_coefficients]
-            advanced = _advance_block(around[part], count, block_coefficients, buffers, points)
-            then[low : low + size] = advanced[depth : depth + size]
+            if points is None and _repeats([around[part], *block_coefficients], period):
+                # The ranks of one period, with as many ranks around them as these steps reach.
+                once = slice(depth - count, min(depth + period + count, size + 2 * depth))
+                rows = [c[once] if isinstance(c, np.ndarray) else c for c in block_coefficients]
+                advanced = _advance_period(around[part][once], count, rows, period, buffers, computed_periods)
+                then[low : low + size] = np.resize(advanced, size)
+            else:
+                advanced = _advance_block(around[part], count, block_coefficients, buffers, points)
+                then[low : low + size] = advanced[depth : depth + size]
         sent = None if direct is None else direct.between(done, done + count)
         if sent is not None and len(sent):
             points = None if changes is None else changes.between(done, done + count)
@@ -169,6 +181,31 @@ def _pad_ring(values: np.ndarray, depth: int) -> np.ndarray:
 def _drop_never(coefficient: np.ndarray) -> np.ndarray | None:
     """The coefficient, or None where it never decides a maximum."""
     return None if coefficient[0] == NEVER and bool((coefficient == NEVER).all()) else coefficient
+
+
+def _repeats(rows: Sequence[Coefficient], period: int) -> bool:
+    """Whether all rows repeat every `period` ranks, and are longer than two periods."""
+    arrays = [row for row in rows if isinstance(row, np.ndarray)]
+    return len(arrays[0]) > 2 * period and all(
+        row[-1] == row[-1 - period] and row[0] == row[period] and bool((row[period:] == row[:-period]).all())
+        for row in arrays
+    )
+
+
+def _advance_period(
+    around: np.ndarray,
+    steps: int,
+    coefficients: Sequence[Coefficient],
+    period: int,
+    buffers: list[np.ndarray],
+    computed: dict[bytes, np.ndarray],
+) -> np.ndarray:
+    """Times of one period of ranks after some steps, float64 [period]; `computed` holds the equal periods of a step."""
+    rows = (around, *coefficients)
+    key = b"".join(row[:period].tobytes() if isinstance(row, np.ndarray) else b"." for row in rows)
+    if key not in computed:
+        computed[key] = _advance_block(around, steps, coefficients, buffers)[steps : steps + period].copy()
+    return computed[key]
 
 
 def _advance_block(

@@ -31,7 +31,7 @@ NEAR = np.arange(-2, 3)
 def solve_incremental(counts: BandCounts, compared: str = "") -> Solved:
     """The solved timing problem of a band with one receive slot; `compared` as in Solved."""
     steps = IncrementalSteps(counts)
-    state = DelayState(steps.ring)
+    state = DelayState(steps.ring, counts.rates.machine.ranks_per_node)
     for changes in steps:
         state.advance_changes(changes)
     finish = state.finish()
