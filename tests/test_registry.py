@@ -319,7 +319,7 @@ class Twice(RingSolver):
     needs = "two ranks"
 
     def solve_ring(self, problem):
-        ring = problem.all_ranks()
+        ring = problem.ring
         return solve_stencil(ring) if ring.ranks == 2 else None
 '''
 USE_SOLVER = """

@@ -110,17 +110,13 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
         count = plural(len(timeline.machine.residuals), "pass")
         text = f"{duration(measured[0])} .. {duration(measured[1])}, by {count} of the calibration"
         numbers.append(Number("  90 % of measured passes", text, timeline.kind))
-    if timeline.finish is not None and timeline.ranks > 1:
+    if timeline.ranks > 1:
         without = "" if timeline.interval is None else ", without jitter"
         numbers.append(Number("first rank done", duration(float(timeline.finish.min())) + without, "modelled"))
     traffic = timeline.traffic
-    if traffic is not None:
-        messages = f"{plural(traffic.messages, 'message')} on {plural(traffic.links, 'link')}"
-        numbers.append(Number("messages", messages, "counted"))
-        total = f"{size(traffic.total)}, {size(traffic.busiest)} on the busiest link"
-        numbers.append(Number("bytes", total, "counted"))
-    else:
-        numbers.append(Number("bytes", "not counted by this solver; ringattn plan counts the bytes of a rank"))
+    messages = f"{plural(traffic.messages, 'message')} on {plural(traffic.links, 'link')}"
+    numbers.append(Number("messages", messages, "counted"))
+    numbers.append(Number("bytes", f"{size(traffic.total)}, {size(traffic.busiest)} on the busiest link", "counted"))
     numbers += [Number(f"  {name}", size(value), "modelled") for name, value in timeline.memory.items()]
     fits = {None: "", True: ", fits", False: ", does not fit"}[timeline.fits]
     numbers.append(Number("memory of a rank", size(sum(timeline.memory.values())) + fits, "modelled"))
@@ -182,7 +178,7 @@ def _record(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dic
                 "compute": timeline.compute,
                 "exposed": timeline.exposed,
                 "interval": timeline.interval,
-                "traffic": None if timeline.traffic is None else vars(timeline.traffic),
+                "traffic": vars(timeline.traffic),
                 "memory": timeline.memory,
                 "job": timeline.passes,
                 "failures": None if timeline.failures is None else vars(timeline.failures),

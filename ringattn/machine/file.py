@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -74,16 +74,7 @@ def _kernel_part(times: KernelTimes) -> dict[str, object]:
         "dtype": times.dtype,
         "heads": times.heads,
         "overhead": list(times.overhead),
-        "grids": [
-            {
-                "shape": grid.shape,
-                "backward": grid.backward,
-                "rows": list(grid.rows),
-                "keys": list(grid.keys),
-                "rates": [list(rates_of_row) for rates_of_row in grid.rates],
-            }
-            for grid in times.grids
-        ],
+        "grids": [asdict(grid) for grid in times.grids],
     }
 
 

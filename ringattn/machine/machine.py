@@ -57,184 +57,109 @@ class Machine:
             )
         }
     )
-    ranks_per_node: int = field(
-        default=1,
-        metadata={
-            "number": MachineNumber(
-                unit="ranks per node",
-                meaning="the number of ranks of one node (1: every rank is a node, and all links are alike)",
-                example=8,
-                measured_by="ranks",
-            )
-        },
-    )
-    node_latency: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="s",
-                meaning="the latency of messages between ranks of one node",
-                example=1e-5,
-                may_be_zero=True,
-                default="by default the same as latency",
-                measured_by="ranks",
-            )
-        },
-    )
-    node_bandwidth: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="bytes/s",
-                meaning="the bandwidth of messages between ranks of one node",
-                example=1e10,
-                default="by default the same as bandwidth",
-                measured_by="ranks",
-            )
-        },
-    )
-    shared_nic: bool = field(
-        default=False,
-        metadata={
-            "number": MachineNumber(
-                unit="true or false",
-                meaning="whether all ranks of a node share one network card, whose rate is then the bandwidth",
-                example=True,
-                measured_by="ranks",
-            )
-        },
-    )
-    merge: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="bytes/s",
-                meaning="the rate at which one rank merges partial results, counting bytes read and bytes written",
-                example=1e10,
-                effect="merging of partial results",
-                cause="merge",
-                measured_by="every",
-            )
-        },
-    )
-    buffers: int | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="receive slots",
-                meaning="the number of receive slots beside the block in use",
-                example=1,
-                default="by default 1, as in the executor",
-            )
-        },
-    )
-    gamma: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="part of a message's time",
-                meaning="the interference: a visit takes gamma x min(its time, the longest message meanwhile) longer",
-                example=0.05,
-                may_be_zero=True,
-                effect="visits slowed down by messages",
-                cause="interference",
-                measured_by="ranks",
-            )
-        },
-    )
-    jitter: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="standard deviation / mean",
-                meaning="the spread of the time of one visit, independent from visit to visit",
-                example=0.05,
-                may_be_zero=True,
-                effect="times that vary from visit to visit",
-                cause="jitter",
-                measured_by="every",
-            )
-        },
-    )
-    call: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="s",
-                meaning="the seconds of a call beside its visits and messages: handshake, buffers, the program itself",
-                example=1e-3,
-                may_be_zero=True,
-                effect="what a call takes beside visits and messages",
-                cause="call",
-                measured_by="ranks",
-            )
-        },
-    )
-    memory: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="bytes",
-                meaning="the memory of one rank",
-                example=80e9,
-                effect="whether the memory is enough",
-            )
-        },
-    )
-    watts: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="W", meaning="the power that one rank draws, busy or not", example=700.0, effect="energy"
-            )
-        },
-    )
-    price: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="currency / h",
-                meaning="the price of one rank for an hour, in any currency",
-                example=2.5,
-                may_be_zero=True,
-                effect="cost",
-            )
-        },
-    )
-    mtbf: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="s",
-                meaning="the mean seconds between failures of one rank, used together with checkpoint and restart",
-                example=2e8,
-                effect="failures and checkpoints",
-            )
-        },
-    )
-    checkpoint: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="bytes/s",
-                meaning="the rate at which one rank writes its checkpoint while all other ranks do too",
-                example=1e9,
-                default="needed with mtbf",
-            )
-        },
-    )
-    restart: float | None = field(
-        default=None,
-        metadata={
-            "number": MachineNumber(
-                unit="s",
-                meaning="the seconds from a failure until all ranks have the state of the last checkpoint",
-                example=60.0,
-                may_be_zero=True,
-                default="needed with mtbf",
-            )
-        },
-    )
+    ranks_per_node: int = MachineNumber(
+        unit="ranks per node",
+        meaning="the number of ranks of one node (1: every rank is a node, and all links are alike)",
+        example=8,
+        measured_by="ranks",
+    ).with_default(1)
+    node_latency: float | None = MachineNumber(
+        unit="s",
+        meaning="the latency of messages between ranks of one node",
+        example=1e-5,
+        may_be_zero=True,
+        default="by default the same as latency",
+        measured_by="ranks",
+    ).with_default(None)
+    node_bandwidth: float | None = MachineNumber(
+        unit="bytes/s",
+        meaning="the bandwidth of messages between ranks of one node",
+        example=1e10,
+        default="by default the same as bandwidth",
+        measured_by="ranks",
+    ).with_default(None)
+    shared_nic: bool = MachineNumber(
+        unit="true or false",
+        meaning="whether all ranks of a node share one network card, whose rate is then the bandwidth",
+        example=True,
+        measured_by="ranks",
+    ).with_default(False)
+    merge: float | None = MachineNumber(
+        unit="bytes/s",
+        meaning="the rate at which one rank merges partial results, counting bytes read and bytes written",
+        example=1e10,
+        effect="merging of partial results",
+        cause="merge",
+        measured_by="every",
+    ).with_default(None)
+    buffers: int | None = MachineNumber(
+        unit="receive slots",
+        meaning="the number of receive slots beside the block in use",
+        example=1,
+        default="by default 1, as in the executor",
+    ).with_default(None)
+    gamma: float | None = MachineNumber(
+        unit="part of a message's time",
+        meaning="the interference: a visit takes gamma x min(its time, the longest message meanwhile) longer",
+        example=0.05,
+        may_be_zero=True,
+        effect="visits slowed down by messages",
+        cause="interference",
+        measured_by="ranks",
+    ).with_default(None)
+    jitter: float | None = MachineNumber(
+        unit="standard deviation / mean",
+        meaning="the spread of the time of one visit, independent from visit to visit",
+        example=0.05,
+        may_be_zero=True,
+        effect="times that vary from visit to visit",
+        cause="jitter",
+        measured_by="every",
+    ).with_default(None)
+    call: float | None = MachineNumber(
+        unit="s",
+        meaning="the seconds of a call beside its visits and messages: handshake, buffers, the program itself",
+        example=1e-3,
+        may_be_zero=True,
+        effect="what a call takes beside visits and messages",
+        cause="call",
+        measured_by="ranks",
+    ).with_default(None)
+    memory: float | None = MachineNumber(
+        unit="bytes",
+        meaning="the memory of one rank",
+        example=80e9,
+        effect="whether the memory is enough",
+    ).with_default(None)
+    watts: float | None = MachineNumber(
+        unit="W", meaning="the power that one rank draws, busy or not", example=700.0, effect="energy"
+    ).with_default(None)
+    price: float | None = MachineNumber(
+        unit="currency / h",
+        meaning="the price of one rank for an hour, in any currency",
+        example=2.5,
+        may_be_zero=True,
+        effect="cost",
+    ).with_default(None)
+    mtbf: float | None = MachineNumber(
+        unit="s",
+        meaning="the mean seconds between failures of one rank, used together with checkpoint and restart",
+        example=2e8,
+        effect="failures and checkpoints",
+    ).with_default(None)
+    checkpoint: float | None = MachineNumber(
+        unit="bytes/s",
+        meaning="the rate at which one rank writes its checkpoint while all other ranks do too",
+        example=1e9,
+        default="needed with mtbf",
+    ).with_default(None)
+    restart: float | None = MachineNumber(
+        unit="s",
+        meaning="the seconds from a failure until all ranks have the state of the last checkpoint",
+        example=60.0,
+        may_be_zero=True,
+        default="needed with mtbf",
+    ).with_default(None)
     #: Measured kernel times by tile shape. Where they are given, they replace `flops`.
     kernel: KernelTimes | None = None
     #: Measured over modelled time of whole passes at the sizes of a calibration; () where no pass was measured.

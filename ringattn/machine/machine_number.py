@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from ..errors import InvalidInput
 
 #: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
 MeasuredBy = Literal["every", "ranks"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,11 @@ class MachineNumber:
     cause: str = ""
     #: The calibrations that measure the number; None: the number is not measured.
     measured_by: MeasuredBy | None = None
+
+    def with_default(self, default: T) -> T:
+        """The field of a dataclass that holds the number, and this declaration as its metadata `number`."""
+        declared: Any = field(default=default, metadata={"number": self})
+        return declared
 
     @property
     def python_type(self) -> type[float] | type[int] | type[bool]:

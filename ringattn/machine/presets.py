@@ -6,18 +6,15 @@ peak of a data sheet times a fraction that was published for such kernels, and i
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidInput
 from ..text import did_you_mean
-from .machine import MACHINE_NUMBERS, Machine
+from .machine import Machine
 
 #: The currency of all prices of presets.
 CURRENCY = "USD"
-#: Columns of a line in the config files of presets.
-WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -244,22 +241,3 @@ def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
             "Machine such as ringattn.Machine(flops=5e10, latency=1e-4, bandwidth=1.5e9)"
         )
     return MACHINES[machine]
-
-
-def preset_yaml(name: str) -> str:
-    """The config file conf/machine/NAME.yaml of a preset, whose comments list its numbers with sources and reasons.
-
-    A test compares the files with this text. After a change of a preset, write its file anew.
-    """
-    preset = PRESETS[name]
-    lines = textwrap.wrap(preset.title, WIDTH, initial_indent="# ", subsequent_indent="# ")
-    lines += ["#", "# Numbers with source (cited, assumed or measured) and reason, as in ringattn/machine/presets.py:"]
-    for field, number in MACHINE_NUMBERS.items():
-        if field not in preset.facts:
-            continue
-        fact = preset.facts[field]
-        unit = number.unit.replace("currency", CURRENCY)
-        value = str(fact.value).lower() if isinstance(fact.value, bool) else f"{fact.value:.4g} {unit}"
-        text = f"{field} = {value} [{fact.source}]: {fact.reason}"
-        lines += textwrap.wrap(text, WIDTH, initial_indent="#   ", subsequent_indent="#     ")
-    return "\n".join([*lines, f"spec: {name}", ""])

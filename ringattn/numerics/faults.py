@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from typing import TypeVar
 
 from ..errors import InvalidInput
 from ..plan.key_demand import KeyDemand
@@ -19,6 +21,7 @@ from ..plan.work import Work
 from ..text import did_you_mean
 from .lockstep import Batched
 
+T = TypeVar("T")
 #: What each kind of fault does.
 FAULT_KINDS = {
     "drop": "the visit is left out",
@@ -90,13 +93,13 @@ class Fault:
     def visits(self, found: Iterator[tuple[int, RowSets]]) -> Iterator[tuple[int, RowSets]]:
         """The (owner, row sets) that the rank visits, with the fault applied."""
         for owner, row_sets in found:
-            if owner != self.owner or self.kind not in ("drop", "duplicate", "owner"):
-                yield owner, row_sets
-            elif self.kind == "duplicate":
-                yield owner, row_sets
-                yield owner, row_sets
-            elif self.kind == "owner":
-                yield self.rank, WHOLE_BLOCK
+            yield from self.harmed(owner, (owner, row_sets), (self.rank, WHOLE_BLOCK))
+
+    def harmed(self, owner: int, visit: T, own: T) -> list[T]:
+        """What takes the place of a visit to the block of `owner`; `own` is the visit to the rank's own block."""
+        if owner != self.owner:
+            return [visit]
+        return {"drop": [], "duplicate": [visit, visit], "owner": [own]}.get(self.kind, [visit])
 
 
 class _FaultyDemand(KeyDemand):
@@ -143,16 +146,10 @@ class FaultyPlan(Batched):
         return replace(found, forward=tuple(map(self._harmed, found.forward)))
 
     def _harmed(self, step: Step) -> Step:
-        m, visits = self.fault, []
-        assert m is not None
-        for part in step.visits:
-            if part.owner != m.owner:
-                visits.append(part)
-            elif m.kind == "duplicate":
-                visits += [part, part]
-            elif m.kind == "owner":
-                visits.append(Part(part.kind, m.rank))
-        return replace(step, visits=tuple(visits))
+        fault = self.fault
+        assert fault is not None
+        harmed = (fault.harmed(part.owner, part, Part(part.kind, fault.rank)) for part in step.visits)
+        return replace(step, visits=tuple(chain.from_iterable(harmed)))
 
 
 def with_fault(plan: Plan, fault: Fault) -> Plan:

@@ -25,21 +25,21 @@ from ..runtime.accumulators import KernelInputs
 from .faults import GRADIENT_FAULTS, Fault
 from .ledger import AuditingKernel, coefficients, entry, moments, seen_pieces, weights
 from .source import K_TAG
-from .walk import Block, Calls, Walk, placed_slots
+from .walk import Block, Calls, Walk, index_rows
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A fault: what `slots` add to the gradients of the block of `owner` is multiplied by `factor` (0: lost)."""
+    """A fault: what `rows` add to the gradients of the block of `owner` is multiplied by `factor` (0: lost)."""
 
     owner: int
-    slots: frozenset[int]
+    rows: frozenset[int]
     factor: float = 0.0
 
 
 @dataclass
 class Backward:
-    """The backward of sampled rows. grad, q, out and lse are [1, H, slots, ...], fp64."""
+    """The backward of sampled rows. grad, q, out and lse are [1, H, rows, ...], fp64."""
 
     plan: Plan
     kernel: AuditingKernel
@@ -71,18 +71,18 @@ class Backward:
     def compute(self, block: Block, calls: Calls) -> None:
         """Add the gradients of all visits to a block."""
         harmed = self.lost is not None and self.lost.owner == block.owner
-        for (work, _), slots in calls.items():
-            gone = [slot for slot in slots if harmed and self.lost is not None and slot in self.lost.slots]
-            kept = [slot for slot in slots if slot not in gone]
+        for (work, _), rows in calls.items():
+            gone = [row for row in rows if harmed and self.lost is not None and row in self.lost.rows]
+            kept = [row for row in rows if row not in gone]
             for some, factor in ((kept, 1.0), (gone, 0.0 if self.lost is None else self.lost.factor)):
                 if some:
                     self._differentiate(block, work, some, factor)
 
-    def _differentiate(self, block: Block, work: Work, slots: list[int], factor: float) -> None:
+    def _differentiate(self, block: Block, work: Work, rows: list[int], factor: float) -> None:
         """Add the gradients of a visit; the gradients of keys are multiplied by `factor`."""
         heads = slice(work.heads.start, work.heads.stop, work.heads.step)
-        for call in self.kernel.split(Work(work.heads, work.kv, range(len(slots)), work.k)):
-            index = placed_slots(tuple(slots[call.q.start : call.q.stop : call.q.step]))
+        for call in self.kernel.split(Work(work.heads, work.kv, range(len(rows)), work.k)):
+            index = index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
             here = Work(call.heads, call.kv, range(len(call.q)), call.k)
             mine = tuple(x[:, :, index] for x in (self.grad, self.q, self.out, self.lse))
             g, x, o, total, y, z = self.inputs.select(here, slice(0, 1), mine, (block.k, block.v))
@@ -161,9 +161,6 @@ def lost_gradients(walk: Walk, fault: Fault) -> Lost:
             f"no gradients of sampled rows for the block of rank {owner} pass rank {rank}: nothing to lose; try "
             "fault_rank = fault_owner = a rank whose keys some other sampled row sees"
         )
-    slots, place = set(), 0
-    for home, local in walk.homes:
-        if home in gone:
-            slots |= {slot for mine in walk.slots[place : place + len(local)] for slot in mine}
-        place += len(local)
-    return Lost(owner, frozenset(slots), GRADIENT_FAULTS[fault.kind])
+    homes = [home for home, local in walk.homes for _ in local]
+    rows = frozenset(row for row, home in enumerate(homes) if home in gone)
+    return Lost(owner, rows, GRADIENT_FAULTS[fault.kind])

@@ -28,8 +28,6 @@ def numerics(
     together: int = TOGETHER,
     period: int | None = PERIOD,
     seed: int = 0,
-    kernel: str = "auto",
-    scale: float | None = None,
     fault: Fault | None = None,
 ) -> NumericsReport:
     """The report of executing a plan on virtual ranks with inputs made on demand, checked by oracles and a ledger.
@@ -49,10 +47,8 @@ def numerics(
     check_seed(seed)
     source = make_source(plan, seed=seed, period=period)
     if mode == "all":
-        return whole(
-            plan, source, ranks=ranks, grads=backward, kernel=kernel, scale=scale, together=together, fault=fault
-        )
+        return whole(plan, source, ranks=ranks, grads=backward, together=together, fault=fault)
     if ranks is not None:
         raise InvalidInput("mode='sample' executes query rows; ranks= is of mode='all'")
     places = chosen_rows(plan, rows, spread, seed) if isinstance(rows, int) else list(rows)
-    return sample(plan, source, rows=places, kernel=kernel, scale=scale, grads=backward, seed=seed, fault=fault)
+    return sample(plan, source, rows=places, grads=backward, seed=seed, fault=fault)

@@ -44,10 +44,7 @@ def exact_row(pattern: Pattern, source: RowSource, position: int, scale: float) 
         seen = _keys(bound, position, source.tokens, head)
         if not seen:
             continue
-        if source.period is None or sum(map(len, seen)) <= source.period:
-            k, v, count, total = _listed(source, seen, head // group)
-        else:
-            k, v, count, total = _classes(source, seen, head // group)
+        k, v, count, total = _read_keys(source, seen, head // group)
         logits = k @ query[head] * np.longdouble(scale)
         top = logits.max()
         shares = np.exp(logits - top)
@@ -74,8 +71,7 @@ def exact_gradients(
             seen, kv = _keys(bound, row, source.tokens, head), head // group
             if not seen:
                 continue
-            whole = source.period is None or sum(map(len, seen)) <= source.period
-            k, v, count, _ = (_listed if whole else _classes)(source, seen, kv)
+            k, v, count, _ = _read_keys(source, seen, kv)
             g = grad[head] * bound.output_scale
             delta = (grad[head] * truth.out[head]).sum()
             shares = np.exp(k @ query[head] * np.longdouble(scale) - truth.lse[head])
@@ -95,17 +91,14 @@ def _keys(bound: Pattern, position: int, tokens: int, head: int) -> list[range]:
     return [part.k for tile in bound.tiles(row, range(tokens), heads) for part in tile.refine()]
 
 
-def _listed(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
-    """(k, v, multiplicity, sum of positions), one entry per key."""
-    k, v = (np.concatenate([_numbers(source.rows(name, r))[head] for r in seen]) for name in ("k", "v"))
-    place = np.concatenate([np.arange(r.start, r.stop, r.step) for r in seen])
-    return k, v, np.ones(len(k), dtype=np.longdouble), place.astype(np.longdouble)
-
-
-def _classes(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
-    """(k, v, multiplicity, sum of positions), one entry per class of positions modulo the period."""
+def _read_keys(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
+    """(k, v, multiplicity, sum of positions) of keys: one entry per key, or per class of positions modulo the period
+    where there are more keys than that."""
     period = source.period
-    assert period is not None
+    if period is None or sum(map(len, seen)) <= period:
+        k, v = (np.concatenate([_numbers(source.rows(name, r))[head] for r in seen]) for name in ("k", "v"))
+        place = np.concatenate([np.arange(r.start, r.stop, r.step) for r in seen])
+        return k, v, np.ones(len(k), dtype=np.longdouble), place.astype(np.longdouble)
     k, v = (_numbers(source.rows(name, range(period)))[head] for name in ("k", "v"))
     count, total = np.zeros(period, dtype=np.int64), np.zeros(period, dtype=np.int64)
     for r in seen:

@@ -1,8 +1,8 @@
 """Sampled query rows over the whole sequence: every message of their ranks is executed, rows of other ranks are not.
 
 K/V of an owner are made when a message brings them, and are shared by the sampled ranks that wait for the same block.
-Ranks merge in the order in which their route lists arrivals, arc by arc and the latest first, not in the order of
-time. In fp64 that changes rounding only; `whole` keeps the order of a real run.
+Ranks merge in the order of the walk, not in the order of time. In fp64 that changes rounding only; `whole` keeps the
+order of a real run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .ledger import AuditingKernel, PairLedger, expect
 from .oracle import exact_gradients, exact_row
 from .result import NumericsReport
 from .source import K_TAG, Q_TAG, RAMP, RowSource
-from .walk import Block, Calls, Walk, get_route, placed_slots
+from .walk import Block, Calls, Walk, get_route, index_rows
 
 #: The largest fp64 error that passes: 262,144 merges drift by less than 1e-12.
 TOLERANCE = 1e-11
@@ -59,7 +59,7 @@ def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0
 
 @dataclass
 class _Forward:
-    """Merged partials of sampled rows: out [1, H, slots, Dv], lse [1, H, slots], fp64."""
+    """Merged partials of sampled rows: out [1, H, rows, Dv], lse [1, H, rows], fp64."""
 
     kernel: Kernel
     scale: float
@@ -70,13 +70,12 @@ class _Forward:
 
     def compute(self, block: Block, calls: Calls) -> None:
         """Merge the partials of a block."""
-        for (work, _), slots in calls.items():
-            place = placed_slots(tuple(slots))
-            some = Work(work.heads, work.kv, range(len(slots)), work.k)
+        for (work, _), rows in calls.items():
+            place = index_rows(tuple(rows))
+            some = Work(work.heads, work.kv, range(len(rows)), work.k)
             heads = slice(work.heads.start, work.heads.stop, work.heads.step)
             for call in self.kernel.split(some):
-                rows = slice(call.q.start, call.q.stop, call.q.step)
-                index = place if rows == slice(0, len(slots), 1) else placed_slots(tuple(slots[rows]))
+                index = index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
                 x, y, z = self.inputs.select(call, slice(0, 1), (self.q[:, :, place],), (block.k, block.v))
                 part, part_lse = forward(self.kernel, x, y, z, call, self.scale, clean=False)
                 total, lse = self.out[:, heads, index], self.lse[:, heads, index]
@@ -84,24 +83,12 @@ class _Forward:
                 if isinstance(index, torch.Tensor):  # else these are views
                     self.out[:, heads, index], self.lse[:, heads, index] = total, lse
 
-    def rows(self, slots: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [1, H, rows, Dv] and lse [1, H, rows]: the slots of each row, merged in their order."""
-        first = [mine[0] for mine in slots]
-        out, lse = self.out[:, :, first], self.lse[:, :, first]
-        for i, mine in enumerate(slots):
-            for slot in mine[1:]:
-                some = slice(i, i + 1), slice(slot, slot + 1)
-                merge_(out[:, :, some[0]], lse[:, :, some[0]], self.out[:, :, some[1]], self.lse[:, :, some[1]])
-        return out, lse
-
 
 def sample(
     plan: Plan,
     source: RowSource,
     *,
     rows: list[int],
-    kernel: str = "auto",
-    scale: float | None = None,
     grads: bool = False,
     seed: int = 0,
     fault: Fault | None = None,
@@ -129,32 +116,28 @@ def sample(
     begun = time.perf_counter()
     source.live = source.peak = 0
     true, plan = plan, plan if fault is None else with_fault(plan, fault)
-    factor = plan.head_dim**-0.5 if scale is None else scale
+    scale = plan.head_dim**-0.5
     order, homes = _homes(plan, rows)
     ledger = PairLedger(np.array(order), plan.heads)
     walk = Walk(plan, source, homes, fault)
-    slotted = np.empty(walk.size, dtype=np.int64)
-    for row, mine in zip(order, walk.slots, strict=True):
-        slotted[mine] = row
-    q = torch.cat([source.rows("q", range(row, row + 1)) for row in slotted.tolist()], 2)
-    inner = get_kernel(kernel, q, q, q)
+    q = torch.cat([source.rows("q", range(row, row + 1)) for row in order], 2)
+    inner = get_kernel("auto", q, q, q)
     back = PairLedger(np.array(order), plan.heads)
     audited = AuditingKernel(inner, source, plan.layout, ledger, back)
-    out = torch.zeros(1, plan.heads, walk.size, plan.value_dim, dtype=q.dtype, device="cpu")
+    out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    sums = _Forward(audited, factor, q, out, lse, KernelInputs(memory_pool("cpu")))
+    sums = _Forward(audited, scale, q, out, lse, KernelInputs(memory_pool("cpu")))
     walk.run(sums.compute)
     sums.inputs.close()
-    out, lse = sums.rows(walk.slots)
     visits = sum(one.visits for one in walk.streams)
-    gradients = _backward(true, plan, sums, walk, slotted, (out, lse), fault, seed) if grads else None
+    gradients = _backward(true, plan, sums, walk, order, fault, seed) if grads else None
     wanted = PairLedger(np.array(order), plan.heads)
     expected = 0
     for rank, local in homes:
         met = [expect(true.pattern, true.layout, range(p, p + 1), true.heads, wanted)
                for p in true.layout.positions(rank)[list(local)].tolist()]  # fmt: skip
         expected += len(np.unique(np.concatenate(met)))
-    error, lse_error = _errors(true, source, order, factor, out * plan.pattern.output_scale, lse)
+    error, lse_error = _errors(true, source, order, scale, out * plan.pattern.output_scale, lse)
     return NumericsReport(
         plan=true, mode="sample", ranks=len(homes), rows=len(order), visits=visits,
         visits_expected=expected, pairs=int(ledger.pairs.sum()), pairs_expected=int(wanted.pairs.sum()),
@@ -177,32 +160,27 @@ class _Gradients:
 
 
 def _backward(
-    true: Plan, plan: Plan, sums: _Forward, walk: Walk, slotted: np.ndarray, result: tuple[torch.Tensor, torch.Tensor],
-    fault: Fault | None, seed: int,
-) -> _Gradients:  # fmt: skip
-    """The compared backward of the sampled rows; `result` is their (out, lse)."""
+    true: Plan, plan: Plan, sums: _Forward, walk: Walk, order: list[int], fault: Fault | None, seed: int
+) -> _Gradients:
+    """The compared backward of the sampled rows, the positions `order`, after their forward `sums`."""
     source, kernel = walk.source, sums.kernel
     assert isinstance(kernel, AuditingKernel)
-    order = [int(slotted[mine[0]]) for mine in walk.slots]
-    place = [order.index(row) for row in slotted.tolist()]
     again = Walk(plan, source, walk.homes, fault)
     lost = lost_gradients(again, fault) if fault is not None and fault.kind in GRADIENT_FAULTS else None
     keys = set(chosen_keys(true, order, seed))
     if lost is not None:
-        keys |= set(chosen_keys(true, [int(slotted[slot]) for slot in lost.slots], seed, true.layout.shard(lost.owner)))
-    grad = torch.cat([source.rows("grad", range(row, row + 1)) for row in slotted.tolist()], 2)
+        keys |= set(chosen_keys(true, [order[row] for row in lost.rows], seed, true.layout.shard(lost.owner)))
+    grad = torch.cat([source.rows("grad", range(row, row + 1)) for row in order], 2)
     state = Backward(
-        plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q,
-        result[0][:, :, place], result[1][:, :, place],
-        sorted(keys), KernelInputs(memory_pool("cpu")), lost,
+        plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q, sums.out, sums.lse, sorted(keys),
+        KernelInputs(memory_pool("cpu")), lost,
     )  # fmt: skip
     again.run(state.compute)
     state.inputs.close()
     wanted = expected_hashes(true.pattern, true.layout, order, true.heads, true.kv_heads)
-    dq = torch.stack([state.dq[0][:, mine].sum(1) for mine in walk.slots], 1)
     exact = exact_gradients(true.pattern, source, order, state.keys, sums.scale)
     worst = 0.0
-    for x, y, tag in zip((dq, state.dk[0], state.dv[0]), exact, (Q_TAG, K_TAG, RAMP), strict=True):
+    for x, y, tag in zip((state.dq[0], state.dk[0], state.dv[0]), exact, (Q_TAG, K_TAG, RAMP), strict=True):
         some = x.numpy().copy()
         some[..., tag] = y[..., tag] = 0  # holds a count
         worst = max(worst, gap(some, y))

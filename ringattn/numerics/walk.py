@@ -1,8 +1,7 @@
 """The messages of sampled ranks, in one walk over the owners of blocks: all rows that wait for a block share it.
 
 Messages come from the schedule's route one by one, so that memory does not grow with the number of steps. A route
-lists them in arcs that can be followed at the same time (`Route.arcs`); each arc accumulates results in slots of its
-own, in the order of its messages.
+lists them in arcs that can be followed at the same time (`Route.arcs`).
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ from .source import RowSource, placed
 #: Messages after which cached answers of the demand are dropped: a billion tokens have too many answers.
 REMEMBERED = 4096
 
-Slots = slice | torch.Tensor
-#: The slots of the rows that share a work without a band, by (work, turn).
+#: The rows that share a work without a band, by (work, turn); rows count in the order of `Walk.homes`.
 Calls = dict[tuple[Work, int], list[int]]
 
 
 @dataclass
 class SampledArc:
-    """An arc of a sampled rank: the local indices of the rank's rows, their first slot, and its next visit."""
+    """An arc of a sampled rank: the local indices of its rows, the number of the first row, and the next visit."""
 
     rank: int
     local: tuple[int, ...]
-    slot: int
+    first: int
     blocks: Iterator[tuple[int, RowSets]]
     next: tuple[int, RowSets] | None = None
     visits: int = 0
@@ -67,32 +65,19 @@ class Walk:
     homes: Sequence[tuple[int, tuple[int, ...]]]
     fault: Fault | None = None
     streams: list[SampledArc] = field(default_factory=list)
-    #: Slots of each row, in the order of `homes`; the slot of the first arc comes first.
-    slots: list[list[int]] = field(default_factory=list)
     route: Route = field(init=False)
 
     def __post_init__(self) -> None:
         self.route = get_route(self.plan)
         arcs = [self._arcs(rank) for rank, _ in self.homes]
-        self.slots = [[] for _, local in self.homes for _ in local]
-        slot = 0
-        # Where arcs are the owners after and before a rank, those that meet at an owner have slots side by side: the
-        # last arcs of the ranks above it, then the first ones of those below.
+        # Where arcs are the owners after and before a rank, an owner is met by the last arcs of the ranks above it,
+        # then by the first arcs of those below.
         for arc in reversed(range(max(map(len, arcs)))):
-            place = 0
+            first = 0
             for (rank, local), mine in zip(self.homes, arcs, strict=True):
                 if arc < len(mine):
-                    self.streams.append(SampledArc(rank, local, slot, mine[arc]))
-                for i in range(len(local)):
-                    if arc < len(mine):
-                        self.slots[place + i].insert(0, slot + i)
-                slot += len(local) if arc < len(mine) else 0
-                place += len(local)
-
-    @property
-    def size(self) -> int:
-        """Number of slots."""
-        return sum(map(len, self.slots))
+                    self.streams.append(SampledArc(rank, local, first, mine[arc]))
+                first += len(local)
 
     def run(self, compute: Compute) -> None:
         """Visit owner after owner, always the nearest owner that an arc waits for, until no arc waits."""
@@ -140,7 +125,10 @@ class Walk:
             works = self.plan.demand.works(one.rank, owner, row_set)
             for work, turn, places in _lowered(works, one.local):
                 seen.add(one.rank)
-                calls.setdefault((work, turn), []).extend(one.slot + place for place in places)
+                rows = [one.first + place for place in places]
+                while not set(rows).isdisjoint(calls.get((work, turn), ())):
+                    turn += 1  # another arc of the rank brought the same keys
+                calls.setdefault((work, turn), []).extend(rows)
         if not calls:
             return seen
         layout, source = self.plan.layout, self.source
@@ -176,11 +164,11 @@ def _apart(a: int, ranks: int, b: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def placed_slots(slots: tuple[int, ...]) -> Slots:
-    """Slots as an index of a dimension: a slice where the slots are consecutive."""
-    if slots[-1] - slots[0] == len(slots) - 1 and list(slots) == sorted(slots):
-        return slice(slots[0], slots[-1] + 1)
-    return torch.tensor(slots, device="cpu")
+def index_rows(rows: tuple[int, ...]) -> slice | torch.Tensor:
+    """Rows as an index of a dimension: a slice where the rows are consecutive."""
+    if rows[-1] - rows[0] == len(rows) - 1 and list(rows) == sorted(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device="cpu")
 
 
 @lru_cache(maxsize=1024)

@@ -336,8 +336,6 @@ def whole(
     *,
     ranks: Sequence[int] | None = None,
     grads: bool = False,
-    kernel: str = "auto",
-    scale: float | None = None,
     together: int = TOGETHER,
     fault: Fault | None = None,
     watch: Callable[[Outcome], None] | None = None,
@@ -356,10 +354,10 @@ def whole(
     begun = time.perf_counter()
     true, plan = plan, plan if fault is None else with_fault(plan, fault)
     mine = range(plan.ranks) if ranks is None else sorted(set(ranks))
-    factor = plan.head_dim**-0.5 if scale is None else scale
+    scale = plan.head_dim**-0.5
     one = source.rows("q", range(min(1, plan.tokens)))
-    plain = get_kernel(kernel, one, one, one)
-    done = _Compared(true, source, factor, plain)
+    plain = get_kernel("auto", one, one, one)
+    done = _Compared(true, source, scale, plain)
     groups = make_groups(plan, mine, backward=grads, together=together)
     for group in track(groups, len(groups), "groups of ranks"):
         members = [rank for cohort in group.cohorts for rank in cohort.ranks]
@@ -368,7 +366,7 @@ def whole(
         def audited(ledger: PairLedger = ledger) -> Kernel:
             return AuditingKernel(plain, source, plan.layout, ledger)
 
-        outcomes, answered = execute(group, source, audited, factor, grads=grads, fault=fault)
+        outcomes, answered = execute(group, source, audited, scale, grads=grads, fault=fault)
         done.answered += answered
         done.ledger_of(ledger, members)
         for outcome in outcomes:

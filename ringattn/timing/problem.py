@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
+from ..errors import InvalidInput
 from ..plan.schedules.relay import Way
 from ..plan.schedules.ring import RingSchedule
 from ..text import plural
@@ -15,10 +14,8 @@ from .band.counts import BandCounts
 from .band.neighbor_costs import NeighborCosts, scale_by_slow_ranks
 from .band.traffic import BandTraffic
 from .rates import Faults, Rates
-from .solvers.recurrence import NeighborMessages, Phase, Ring, Value
+from .solvers.recurrence import NeighborMessages, Phase, Ring
 
-#: Up to this many ranks x steps all ranks are counted, even where a busiest rank alone gives the last finish.
-SMALL = 1 << 20
 #: The most ranks whose visits are counted, which takes memory for each rank.
 MOST_RANKS = 1 << 20
 
@@ -26,23 +23,20 @@ MOST_RANKS = 1 << 20
 @dataclass(frozen=True)
 class RingProblem:
     """A ring whose numbers are known of all ranks at once. `compared` names the facts of the plan that prove the
-    numbers.
+    numbers. Raises InvalidInput for stalls after the last step.
 
-    Where `copies` > 1, the plan's ranks are so many copies of the ranks of `ring`, one after another. With `bounding`
-    only the last finish of `ring` is that of the plan. `counts` gives the numbers where they differ from rank to rank
-    and from step to step.
+    `counts` gives the numbers where they differ from rank to rank and from step to step.
     """
 
     ring: Ring
     steps: int
     compared: str
-    copies: int = 1
-    bounding: bool = False
     counts: BandCounts | None = None
 
-    def all_ranks(self) -> Ring:
-        """The ring of all ranks of the plan."""
-        return self.ring if self.copies == 1 else _repeat_ring(self.ring, self.copies)
+    def __post_init__(self) -> None:
+        for stall in self.ring.stalls:
+            if stall.step >= self.steps:
+                raise InvalidInput(f"{stall}: the pass has the steps 0 .. {self.steps - 1}; try a step among these")
 
 
 @dataclass(frozen=True)
@@ -84,27 +78,13 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
     counts = BandCounts(rates, faults, band.transposed if rates.turned else band, ways)
     if rates.buffers > 1 and len(counts.direct_bytes.step):
         return "messages between ranks that are not neighbors are modelled with one receive slot only"
-    return _make_band_problem(counts, band)
-
-
-def _make_band_problem(counts: BandCounts, band: Band) -> RingProblem:
-    """The problem of a band that is not dense."""
-    rates, steps, ranks = counts.rates, counts.steps, counts.rates.plan.ranks
-    uniform = not counts.faults and not rates.gamma and rates.buffers == 1
-    if uniform and not rates.backward and ranks * steps > SMALL:
-        bounding = counts.find_bounding_ring()
-        if bounding is not None:
-            ring, steps, words = bounding
-            return RingProblem(ring, steps, f"{_describe_band(band)}; {words}", bounding=True)
-    words = f"{_describe_band(band)}; {steps:,} steps x {ranks:,} ranks were counted"
-    return RingProblem(counts.make_ring(), steps, words, counts=counts)
+    words = f"{_describe_band(band)}; {counts.steps:,} steps x {plan.ranks:,} ranks were counted"
+    return RingProblem(counts.make_ring(), counts.steps, words, counts)
 
 
 def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Way, ...]) -> RingProblem:
     """The problem of a dense mask: all visits and all blocks are equal, and every block goes on to the last rank."""
     plan, ranks = rates.plan, rates.plan.ranks
-    per_node = min(rates.machine.ranks_per_node, ranks)
-    distinct = per_node if not faults and ranks % per_node == 0 else ranks
     pairs = band.rows**2 * band.heads
     compute = scale_by_slow_ranks(pairs * rates.pair, faults)
     merge = scale_by_slow_ranks(rates.merge(band.rows * band.heads), faults)
@@ -123,13 +103,13 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Wa
         size = float(band.rows * (moving_bytes + (last_row_bytes if first == ranks else 0)))
         messages: tuple[NeighborMessages, ...] = ()
         if size:
-            messages = (NeighborCosts(rates, faults, [(sign, size)], np.arange(distinct)).messages(sign),)
+            messages = (NeighborCosts(rates, faults, [(sign, size)]).messages(sign),)
         visit = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visit, messages))
     phases = phases[::-1] if traffic.homeward else phases
-    ring = Ring(distinct, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
+    ring = Ring(ranks, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
     words = f"{_describe_band(band)}, so that all visits and all blocks are equal"
-    return RingProblem(ring, last, words, ranks // distinct)
+    return RingProblem(ring, last, words)
 
 
 def _describe_band(band: Band) -> str:
@@ -140,25 +120,3 @@ def _describe_band(band: Band) -> str:
         f"the mask's tiles: one, {mask}, over all heads ({band.heads:,}); {plural(band.rows, 'token')} on each of "
         f"{band.ranks:,} ranks (integers of the whole plan, no sample)"
     )
-
-
-def _repeat_ring(ring: Ring, copies: int) -> Ring:
-    """The ring whose ranks are `copies` copies of the ranks of `ring`, one after another."""
-    assert isinstance(ring.phases, tuple) and not ring.stalls
-
-    def repeat(value: Value) -> Value:
-        return np.tile(value, copies) if isinstance(value, np.ndarray) else value
-
-    phases = tuple(
-        replace(
-            phase,
-            compute=repeat(phase.compute),
-            merge=repeat(phase.merge),
-            messages=tuple(
-                NeighborMessages(sent.sign, repeat(sent.seconds), repeat(sent.gap), repeat(sent.bytes))
-                for sent in phase.messages
-            ),
-        )
-        for phase in ring.phases
-    )
-    return replace(ring, ranks=ring.ranks * copies, phases=phases)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from ..errors import InvalidInput, Unsupported
+from ..errors import Unsupported
 from ..machine.machine import Machine
 from ..machine.presets import get_machine
 from ..plan.plan import Plan
@@ -16,7 +15,6 @@ from .notes import note_assumptions
 from .options import check_options
 from .problem import RingProblem, TimingProblem, make_timing_problem
 from .rates import Factors, Faults, Rates, parse_factors
-from .resources import Loads, Traffic
 from .solvers import SOLVERS
 from .solvers.base import Solved
 from .solvers.event_loop import simulate_events
@@ -46,9 +44,9 @@ def simulate(
     messages that each rank sends, `stalls` single visits that take longer. `passes` states a job: how often the pass is
     made. Energy and cost are those of the job, with its failures and checkpoints, or of one pass without a job.
 
-    `solver` names one algorithm (closed_form, periodic, perturbation, stencil or events) instead of the cheapest exact
-    solver. Solver events may simulate a smaller plan with the same times. Jitter is sampled with `seed` beside the
-    solver. Raises InvalidInput for wrong arguments, and Unsupported where no solver models the request.
+    `solver` names one algorithm (periodic, stencil or events) instead of the cheapest exact solver. Solver events may
+    simulate a smaller plan with the same times. Jitter is sampled with `seed` beside the solver. Raises InvalidInput
+    for wrong arguments, and Unsupported where no solver models the request.
     """
     check_options(plan, backward=backward, stalls=stalls, passes=passes, solver=solver, seed=seed)
     machine = get_machine(machine)
@@ -57,21 +55,15 @@ def simulate(
     problem = make_timing_problem(Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls)))
     ring = None if solver == "events" else problem.ring
     if ring is not None:
-        _check_ring(ring, problem)
+        _check_jitter(ring, problem)
     solved = _solve(problem, solver)
     sample: SampledTime | None = None
     if machine.jitter:
         if ring is None:
             sample = _sample_events(problem, seed)
         else:
-            sample = sample_ring(ring.all_ranks(), machine.jitter, seed)
-    if ring is not None and ring.bounding:
-        # The ring says nothing of what ranks other than the busiest do and send.
-        solved = replace(solved, finish=None, why="a rank that is busiest at every step hides every message")
-        compute, exposed = _find_bounded_causes(problem, ring, solved.seconds)
-        return _make_timeline(problem.rates, solved, compute, exposed, None, sample, passes)
-    compute, exposed = solved.loads.causes(solved.seconds)
-    return _make_timeline(problem.rates, solved, compute, exposed, solved.traffic, sample, passes)
+            sample = sample_ring(ring.ring, machine.jitter, seed)
+    return _make_timeline(problem.rates, solved, sample, passes)
 
 
 def _solve(problem: TimingProblem, solver: str) -> Solved:
@@ -87,28 +79,15 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
     raise Unsupported(f"solver={solver} needs {needs}, {obstacle}; try solver=auto")
 
 
-def _check_ring(ring: RingProblem, problem: TimingProblem) -> None:
-    """Raise InvalidInput for stalls after the last step, and Unsupported for more jitter than can be sampled."""
-    for stall in problem.faults.stalls:
-        if stall.step >= ring.steps:
-            raise InvalidInput(f"{stall}: the pass has the steps 0 .. {ring.steps - 1}; try a step among these")
+def _check_jitter(ring: RingProblem, problem: TimingProblem) -> None:
+    """Raise Unsupported for more jitter than can be sampled."""
     ranks = problem.rates.plan.ranks
     too_many = ring.counts is not None and ranks * ring.steps > MOST_WITH_JITTER
-    if problem.rates.machine.jitter and (ring.bounding or too_many):
+    if problem.rates.machine.jitter and too_many:
         raise Unsupported(
             f"jitter on {ranks:,} ranks whose visits differ is too much to sample; leave machine.jitter out, or take "
             "fewer ranks"
         )
-
-
-def _find_bounded_causes(problem: TimingProblem, ring: RingProblem, seconds: float) -> tuple[float, dict[str, float]]:
-    """Mean seconds of visits, and the causes of the rest of `seconds`, where only the busiest rank is known."""
-    busiest = Loads.none(1)
-    for phase in ring.ring.each_phase():
-        busiest.add(ring.ring, phase)
-    _, exposed = busiest.causes(seconds)
-    mean = problem.rates.pair * problem.rates.plan.pairs() / problem.rates.plan.ranks
-    return mean, {**exposed, "imbalance": float(busiest.compute[0]) - mean}
 
 
 def _sample_events(problem: TimingProblem, seed: int) -> SampledTime:
@@ -120,19 +99,12 @@ def _sample_events(problem: TimingProblem, seed: int) -> SampledTime:
     )
 
 
-def _make_timeline(
-    rates: Rates,
-    solved: Solved,
-    compute: float,
-    exposed: dict[str, float],
-    traffic: Traffic | None,
-    sample: SampledTime | None,
-    passes: int | None,
-) -> Timeline:
+def _make_timeline(rates: Rates, solved: Solved, sample: SampledTime | None, passes: int | None) -> Timeline:
     """The report of a solved problem, with jitter, the job's failures, energy and cost."""
     plan, machine, seconds = rates.plan, rates.machine, solved.seconds
     solver, why, interval = solved.solver, solved.why, None
-    exposed = {**exposed, "jitter": 0.0, "call": machine.call or 0.0}
+    compute, exposed = solved.loads.causes(seconds)
+    exposed |= {"jitter": 0.0, "call": machine.call or 0.0}
     if sample is not None:
         # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier
         # with jitter, as it ends with the message; then the time is at least what a rank computes.
@@ -155,7 +127,7 @@ def _make_timeline(
         exposed=exposed,
         interval=interval,
         extrapolated=sample is not None and sample.extrapolated,
-        traffic=traffic,
+        traffic=solved.traffic,
         memory=memory(plan, backward=rates.backward),
         passes=passes,
         failures=job_failures,

@@ -32,8 +32,8 @@ class Timeline:
     why: str
     #: What of the plan was compared to show that a simpler problem takes as long; "" where every step was simulated.
     compared: str
-    #: When each rank finishes, without jitter, float64 [ranks]; None where the solver finds only the last finish.
-    finish: np.ndarray | None
+    #: When each rank finishes, without jitter, float64 [ranks].
+    finish: np.ndarray
     #: Mean seconds of visits per rank.
     compute: float
     #: Seconds by which the pass is longer than `compute`, by cause: imbalance (of the busiest rank), merge,
@@ -43,8 +43,8 @@ class Timeline:
     #: jitter.
     interval: tuple[float, float] | None
     extrapolated: bool
-    #: Counted bytes on links; None where the solver does not count them.
-    traffic: Traffic | None
+    #: Counted bytes on links.
+    traffic: Traffic
     #: Bytes of one rank by category.
     memory: dict[str, int]
     #: How often the job makes the pass. None: no job is stated; energy and price are of one pass, without failures.

@@ -80,11 +80,6 @@ def window(
     ring_problem = make_ring_problem(rates, faults)
     if isinstance(ring_problem, str):
         return _simulate_window(rates, faults, ranks, steps, ring_problem)
-    if ring_problem.bounding:
-        raise Unsupported(
-            f"{plan.ranks:,} ranks hide their messages under the busiest rank, and only its time is known; "
-            "try fewer ranks"
-        )
     steps = range(steps.start, min(steps.stop, ring_problem.steps))
     if not steps:
         raise InvalidInput(
@@ -94,7 +89,7 @@ def window(
     undisturbed = begun
     if faults:
         same_without_faults = make_ring_problem(rates, Faults())
-        assert isinstance(same_without_faults, RingProblem) and not same_without_faults.bounding
+        assert isinstance(same_without_faults, RingProblem)
         undisturbed = _solve_window(same_without_faults, ranks, steps)[0]
     return StepWindow("stencil", ranks, steps, begun, busy, begun - undisturbed, messages)
 
@@ -103,7 +98,7 @@ def _solve_window(
     ring_problem: RingProblem, ranks: range, steps: range
 ) -> tuple[np.ndarray, np.ndarray, tuple[TimedMessage, ...] | None]:
     """(begun, busy, messages) of a window, by the stencil of the ring."""
-    ring = ring_problem.all_ranks()
+    ring = ring_problem.ring
     if ring.ranks * steps.stop > REACHED:
         raise Unsupported(
             f"{ring.ranks:,} ranks x {steps.stop:,} steps lie before the end of the window, and at most {REACHED:,} "

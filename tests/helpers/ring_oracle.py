@@ -19,7 +19,7 @@ class Step:
     messages: dict[int, list[tuple[float, float] | None]] = field(default_factory=dict)
 
 
-def starts(ranks: int, steps: list[Step], buffers: int = 1, waits: bool = True) -> list[list[float]]:
+def starts(ranks: int, steps: list[Step], buffers: int = 1) -> list[list[float]]:
     """S[k][r], when rank r begins step k; the last row is when it has finished."""
     begun = [[0.0] * ranks]
     arrivals: list[dict[tuple[int, int], float]] = []
@@ -40,7 +40,7 @@ def starts(ranks: int, steps: list[Step], buffers: int = 1, waits: bool = True) 
             ready = now[rank] + step.busy[rank]
             for sign in (1, -1):
                 ready = max(ready, here.get((sign, (rank - sign) % ranks), NEVER))
-                if waits and k - buffers + 1 >= 0:
+                if k - buffers + 1 >= 0:
                     ready = max(ready, arrivals[k - buffers + 1].get((sign, rank), NEVER))
             then.append(ready)
         begun.append(then)
@@ -79,4 +79,4 @@ def steps_of(ring: Ring) -> list[Step]:
 
 
 def truth(ring: Ring) -> np.ndarray:
-    return np.array(starts(ring.ranks, steps_of(ring), ring.buffers, ring.waits)[-1])
+    return np.array(starts(ring.ranks, steps_of(ring), ring.buffers)[-1])

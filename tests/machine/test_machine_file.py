@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import textwrap
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ringattn.config.schema import conf_dir
 from ringattn.errors import InvalidInput
 from ringattn.machine.file import read_machine, read_record, write_machine
 from ringattn.machine.machine import MACHINE_NUMBERS, SOURCES
-from ringattn.machine.presets import PRESETS, get_machine, preset_yaml
+from ringattn.machine.presets import CURRENCY, PRESETS, get_machine
 
 
 def test_intervals_are_order_statistics() -> None:
@@ -120,6 +121,25 @@ def test_every_machine_by_name_says_where_its_numbers_come_from() -> None:
                 )
         plan = ra.make_plan(ra.Causal(), tokens=1 << 16, ranks=16, layout="zigzag", schedule="ring", dtype="bfloat16")
         assert 0 < ra.simulate(plan, found).seconds < math.inf
+
+
+def preset_yaml(name: str) -> str:
+    """The config file conf/machine/NAME.yaml of a preset, whose comments list its numbers with sources and reasons.
+
+    After a change of a preset, write its file anew with this text.
+    """
+    preset = PRESETS[name]
+    lines = textwrap.wrap(preset.title, 120, initial_indent="# ", subsequent_indent="# ")
+    lines += ["#", "# Numbers with source (cited, assumed or measured) and reason, as in ringattn/machine/presets.py:"]
+    for field, number in MACHINE_NUMBERS.items():
+        if field not in preset.facts:
+            continue
+        fact = preset.facts[field]
+        unit = number.unit.replace("currency", CURRENCY)
+        value = str(fact.value).lower() if isinstance(fact.value, bool) else f"{fact.value:.4g} {unit}"
+        text = f"{field} = {value} [{fact.source}]: {fact.reason}"
+        lines += textwrap.wrap(text, 120, initial_indent="#   ", subsequent_indent="#     ")
+    return "\n".join([*lines, f"spec: {name}", ""])
 
 
 @pytest.mark.parametrize("name", PRESETS)

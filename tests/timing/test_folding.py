@@ -92,7 +92,7 @@ def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward
     assume(isinstance(found, Solved))
     assert isinstance(found, Solved)
     whole = simulate_events(rates, Faults())
-    assert whole.finish is not None and found.finish == pytest.approx(whole.finish, rel=CLOSE)
+    assert found.finish == pytest.approx(whole.finish, rel=CLOSE)
     assert found.seconds == pytest.approx(whole.seconds, rel=CLOSE)
     assert found.traffic == whole.traffic
     for name in ("compute", "merge", "interference", "stalls"):
@@ -124,9 +124,9 @@ def test_a_billion_tokens_by_few(pattern: Pattern, backward: bool) -> None:
     )
     assert found.solver == ("stencil" if isinstance(pattern, type(Causal() & Full())) else "events, folded")
     assert found.seconds == pytest.approx(whole.seconds, rel=CLOSE)
-    assert found.finish is not None and len(found.finish) == 1 << 18 and found.traffic is not None
+    assert len(found.finish) == 1 << 18
     ends = [*range(8), *range(-8, 0)]
-    assert whole.finish is not None and found.finish[ends] == pytest.approx(whole.finish[ends], rel=CLOSE)
+    assert found.finish[ends] == pytest.approx(whole.finish[ends], rel=CLOSE)
 
 
 def test_what_is_not_folded() -> None:

@@ -54,10 +54,6 @@ class Band:
         lo, hi = (None if limit is None else -limit for limit in (self.lo, self.hi))
         return replace(self, lo=hi, hi=lo)
 
-    def pairs(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """(query, key, head) pairs of visits, int64, by ranks of equal shape."""
-        return self.pairs_of_head(queriers, owners) * self.heads
-
     def pairs_of_head(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
         """(query, key) pairs of visits that one head sees, int64, by ranks of equal shape."""
         total = np.zeros(np.broadcast_shapes(queriers.shape, owners.shape), dtype=np.int64)

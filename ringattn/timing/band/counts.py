@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 
 import numpy as np
 
@@ -157,39 +156,6 @@ class BandCounts:
 
         return Ring(self.band.ranks, make_phases, self.rates.buffers, self.rates.gamma, stalls=self.faults.stalls)
 
-    def find_bounding_ring(self) -> tuple[Ring, int, str] | None:
-        """A uniform ring with the same last finish, with its steps and what was compared; None where there is none.
-
-        There is one where a rank is at least as busy at every step as every other rank, and as any message takes. Then
-        no rank begins a step later than the busiest rank, which waits for nobody.
-        """
-        if len(self.ways) > 1:
-            return None
-        sign = self.ways[0].sign if self.ways else 1
-        rank, compared, runs = self.rates.plan.cache.answer(
-            ("busiest", self.rates.machine.merge is None),
-            lambda: self._find_busiest_rank(self.ways[0].limit if self.ways else 0, sign),
-        )
-        if rank is None:
-            return None
-        merge = self.rates.merge(self.band.rows * self.band.heads)
-        # The first visit is to the rank's own block, and is not merged.
-        phases = tuple(
-            Phase(count, pairs * self.rates.pair, merge * (index > 0 and pairs > 0))
-            for index, (pairs, count) in enumerate(runs)
-        )
-        ring = Ring(self.band.ranks, phases)
-        if self.ways:
-            # Nothing moves at the last step.
-            busy = [ring.busy(phase) for phase in (phases if runs[-1][1] > 1 else phases[:-1])]
-            if min(float(np.min(value)) for value in busy) < self._find_longest_message(sign):
-                return None
-        words = (
-            f"{compared:,} pair counts: rank {rank} has the most at every step, and a whole block takes no longer than "
-            "any of its visits"
-        )
-        return ring, sum(count for _, count in runs), words
-
     def _message_sign(self, way: Way) -> int:
         """The direction of messages on a way. Of two ranks each is the next rank of the other."""
         return 1 if self.band.ranks == 2 else -way.sign if self.traffic.homeward else way.sign
@@ -269,38 +235,3 @@ class BandCounts:
             middle = (low + high) // 2
             low, high = (middle, high) if reaches(middle) else (low, middle)
         return low
-
-    def _find_longest_message(self, sign: int) -> float:
-        """Seconds of the message with a whole block on the slowest link."""
-        block_bytes = self.band.rows * sum(moving.row_bytes for moving in self.traffic.moving)
-        sizes = np.full(self.band.ranks, float(block_bytes))
-        messages = NeighborCosts(self.rates, self.faults, [(sign, sizes)]).messages(sign)
-        return float(np.max(messages.seconds))
-
-    def _find_busiest_rank(self, limit: int, sign: int) -> tuple[int | None, int, list[tuple[int, int]]]:
-        """A rank with the most pairs at each step up to `limit` that merges as many rows as any rank, or None.
-
-        With it come the number of counts that were compared, and the rank's pairs as runs (pairs, steps); the first
-        step is a run of its own. A visit's chunks are apart by rank - owner, which has two values at a step, before and
-        after ranks wrap around. Where a rank has two chunks, they are also apart by 2 ranks - 1 - rank - owner, over
-        which the maximum is taken.
-        """
-        band, ranks, steps = self.band, self.band.ranks, np.arange(limit + 1)
-        apart = sign * steps
-        pairs_of_chunks = []
-        for distance in (apart, np.where(steps > 0, apart - sign * ranks, apart)):
-            pairs = band.chunk_pairs(distance)
-            pairs_of_chunks.append(pairs if band.chunks == 1 else pairs + band.chunk_pairs(-distance))
-        most, compared = np.maximum(*pairs_of_chunks), 2 * len(steps)
-        if band.chunks == 2:
-            mirrored = np.arange(2 * ranks - 1) - (2 * ranks - 1)
-            most = most + np.max(band.chunk_pairs(mirrored) + band.chunk_pairs(-mirrored))
-            compared += len(mirrored)
-        for rank in (ranks - 1, 0):
-            visits = np.full_like(steps, rank), (rank - sign * steps) % ranks
-            pairs = band.pairs(*visits)
-            merges_all = self.rates.machine.merge is None or (band.rows_seeing(*visits) == band.rows)[pairs > 0].all()
-            if (pairs >= most * band.heads).all() and merges_all:
-                runs = [(value, len(list(run))) for value, run in groupby(pairs[1:].tolist())]
-                return rank, compared, [(int(pairs[0]), 1), *runs]
-        return None, compared, []

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 SOLVERS: Registry[Callable[[], Solver]] = Registry(
     "solvers",
     {
-        "closed_form": "timing.solvers.closed_form:ClosedFormSolver",
         "periodic": "timing.solvers.periodic:PeriodicSolver",
-        "perturbation": "timing.solvers.perturbation:PerturbationSolver",
         "stencil": "timing.solvers.stencil:StencilSolver",
         "events": "timing.solvers.events:EventSolver",
     },

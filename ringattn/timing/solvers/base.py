@@ -9,32 +9,35 @@ import numpy as np
 
 from ..problem import RingProblem, TimingProblem
 from ..resources import Loads, Traffic, survey
+from .recurrence import Ring
 
 
 @dataclass(frozen=True)
 class RingTimes:
     """Times of a ring: seconds until the last rank has finished, and the finish of each rank, float64 [ranks].
 
-    `why` says why the times are exact, in words for the report.
+    `why` says why the times are exact, in words for the report. Where ranks repeat, `period` is a ring of the ranks of
+    one period.
     """
 
     seconds: float
     finish: np.ndarray
     why: str
+    period: Ring | None = None
 
 
 @dataclass(frozen=True)
 class Solved:
     """A solved timing problem: times, loads and traffic of one pass.
 
-    `seconds` pass until the last rank has finished. `finish` holds the seconds of each rank, float64 [ranks], or None
-    where only the last finish is that of the plan. `why` says why the solver could be used, and `compared` which facts
-    of the plan were compared before the problem was simplified; it is empty where every step was simulated.
+    `seconds` pass until the last rank has finished, and `finish` holds the seconds of each rank, float64 [ranks]. `why`
+    says why the solver could be used, and `compared` which facts of the plan were compared before the problem was
+    simplified; it is empty where every step was simulated.
     """
 
     solver: str
     seconds: float
-    finish: np.ndarray | None
+    finish: np.ndarray
     why: str
     loads: Loads
     traffic: Traffic
@@ -70,5 +73,7 @@ class RingSolver(Solver):
         times = self.solve_ring(problem.ring)
         if times is None:
             return None
-        loads, traffic = survey(problem.ring.ring, problem.ring.copies)
+        whole = problem.ring.ring
+        ring = whole if times.period is None else times.period
+        loads, traffic = survey(ring, whole.ranks // ring.ranks)
         return Solved(self.name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared)

@@ -97,7 +97,7 @@ class DelayState:
             arrivals.append(arrival)
             if len(arrivals) == ring.buffers:
                 oldest = arrivals.pop(0) - ring.buffers * reference
-                then = np.maximum(then, oldest) if ring.waits else then
+                then = np.maximum(then, oldest)
             self.link_free[sign] = np.where(np.isfinite(arrival), arrival, self.link_free[sign]) - reference
         self.starts = [*self.starts, self.now][-(ring.buffers - 1) :]
         self.now = then

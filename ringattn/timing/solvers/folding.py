@@ -58,7 +58,6 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
     if isinstance(fold, str):
         return fold
     solved = simulate_events(replace(rates, plan=fold.plan), Faults(), why)
-    assert solved.finish is not None
     first, size = fold.first, fold.period
     spread = np.abs(solved.finish[first : first + size] - solved.finish[first + size : first + 2 * size]).max()
     assert spread <= CLOSE * solved.seconds, f"two periods of ranks finish {spread} s apart"

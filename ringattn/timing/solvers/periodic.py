@@ -31,33 +31,33 @@ class PeriodicSolver(RingSolver):
     needs = "ranks that repeat with a period, and no stalls"
 
     def solve_ring(self, problem: RingProblem) -> RingTimes | None:
-        return solve_periodic(problem.ring, problem.copies)
+        return solve_periodic(problem.ring)
 
 
-def solve_periodic(ring: Ring, copies: int = 1) -> RingTimes | None:
+def solve_periodic(ring: Ring) -> RingTimes | None:
     """The times of a ring whose ranks repeat with a period of at most LONGEST_PERIOD; None for other rings.
 
-    Exact but for SPREAD. With `copies` > 1 the ring is one of so many equal periods.
+    Exact but for SPREAD.
     """
     if callable(ring.phases) or ring.stalls:
         return None
-    size = ring.ranks if copies > 1 else _find_period(ring)
-    if size is None or size > LONGEST_PERIOD:
+    size = _find_period(ring)
+    if size is None:
         return None
     one_period = replace(ring, ranks=size, phases=tuple(_take_ranks(phase, size) for phase in ring.phases))
     state, skipped = DelayState(one_period), 0
     for phase in one_period.each_phase():
         skipped += _advance_phase(state, phase)
-    finish = np.tile(state.finish(), copies * ring.ranks // size)
+    finish = np.tile(state.finish(), ring.ranks // size)
     why = f"ranks repeat every {size}; {skipped:,} of {state.step:,} steps are jumped over"
-    return RingTimes(float(finish.max()), finish, why)
+    return RingTimes(float(finish.max()), finish, why, one_period)
 
 
 def _find_period(ring: Ring) -> int | None:
     """The smallest number of ranks after which all numbers repeat."""
     assert not callable(ring.phases)
     arrays = [value for phase in ring.phases for value in _phase_values(phase) if isinstance(value, np.ndarray)]
-    for size in range(1, min(ring.ranks // 2, LONGEST_PERIOD) + 1):
+    for size in range(1, min(max(ring.ranks // 2, 1), LONGEST_PERIOD) + 1):
         if ring.ranks % size == 0 and all(bool((a.reshape(-1, size) == a[:size]).all()) for a in arrays):
             return size
     return None

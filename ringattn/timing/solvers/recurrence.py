@@ -7,10 +7,10 @@ and B the number of receive slots:
     X_r(k) = max(S_r(k), S_next(k - B + 1))                  the sender has the block, the receiver has a free slot
     A_next(k) = max(X_r(k) + l_r(k), A_next(k') + g_r(k))    k' is the step of the previous message on this link
     S_r(k + 1) = max(S_r(k) + c_r(k) + gamma min(c_r(k), l) + mu_r(k), A_r(k), A_next(k - B + 1))
-                                                             the last only where ranks wait for their sends
 
-In the last formula l is the longest message that r sends or receives in step k, and gamma the part of that time by
-which messages slow a visit. Each direction of travel has messages of its own. With B = 1 and l >= g the recurrence is a
+The last term is the end of the rank's own message of B steps before, for which the executor waits. In the last formula
+l is the longest message that r sends or receives in step k, and gamma the part of that time by which messages slow a
+visit. Each direction of travel has messages of its own. With B = 1 and l >= g the recurrence is a
 stencil of three ranks: S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward adds direct
 messages: a message between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both ranks wait for
 its end.
@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from ...errors import InvalidInput
 
 #: One number for all ranks, or float64 [ranks].
 Value = float | np.ndarray
@@ -101,50 +99,17 @@ class Stall:
 class Ring:
     """A ring whose recurrence a solver evaluates.
 
-    `phases` may be a function that yields the phases anew at each call, for rings with too many phases to hold. With
-    `waits` a rank waits for its own message of step k before it begins step k + `buffers`, as the executor does.
-    Raises InvalidInput where numbers contradict each other.
+    `phases` may be a function that yields the phases anew at each call, for rings with too many phases to hold.
     """
 
     ranks: int
     phases: tuple[Phase, ...] | Callable[[], Iterable[Phase]]
     buffers: int = 1
     gamma: float = 0.0
-    waits: bool = True
     stalls: tuple[Stall, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.buffers < 1 or self.gamma < 0:
-            raise InvalidInput(
-                f"a ring needs ranks >= 1, buffers >= 1 and gamma >= 0, got {self.ranks}, {self.buffers}, {self.gamma}"
-            )
-        for phase in self.phases if isinstance(self.phases, tuple) else ():
-            self._check_phase(phase)
-        steps = None if callable(self.phases) else sum(phase.steps for phase in self.phases)
-        for stall in self.stalls:
-            inside = 0 <= stall.rank < self.ranks and stall.step >= 0 and (steps is None or stall.step < steps)
-            if not inside or not 0 <= stall.seconds < float("inf"):
-                raise InvalidInput(
-                    f"{stall}: expected a rank 0 .. {self.ranks - 1}, a step "
-                    f"{'>= 0' if steps is None else f'0 .. {steps - 1}'} and seconds >= 0"
-                )
-
-    def _check_phase(self, phase: Phase) -> None:
-        values = (
-            phase.compute,
-            phase.merge,
-            *(value for sent in phase.messages for value in (sent.seconds, sent.gap, sent.bytes)),
-        )
-        for value in values:
-            if isinstance(value, np.ndarray) and value.shape != (self.ranks,):
-                raise InvalidInput(
-                    f"a ring of {self.ranks} ranks needs arrays of shape [{self.ranks}], got {value.shape}"
-                )
-        for sent in phase.messages:
-            if sent.sign not in (1, -1):
-                raise InvalidInput(f"messages to neighbors need sign +1 or -1, got {sent.sign}")
-            if bool(np.any(np.greater(sent.gap, sent.seconds) & np.isfinite(sent.seconds))):
-                raise InvalidInput("a message may occupy its link (gap) no longer than it takes (seconds)")
+        assert self.ranks >= 1 and self.buffers >= 1 and self.gamma >= 0
 
     def each_phase(self) -> Iterator[Phase]:
         """Yield the phases in order, split at the steps of stalls."""
@@ -180,11 +145,8 @@ class Ring:
         above: Value = NEVER
         for sent in phase.messages:
             arrives, leaves = shift_ranks(sent.seconds, sent.sign), sent.seconds
-            awaited = (arrives, leaves) if self.waits else (arrives,)
-            own = largest(own, *awaited)
             from_below, from_above = (arrives, leaves) if sent.sign > 0 else (leaves, arrives)
-            below = largest(below, from_below) if sent.sign > 0 or self.waits else below
-            above = largest(above, from_above) if sent.sign < 0 or self.waits else above
+            own, below, above = largest(own, arrives, leaves), largest(below, from_below), largest(above, from_above)
         return own, below, above
 
 

@@ -32,7 +32,7 @@ class StencilSolver(RingSolver):
             _check_size(problem, MOST_COUNTED)
         else:
             _check_size(problem, MOST if problem.ring.buffers == 1 else MOST_WITH_SLOTS)
-        return solve_stencil(problem.all_ranks())
+        return solve_stencil(problem.ring)
 
 
 def solve_stencil(ring: Ring) -> RingTimes:
@@ -45,7 +45,7 @@ def solve_stencil(ring: Ring) -> RingTimes:
 
 
 def _check_size(problem: RingProblem, most: int) -> None:
-    ranks = problem.ring.ranks * problem.copies
+    ranks = problem.ring.ranks
     if ranks * problem.steps > most:
         raise Unsupported(
             f"{ranks:,} ranks x {problem.steps:,} steps with {problem.ring.buffers} receive slots are more than "
