@@ -223,3 +223,29 @@ def check_order(told: list[list[str]]) -> None:
         numbers = [[int(number) for number in re.findall(BACKWARDS, text)[0]] for text in texts[::2]]
         assert numbers[0][1] == numbers[0][0] + 1 and numbers[1] == [number + 3 for number in numbers[0]], texts
         assert all(re.search(stage, text) for text in texts[1::2]), texts
+
+
+def connections(rank: int) -> list[int]:
+    """In a group with Gloo and NCCL: how often NCCL has connected after each exchange of records."""
+    connected = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        patch.setattr(torch.Tensor, "to", lambda self, device: connected.append(device) or self)  # type: ignore[func-returns-value]
+        counts, transport = [], TorchDist()
+
+        def exchange() -> None:
+            records = [b"rank 0", b"the record of rank 1" * 100]
+            assert transport.gather(records[rank]) == records
+            counts.append(len(connected))
+
+        exchange()
+        for ready in (rank == 1, True, rank == 0):  # rank 0 meets its tensors later
+            if ready:
+                transport.check(torch.device("cuda", rank))
+            exchange()
+        if rank == 1:
+            transport = TorchDist()
+            transport.check(torch.device("cuda", rank))
+        exchange()
+    assert set(connected) == {torch.device("cuda", rank)}
+    return counts
