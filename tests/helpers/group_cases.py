@@ -44,21 +44,23 @@ def held() -> tuple[int, int, float]:
 
 
 def cycles(rank: int, folder: str, count: int) -> list[tuple[int, int, float]]:
-    """What the process holds after each of `count` groups, while results and modules of all of them are kept."""
+    """What the process holds after each of `count` times four groups, while results and modules of all are kept."""
     leave()
     found, kept = [], []
     for number in range(count):
         join(rank, folder, number)
         x = torch.randn(1, 2, 12, 8, requires_grad=True)
-        calls: list[Callable[..., Any]] = [ra.nn.RingAttention(ra.Causal(), layout="zigzag", group=dist.group.WORLD)]
-        calls += [lambda q, k, v: ra.ring_attention(q, k, v, ra.Causal(), layout="contiguous")]
-        if number % 2:
-            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-            calls += [ra.nn.RingAttention(ra.Causal(), layout="zigzag", mesh=mesh["cp"])]
-            calls += [ra.nn.RingAttention(ra.Causal(), layout="zigzag", transport=TorchDist(dist.new_group([0, 1])))]
-            del mesh
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+        calls: list[Callable[..., Any]] = [
+            lambda q, k, v: ra.ring_attention(q, k, v, ra.Causal(), layout="contiguous"),
+            ra.nn.RingAttention(ra.Causal(), layout="zigzag", group=dist.group.WORLD),
+            ra.nn.RingAttention(ra.Causal(), layout="zigzag", mesh=mesh["cp"]),
+            ra.nn.RingAttention(ra.Causal(), layout="zigzag", group=mesh["cp"]),
+            ra.nn.RingAttention(ra.Causal(), layout="zigzag", transport=TorchDist(dist.new_group([0, 1]))),
+        ]
         outs = [call(x, x, x) for call in calls]
         torch.stack(outs).sum().backward(retain_graph=True)
+        del mesh
         kept.append((outs, calls))
         leave()
         found.append(held())
