@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import pytest
@@ -59,7 +59,7 @@ class LateVirtual:
     receives by peer, tag and bytes, for each rank and request.
     """
 
-    runs: list[list[list[set[tuple[bool, int, int, int]]]]] = []
+    runs: ClassVar[list[list[list[set[tuple[bool, int, int, int]]]]]] = []
 
     def __init__(self, size: int) -> None:
         self._random = random.Random(0)

@@ -1,4 +1,4 @@
-"""Buffers of messages live, and stay as they are, from their post to their wait: on a fabric that is as late as can be."""
+"""On the slowest fabric there can be, buffers of messages live and stay as they are from their post to their wait."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def test_mistakes_of_a_program_are_caught(mistake: str | None) -> None:
     if mistake is None:
         assert [x.tolist() for x in transport.run([program(0), program(1)])] == [[1] * 8, [0] * 8]
         return
-    with pytest.raises(AssertionError, match="freed while in flight|written to while in flight|never waited for"):
+    with pytest.raises(AssertionError, match=r"freed while in flight|written to while in flight|never waited for"):
         transport.run([program(0), program(1)])
