@@ -102,7 +102,7 @@ def ring_attention(
     pattern: Pattern | str,
     *,
     layout: str | Layout,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     transport: Transport | None = None,
     key_padding_mask: torch.Tensor | None = None,
@@ -119,8 +119,8 @@ def ring_attention(
     layout: the Layout by which the sequence was cut into shards, or its name. The rows of a shard do not show how the
         sequence was cut: a wrong layout gives a wrong result and no error, so `layout` has no default. `make_plan` can
         choose a layout before the sequence is cut.
-    group, mesh, transport: who the ranks are, at most one of the three: a ProcessGroup (default: the world), a
-        one-dimensional DeviceMesh, or a Transport.
+    group, mesh, transport: who the ranks are, at most one of the three: a ProcessGroup (default: the world) or a
+        one-dimensional DeviceMesh, such as mesh["cp"], or a Transport.
     key_padding_mask: bool [B, n] for the local shard, on all ranks or on none; True marks padding. No query attends a
         padded key, whatever the key holds. The mask costs 8 more columns of the head dim.
     return_lse: also return the log-sum-exp of the scaled logits.
@@ -161,7 +161,7 @@ def positions(
     pattern: Pattern | str,
     *,
     layout: str | Layout,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     transport: Transport | None = None,
     key_padding_mask: torch.Tensor | None = None,
@@ -483,7 +483,7 @@ _transports: WeakKeyDictionary[ProcessGroup, TorchDist] = WeakKeyDictionary()
 
 
 def _get_transport(
-    group: ProcessGroup | None = None, mesh: DeviceMesh | None = None, transport: Transport | None = None
+    group: ProcessGroup | DeviceMesh | None = None, mesh: DeviceMesh | None = None, transport: Transport | None = None
 ) -> Transport:
     """The given transport, or the transport of a process group."""
     if transport is not None:

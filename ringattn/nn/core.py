@@ -46,7 +46,9 @@ class _Place:
     The module keeps alive neither its process group, see `WeakGroup`, nor its mesh, which refers to groups.
     """
 
-    def __init__(self, group: ProcessGroup | None, mesh: DeviceMesh | None, transport: Transport | None) -> None:
+    def __init__(
+        self, group: ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None, transport: Transport | None
+    ) -> None:
         arguments = {"group": group, "mesh": mesh, "transport": transport}
         #: What repr shows, "name=value".
         self.shown = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
@@ -84,7 +86,7 @@ class RingAttention(nn.Module):
         self,
         pattern: Pattern | str,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
         mesh: DeviceMesh | None = None,
         transport: Transport | None = None,
         ranks: int | None = None,

@@ -35,7 +35,7 @@ class AttentionKeywords(TypedDict, total=False):
 class RankKeywords(TypedDict, total=False):
     """Who the ranks of a call are: at most one of the three. None of the three means the default process group."""
 
-    group: ProcessGroup | None
+    group: ProcessGroup | DeviceMesh | None
     mesh: DeviceMesh | None
     transport: Transport | None
 

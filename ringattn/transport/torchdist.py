@@ -1,4 +1,4 @@
-"""A transport over torch.distributed: Gloo for CPU tensors, NCCL for CUDA tensors."""
+"""A transport over torch.distributed: Gloo for CPU tensors, NCCL for CUDA tensors, or both in one group."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ FIRST_TAG = 1 << 30
 RECORD_TAG = 0x52410000
 #: Seconds of a wait at least: data that has arrived is found even after the deadline.
 LEAST = 0.01
+#: What a rank of a group with Gloo and NCCL tells the others beside its record: whether it has met tensors on a CUDA
+#: device, and whether NCCL has connected that device.
+NO_CUDA, UNCONNECTED, CONNECTED = b"\0", b"\1", b"\2"
 #: Packages whose Python code runs between this module and a backend.
 BETWEEN = ("torch.distributed", "contextlib")
 #: The numbers of the calls of a group, which all transports of the group share.
@@ -33,16 +36,18 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary(
 
 
 class WeakGroup:
-    """A weak reference to a ProcessGroup, or to the group of a one-dimensional DeviceMesh.
+    """A weak reference to a ProcessGroup, or to the group of a one-dimensional DeviceMesh (as `group` or as `mesh`).
 
     The threads and sockets of a group live as long as anything refers to the group. With a weak reference they end in
     `destroy_process_group`; torch itself refers to the group until then.
     """
 
     def __init__(self, group: Any = None, *, mesh: Any = None) -> None:
+        if mesh is not None and group is not None:
+            raise InvalidInput("both group= and mesh= are given; give one")
+        if isinstance(group, DeviceMesh):
+            mesh = group
         if mesh is not None:
-            if group is not None:
-                raise InvalidInput("both group= and mesh= are given; give one")
             if not isinstance(mesh, DeviceMesh):
                 raise InvalidInput(f"mesh={mesh!r}: expected one axis of a DeviceMesh, such as mesh['cp']")
             if mesh.ndim != 1:
@@ -77,11 +82,12 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
 class TorchDist:
     """One rank of a ProcessGroup or of a one-dimensional DeviceMesh. The group is not kept alive, see `WeakGroup`.
 
-    On Gloo the tags of messages are 2^30 and above; a program's own messages on the group may have any lower tags. NCCL
-    has no tags and matches messages between two ranks in the order in which they are posted: on NCCL nothing else may
-    be sent on the group between the first and the last message of a call. Give ring attention a group of its own if
-    your program sends messages, too. Before the first message of every pass all ranks compare that they run the same
-    pass.
+    Messages travel on the backend that the group has for the device of the tensors, and records on the backend for the
+    CPU if there is one. On Gloo the tags of messages are 2^30 and above; a program's own messages on the group may have
+    any lower tags. NCCL has no tags and matches messages between two ranks in the order in which they are posted: on
+    NCCL nothing else may be sent on the group between the first and the last message of a call. Give ring attention a
+    group of its own if your program sends messages, too. Before the first message of every pass all ranks compare that
+    they run the same pass.
 
     `timeout` (seconds) bounds every wait on Gloo. The default is the group's timeout, as given to init_process_group or
     new_group. On NCCL a wait only orders streams, and the group's timeout aborts a hung message.
@@ -98,7 +104,11 @@ class TorchDist:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise InvalidInput("this process is not a member of the group; call ring_attention on its members only")
-        self.backend = dist.get_backend(group)
+        #: The backend of each type of device. `dist.get_backend` is "undefined" for groups made without a backend.
+        self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        #: The CUDA device of this rank, by device_id= of init_process_group or by the latest tensors.
+        self._device: torch.device | None = group.bound_device_id
+        self._connected: torch.device | None = None
         self.calls = _calls.setdefault(group, count())
         check_timeout(timeout)
         self._timeout, self.counters = timeout, Counters()
@@ -116,14 +126,26 @@ class TorchDist:
 
     def check(self, device: torch.device) -> None:
         """Raise InvalidInput if the group's backend does not carry tensors of `device`."""
-        names = str(self.backend)
-        if device.type == "cuda" and "nccl" not in names:
-            raise InvalidInput(f"tensors are on {device} but the group's backend is {names}; try an nccl group")
-        if device.type == "cpu" and names == "nccl":
-            raise InvalidInput("tensors are on the cpu but the group's backend is nccl; try a gloo group")
+        backend = self._backends.get(device.type)
+        # Gloo registers itself for CUDA tensors, too, but has no messages from rank to rank for them.
+        if backend is None or (device.type == "cuda" and backend != "nccl"):
+            names = ",".join(map(":".join, self._backends.items()))
+            wanted = "nccl" if device.type == "cuda" else "gloo"
+            raise InvalidInput(
+                f"tensors are on {device} but the group's backends are {names}; try a group of backend {wanted}, or of "
+                "both, 'cpu:gloo,cuda:nccl'"
+            )
+        if device.type == "cuda":
+            bound = self.group.bound_device_id
+            if bound not in (None, device):
+                raise InvalidInput(
+                    f"tensors are on {device} but device_id= of init_process_group has bound the group to {bound}; "
+                    "move the tensors there, or leave out device_id="
+                )
+            self._device = device
 
-    def post(self, post: Post) -> list[tuple[Any, str]]:
-        """Start the messages of a step and return torch's works with their names in errors."""
+    def post(self, post: Post) -> list[tuple[Callable[[], Any], str]]:
+        """Start the messages of a step. Returns what waits for torch's works, with their names in errors."""
         group = self.group
         self.counters.add(post)
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
@@ -136,21 +158,33 @@ class TorchDist:
         works = self._call("; ".join(names), partial(dist.batch_isend_irecv, operations))
         if len(works) != len(names):  # NCCL coalesces a batch into one work
             names = ["; ".join(names)] * len(works)
-        return list(zip(works, names, strict=True))
+        if self._backends[operations[0].tensor.device.type] == "nccl":
+            return [(work.wait, name) for work, name in zip(works, names, strict=True)]
+        within = timedelta(seconds=self.timeout)
+        return [(partial(work.wait, within), name) for work, name in zip(works, names, strict=True)]
 
-    def wait(self, ticket: list[tuple[Any, str]]) -> None:
+    def wait(self, ticket: list[tuple[Callable[[], Any], str]]) -> None:
         """Wait for the messages of a ticket. Raises CommFailure after the timeout."""
-        for work, name in ticket:
-            self._wait(work, name)
+        for wait, name in ticket:
+            self._call(name, wait)
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
-        return gather_in_rounds(self._exchange, record, SHORT)
+        if "cpu" not in self._backends:
+            return gather_in_rounds(self._all_gather, record, SHORT)
+        if "nccl" not in self._backends.values():
+            return gather_in_rounds(self._exchange, record, SHORT)
+        state = NO_CUDA if self._device is None else CONNECTED if self._device == self._connected else UNCONNECTED
+        both = gather_in_rounds(self._exchange, state + record, SHORT)
+        states = {raw[:1] for raw in both}
+        if UNCONNECTED in states and states <= {UNCONNECTED, CONNECTED}:
+            # NCCL connects the ranks in the first call, which all ranks must make: the first step is not for all ranks.
+            self._all_gather(state)
+            self._connected = self._device
+        return [raw[1:] for raw in both]
 
     def _exchange(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in rank order. All records are equally long."""
-        if "nccl" in str(self.backend):
-            return self._all_gather(record)
+        """Every rank's record, in rank order, by the backend of the CPU. All records are equally long."""
         group = self.group
         # Straight from rank to rank, so that a failing wait names the missing rank. An all-gather goes around a ring,
         # and its failure names nobody.
@@ -165,25 +199,19 @@ class TorchDist:
             name = f"{RECORDS}: {verb} rank {peer}"
             works.append((self._call(name, partial(start, data, None, group, RECORD_TAG, peer)), name))
         for work, name in works:
-            self._wait(work, name, deadline)
+            seconds = max(deadline - time.monotonic(), LEAST)
+            self._call(name, partial(work.wait, timedelta(seconds=seconds)))
         return [x.numpy().tobytes() for x in records]
 
     def _all_gather(self, record: bytes) -> list[bytes]:
         """`_exchange` on NCCL, where messages from rank to rank would need a connection between every two ranks."""
         group = self.group
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to("cuda")
+        device = self._device or torch.device("cuda", torch.cuda.current_device())
+        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
         records = [torch.empty_like(mine) for _ in range(self.size)]
         work = self._call(RECORDS, partial(dist.all_gather, records, mine, group=group, async_op=True))
-        self._wait(work, RECORDS)
+        self._call(RECORDS, work.wait)
         return [x.cpu().numpy().tobytes() for x in records]
-
-    def _wait(self, work: Any, name: str, deadline: float | None = None) -> None:
-        """Wait for a work: until `deadline` if that is given, else for the timeout."""
-        if "nccl" in str(self.backend):
-            self._call(name, work.wait)
-            return
-        seconds = self.timeout if deadline is None else max(deadline - time.monotonic(), LEAST)
-        self._call(name, partial(work.wait, timedelta(seconds=seconds)))
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         """`call()`, where an error of the backend becomes a CommFailure with the name of the messages.

@@ -44,21 +44,23 @@ def held() -> tuple[int, int, float]:
 
 
 def cycles(rank: int, folder: str, count: int) -> list[tuple[int, int, float]]:
-    """What the process holds after each of `count` groups, while results and modules of all of them are kept."""
+    """What the process holds after each of `count` times four groups, while results and modules of all are kept."""
     leave()
     found, kept = [], []
     for number in range(count):
         join(rank, folder, number)
         x = torch.randn(1, 2, 12, 8, requires_grad=True)
-        calls: list[Callable[..., Any]] = [ra.nn.RingAttention(ra.Causal(), layout="zigzag", group=dist.group.WORLD)]
-        calls += [lambda q, k, v: ra.ring_attention(q, k, v, ra.Causal(), layout="contiguous")]
-        if number % 2:
-            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-            calls += [ra.nn.RingAttention(ra.Causal(), layout="zigzag", mesh=mesh["cp"])]
-            calls += [ra.nn.RingAttention(ra.Causal(), layout="zigzag", transport=TorchDist(dist.new_group([0, 1])))]
-            del mesh
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+        calls: list[Callable[..., Any]] = [
+            lambda q, k, v: ra.ring_attention(q, k, v, ra.Causal(), layout="contiguous"),
+            ra.nn.RingAttention(ra.Causal(), layout="zigzag", group=dist.group.WORLD),
+            ra.nn.RingAttention(ra.Causal(), layout="zigzag", mesh=mesh["cp"]),
+            ra.nn.RingAttention(ra.Causal(), layout="zigzag", group=mesh["cp"]),
+            ra.nn.RingAttention(ra.Causal(), layout="zigzag", transport=TorchDist(dist.new_group([0, 1]))),
+        ]
         outs = [call(x, x, x) for call in calls]
         torch.stack(outs).sum().backward(retain_graph=True)
+        del mesh
         kept.append((outs, calls))
         leave()
         found.append(held())
@@ -223,3 +225,29 @@ def check_order(told: list[list[str]]) -> None:
         numbers = [[int(number) for number in re.findall(BACKWARDS, text)[0]] for text in texts[::2]]
         assert numbers[0][1] == numbers[0][0] + 1 and numbers[1] == [number + 3 for number in numbers[0]], texts
         assert all(re.search(stage, text) for text in texts[1::2]), texts
+
+
+def connections(rank: int) -> list[int]:
+    """In a group with Gloo and NCCL: how often NCCL has connected after each exchange of records."""
+    connected = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        patch.setattr(torch.Tensor, "to", lambda self, device: connected.append(device) or self)  # type: ignore[func-returns-value]
+        counts, transport = [], TorchDist()
+
+        def exchange() -> None:
+            records = [b"rank 0", b"the record of rank 1" * 100]
+            assert transport.gather(records[rank]) == records
+            counts.append(len(connected))
+
+        exchange()
+        for ready in (rank == 1, True, rank == 0):  # rank 0 meets its tensors later
+            if ready:
+                transport.check(torch.device("cuda", rank))
+            exchange()
+        if rank == 1:
+            transport = TorchDist()
+            transport.check(torch.device("cuda", rank))
+        exchange()
+    assert set(connected) == {torch.device("cuda", rank)}
+    return counts

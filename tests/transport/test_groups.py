@@ -15,8 +15,8 @@ from ringattn.transport.base import SPAN, TAGS, Message, Post, drive, number_tag
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
 
-#: Of these the first ones warm up what a process holds anyway.
-CYCLES, WARM = 16, 6
+#: Each cycle makes and destroys 4 groups; the first cycles warm up what a process holds anyway.
+CYCLES, WARM = 25, 6
 
 
 def test_groups_leave_nothing_behind(new_ranks: Run, tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_groups_leave_nothing_behind(new_ranks: Run, tmp_path: Path) -> None:
         threads, descriptors, size = (list(numbers) for numbers in zip(*found, strict=True))
         assert max(threads[WARM:]) <= max(threads[:WARM])
         assert max(descriptors[WARM:]) <= max(descriptors[:WARM])
-        assert size[-1] - size[WARM] < 8
+        assert size[-1] - size[WARM] < 4
 
 
 def test_a_backward_after_its_group_has_ended_is_an_error(new_ranks: Run, tmp_path: Path) -> None:

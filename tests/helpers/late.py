@@ -1,0 +1,121 @@
+"""Virtual ranks whose messages arrive as late as they may, and which tell of buffers freed or changed too early."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+from weakref import ref
+
+import pytest
+import torch
+
+from ringattn.plan.steps import Part
+from ringattn.runtime import autograd
+from ringattn.runtime.memory_pool import Pool
+from ringattn.runtime.message_buffers import Buffer, Buffers
+from ringattn.transport.base import Message, Post, Program
+from ringattn.transport.virtual import in_turns
+
+#: All bits set: NaN in every floating dtype.
+POISON = 255
+#: Sender, receiver and tag.
+Key = tuple[int, int, int]
+
+
+class Side(NamedTuple):
+    """One side of a message from its post to its wait. Only the program keeps the buffer alive."""
+
+    key: Key
+    sends: bool
+    name: str
+    buffer: Callable[[], torch.Tensor | None]
+    bytes: torch.Tensor
+
+    def land(self) -> torch.Tensor:
+        """The buffer, which must be alive and as it was posted."""
+        buffer = self.buffer()
+        assert buffer is not None, f"{self.name}: freed while in flight"
+        assert torch.equal(buffer, self.bytes), f"{self.name}: written to while in flight"
+        return buffer
+
+
+class Ticket:
+    """The messages of one request."""
+
+    def __init__(self, sides: list[Side], posted: set[tuple[Key, bool]]) -> None:
+        self.sides, self._posted = sides, posted
+
+    @property
+    def ready(self) -> bool:
+        """Whether the other side of every message is posted."""
+        return all((side.key, not side.sends) in self._posted for side in self.sides)
+
+
+class LateVirtual:
+    """`transport.virtual.Virtual`, but what is sent is read, and what is received is written, at the wait of each side.
+
+    The messages of one wait land in random order. `runs` are the shapes of all messages of all runs: sends and
+    receives by peer, tag and bytes, for each rank and request.
+    """
+
+    runs: ClassVar[list[list[list[set[tuple[bool, int, int, int]]]]]] = []
+
+    def __init__(self, size: int) -> None:
+        self._random = random.Random(0)
+        self._posted: set[tuple[Key, bool]] = set()
+        self._sent: dict[Key, torch.Tensor] = {}
+        self._flying: dict[tuple[Key, bool], str] = {}
+        self._requests: list[list[set[tuple[bool, int, int, int]]]] = [[] for _ in range(size)]
+
+    def run(self, programs: Sequence[Program[Any]]) -> list[Any]:
+        """Run one program per rank to the end, in turns, and return their results in rank order."""
+        results = in_turns(programs, self._post, self._name_unmatched, self._land)
+        assert not self._flying, f"never waited for: {sorted(self._flying.values())}"
+        LateVirtual.runs.append(self._requests)
+        return results
+
+    def _post(self, rank: int, post: Post) -> Ticket:
+        for message in post.recvs:
+            message.data.fill_(POISON)
+        sides = [self._fly(rank, message, post.label, sends=False) for message in post.recvs]
+        sides += [self._fly(rank, message, post.label, sends=True) for message in post.sends]
+        self._requests[rank].append({(s.sends, *s.key[s.sends : s.sends + 1], s.key[2], len(s.bytes)) for s in sides})
+        return Ticket(sides, self._posted)
+
+    def _fly(self, rank: int, message: Message, label: str, *, sends: bool) -> Side:
+        key = (rank, message.peer, message.tag) if sends else (message.peer, rank, message.tag)
+        side = Side(key, sends, f"rank {rank}, {label}, {key}", ref(message.data), message.data.clone())
+        assert (key, sends) not in self._posted, side.name
+        self._posted.add((key, sends))
+        self._flying[key, sends] = side.name
+        if sends:
+            self._sent[key] = side.bytes
+        return side
+
+    def _land(self, ticket: Ticket) -> None:
+        self._random.shuffle(ticket.sides)
+        for side in ticket.sides:
+            buffer = side.land()
+            if not side.sends:
+                buffer.copy_(self._sent.pop(side.key))
+            del self._flying[side.key, side.sends]
+
+    def _name_unmatched(self, waiting: Mapping[int, Ticket]) -> str:
+        return "; ".join(side.name for ticket in waiting.values() for side in ticket.sides)
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all virtual ranks send late, and poison what is taken from the memory pool or freed."""
+    take, give, drop = Pool.take, Pool.give, Buffers.drop
+
+    def poisoned_drop(self: Buffers, buffer: Buffer, part: Part) -> None:
+        drop(self, buffer, part)
+        if not buffer.live:
+            buffer.store.fill_(POISON)
+
+    monkeypatch.setattr(LateVirtual, "runs", [])
+    monkeypatch.setattr(autograd, "Virtual", LateVirtual)
+    monkeypatch.setattr(Pool, "take", lambda self, size: take(self, size).fill_(POISON))
+    monkeypatch.setattr(Pool, "give", lambda self, store: give(self, store.fill_(POISON)))
+    monkeypatch.setattr(Buffers, "drop", poisoned_drop)
