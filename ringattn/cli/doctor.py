@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import DoctorConfig
+from ..errors import InvalidInput, Unsupported
+from ..plan.work import Work
 from ..reporting.console import Number, print_numbers
 from ..transport.launcher import detect
 
@@ -20,6 +23,16 @@ from ..transport.launcher import detect
 EXTRAS = {
     "mpi4py": ("the MPI transport", "pip install 'ringattn[mpi]'"),
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
+}
+#: Works of 4,096 rows and keys with 8 heads of 128 columns, as rings of a decoder make them.
+TYPICAL = {
+    name: Work(range(8), range(kv_heads), range(4096), (range(4096),), lo, hi)
+    for name, kv_heads, lo, hi in (
+        ("dense", 8, None, None),
+        ("causal", 8, 0, None),
+        ("grouped heads", 2, 0, None),
+        ("window", 8, 0, 1023),
+    )
 }
 
 
@@ -40,10 +53,41 @@ def main(config: DoctorConfig) -> None:
         Number("nccl", _nccl_version(torch, dist)),
     ]
     numbers += [Number(f"kernel {name}", state) for name, state in kernels.available().items()]
+    numbers += _kernel_choices(config.capability)
     for package, (purpose, command) in EXTRAS.items():
         numbers.append(Number(package, _installed_version(package) or f"missing; for {purpose}: {command}"))
     numbers += [Number("mpi library", _mpi_library()), Number("mpirun", _mpirun())]
     print_numbers("ringattn doctor", numbers)
+
+
+def _kernel_choices(capability: str | None) -> list[Number]:
+    """What kernel=auto runs for typical works on this machine, or on a device of the given compute capability."""
+    torch: Any = importlib.import_module("torch")
+    aten_cuda: Any = importlib.import_module("ringattn.kernels.aten_cuda")
+    cuda_device: Any = importlib.import_module("ringattn.kernels.cuda_device")
+    aten_cpu: Any = importlib.import_module("ringattn.kernels.aten_cpu")
+    if capability is None and not torch.cuda.is_available():
+        return [Number(f"auto for {name}", str(aten_cpu.AtenCpu().explain(work))) for name, work in TYPICAL.items()]
+    if capability is None:
+        device, place = cuda_device.CudaDevice.read(), "here"
+    else:
+        if not re.fullmatch(r"\d+\.\d", capability):
+            raise InvalidInput(f"capability={capability}: expected a compute capability such as 9.0")
+        major, minor = capability.split(".")
+        device, place = cuda_device.CudaDevice((int(major), int(minor))), f"supposing {capability}"
+    numbers = []
+    # Before 8.0 fp16 has ops and bf16 has none.
+    half = [torch.bfloat16] if device.capability >= (8, 0) else [torch.bfloat16, torch.float16]
+    for dtype in (*half, torch.float32):
+        kernel = aten_cuda.AtenCuda(None, dtype, deterministic=False)
+        label = f"{str(dtype).removeprefix('torch.')} {place}"
+        try:
+            kernel.use(device, 128)
+        except Unsupported as error:
+            numbers.append(Number(f"auto, {label}", str(error)))
+            continue
+        numbers += [Number(f"auto for {name}, {label}", str(kernel.explain(work))) for name, work in TYPICAL.items()]
+    return numbers
 
 
 def _cuda_devices(torch: Any) -> str:

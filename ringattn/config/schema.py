@@ -193,7 +193,9 @@ class BenchConfig:
 
 @dataclass
 class DoctorConfig:
-    """`ringattn doctor` has no settings."""
+    """The setting of `ringattn doctor`; conf/doctor.yaml explains it."""
+
+    capability: str | None = None
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import Unsupported
 from ..plan.work import Work, join_repetitions
+from .bands import is_causal
 from .base import Kernel, band
 from .pad import crop_to, pad_to
 
@@ -61,6 +62,10 @@ class AtenCpu(Kernel):
                 for part in join_repetitions(_strips(single)):
                     yield from part.batches(CALL_ROWS // (part.keys * len(part.heads)))
 
+    def op_of(self, call: Work, head_dim: int) -> str:
+        kind = "dense" if call.dense else "causal" if is_causal(call) else "masked"
+        return f"{kind} flash for CPUs"
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +117,7 @@ def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]
     """(is_causal, additive mask) of a call. The op's causal mask starts at the first row and the first key."""
     if work.dense:
         return False, None
-    if work.hi is None and work.lo == 0:
+    if is_causal(work):
         return True, None
     return False, _mask(len(work.q), work.keys, work.lo, work.hi, dtype)
 

@@ -1,50 +1,49 @@
 """The three attention ops that PyTorch ships for CUDA: flash, cuDNN and memory-efficient.
 
-Written from the sources of the ops, and not yet run on a GPU. On a machine with a GPU tests/kernels/test_kernels.py
-checks every choice.
+Written from the sources of the ops, and not yet run on a GPU: tests run this file on emulated ops, whose rules come
+from the same sources. On a machine with a GPU tests/kernels/test_kernels.py checks every choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import cached_property
 
 import torch
 
 from ..errors import LaunchLimit, Unsupported
 from ..plan.work import Work
-from .base import Kernel, band
+from .bands import cut, efficient_mask, efficient_reads, flash_reads, flash_window
+from .base import Kernel, OpChoice
+from .cuda_device import HALF_DTYPES, OPS, CudaDevice
 from .pad import crop_to, pad_to
 
-#: Query rows per masked call of the memory-efficient op.
-BAND_ROWS = 128
 #: Largest second or third dimension of a CUDA grid, where the ops put heads, or batch times heads.
 GRID = 65_535
 
 _aten = torch.ops.aten
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class AtenCuda(Kernel):
     """One of the three ops, or, without a choice, for each call the fastest op that computes the call.
 
-    cuDNN computes dense and causal calls only; with the choice "cudnn" flash computes the other bands.
+    Flash computes any band, after cuts; the memory-efficient op does so where flash cannot run: for fp32, on devices
+    before compute capability 8.0, and where torch.backends.cuda.enable_flash_sdp(False) is in force. cuDNN computes
+    dense and causal calls in 16 bits, where `CudaDevice` finds it right and fast, and where no determinism is asked,
+    neither by `deterministic` nor by torch.use_deterministic_algorithms. With the choice "cudnn" the op of the bands
+    computes the other calls. An implementation that torch.nn.attention.activate_flash_attention_impl has put in place
+    of FlashAttention 2 takes the calls of flash, and those of cuDNN. Head dims up to 256.
 
-    Without a choice fp32 goes to the memory-efficient op. A 16-bit call goes to cuDNN if the device has compute
-    capability 9.0 or above, the call is dense, or causal with as many rows as keys, q and k have equally many heads,
-    the head dim is at most 128, there are two keys or more, and `deterministic` is off. All other 16-bit calls go to
-    flash, whose window can be any band. Head dims up to 256.
+    What the device and torch's switches allow is read once, in `check`; the backward keeps to it.
     """
 
-    choices = ("flash", "cudnn", "efficient")
+    choices = OPS
     max_head_dim = 256
 
     def __init__(self, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> None:
         self.name = f"aten_cuda:{choice}" if choice else "aten_cuda"
-        if choice is None and dtype not in _HALF_DTYPES:
-            choice = "efficient"
-        self.choice, self.deterministic = choice, deterministic
+        self.choice, self.dtype, self.deterministic = choice, dtype, deterministic
 
     @classmethod
     def create(cls, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> AtenCuda:
@@ -56,47 +55,100 @@ class AtenCuda(Kernel):
             None if torch.cuda.is_available() else "torch.cuda.is_available() is False: no CUDA device or a CPU build"
         )
 
+    @cached_property
+    def device(self) -> CudaDevice:
+        """The device of the tensors; before `check`, the current device."""
+        return CudaDevice.read()
+
+    @cached_property
+    def band_op(self) -> str:
+        """The op of the calls that cuDNN does not compute: "flash" or "efficient"."""
+        if self.choice in ("flash", "efficient"):
+            return self.choice
+        half = self.dtype in HALF_DTYPES
+        return "efficient" if not half or self.device.refuses("flash", self.dtype, 8) else "flash"
+
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if q.device.type != "cuda":
             raise Unsupported(f"kernel {self.name} needs tensors on a cuda device, got {q.device}; try kernel=auto")
         if q.dtype == torch.float64:
             raise Unsupported(f"kernel {self.name} does not compute float64 on CUDA; try kernel=reference")
-        if self.choice in ("flash", "cudnn") and q.dtype not in _HALF_DTYPES:
-            raise Unsupported(f"kernel {self.name} computes float16 and bfloat16, got {q.dtype}; try kernel=aten_cuda")
-        if self.choice == "cudnn" and self.deterministic:
-            raise Unsupported("cuDNN's backward is not deterministic; try kernel=aten_cuda:flash")
         if max(q.shape[:2]) > GRID:
             raise LaunchLimit(
                 f"a batch of {q.shape[0]:,} with {q.shape[1]:,} heads: CUDA grids have at most {GRID:,} of each; split "
                 "the tensors"
             )
-        if max(q.shape[-1], v.shape[-1]) > self.max_head_dim:
-            raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {q.shape[-1]}; try kernel=reference")
+        self.use(CudaDevice.read(q.device), max(q.shape[-1], v.shape[-1]))
+
+    def use(self, device: CudaDevice, width: int) -> None:
+        """Settle on the ops for tensors of `width` columns on `device`. Raises Unsupported if there is none."""
+        if width > 256:
+            raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {width}; try kernel=reference")
+        self.device = device
+        if self.choice == "cudnn" and self._asks_determinism():
+            raise Unsupported("cuDNN's backward is not deterministic; try kernel=aten_cuda:flash")
+        reasons = {op: device.refuses(op, self.dtype, width) for op in OPS}
+        if self.choice is not None and reasons[self.choice]:
+            raise Unsupported(f"kernel {self.name}: {reasons[self.choice]}; try kernel=aten_cuda or kernel=reference")
+        able = [op for op in ("flash", "efficient") if reasons[op] is None]
+        if self.choice in ("flash", "efficient"):
+            able = [self.choice]
+        if not able:
+            told = "; ".join(f"{op}: {reasons[op]}" for op in ("flash", "efficient"))
+            raise Unsupported(f"kernel {self.name}: no op computes bands here; {told}; try kernel=reference")
+        self.band_op = able[0]
+        if self.band_op == "flash":
+            self.max_head_dim = device.flash_head_dim
+        elif self.choice != "efficient":
+            # Plans keep the calls of a kernel by its name, and these calls are cut in another way.
+            self.name += " (efficient)"
 
     def split(self, work: Work) -> Iterator[Work]:
         for batch in work.batches(GRID // len(work.heads)):
-            if batch.dense or (self.choice in ("cudnn", "efficient") and _is_causal(batch)):
-                yield batch
-                continue
-            if self.choice != "efficient":
-                yield from _flash_calls(batch)
-                continue
-            rows, keys = len(batch.q), batch.keys
-            for first in range(0, rows, BAND_ROWS):
-                last = min(first + BAND_ROWS, rows)
-                start = 0 if batch.hi is None else max(0, first - batch.hi)
-                stop = keys if batch.lo is None else min(keys, last - batch.lo)
-                yield batch.narrow((first, last), (start, stop))
+            yield from cut(batch, flash_reads if self.band_op == "flash" else efficient_reads)
+
+    def op_of(self, call: Work, head_dim: int) -> str:
+        if self.choice in ("flash", "efficient"):
+            return self.choice
+        return self.band_op if self._refuses_cudnn(call, head_dim) else "cudnn"
+
+    def explain(self, work: Work, head_dim: int = 128) -> OpChoice:
+        taken = super().explain(work, head_dim)
+        first = next(iter(self.split(work)))
+        reasons = {
+            "cudnn": self._refuses_cudnn(first, head_dim),
+            "flash": self.device.refuses("flash", self.dtype, head_dim) or "cudnn is faster here",
+            "efficient": self.device.refuses("efficient", self.dtype, head_dim) or "it is slower in 16 bits",
+        }
+        if self.choice in reasons:
+            reasons = {op: f"kernel={self.name} is asked for" for op in reasons}
+        used = [op for op, _ in taken.calls]
+        return OpChoice(self.name, taken.calls, tuple((op, str(reasons[op])) for op in OPS if op not in used))
+
+    def _refuses_cudnn(self, call: Work, head_dim: int) -> str | None:
+        """Why cuDNN does not compute a call; None if it does."""
+        if self._asks_determinism():
+            return "its backward is not deterministic"
+        return (
+            self.device.refuses("cudnn", self.dtype, head_dim)
+            or self.device.cudnn_refuses(call, head_dim)
+            or (None if self.choice or self.band_op == "efficient" else self.device.cudnn_is_slower())
+        )
+
+    def _asks_determinism(self) -> bool:
+        """Whether determinism is asked of this kernel, or of torch as a whole with no mere warning."""
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return self.deterministic or (torch.are_deterministic_algorithms_enabled() and not warns)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         value_dim = v.shape[-1]
-        width = -(-max(q.shape[-1], value_dim) // 8) * 8
+        width = self.device.padded(max(q.shape[-1], value_dim))
         q, k, v = (_ready(pad_to(x, width)) for x in (q, k, v))
-        op = self._choose_op(q, k, work)
+        op = self.op_of(work, width)
         if op == "flash":
-            left, right = _window(work)
+            left, right = flash_window(work)
             out, lse, *_ = _aten._flash_attention_forward(
                 *(x.transpose(1, 2) for x in (q, k, v)),
                 *(None, None, len(work.q), work.keys, 0.0, False, False),
@@ -111,14 +163,16 @@ class AtenCuda(Kernel):
             )
             lse = lse.reshape(lse.shape[:3])
         else:
+            mask = efficient_mask(work)
+            assert mask is not None, "split cuts works into bands that the op has masks for"
             k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-            mask_type, bias = _mask_of(work, q)
             out, lse, *_ = _aten._efficient_attention_forward(
-                *(x.transpose(1, 2) for x in (q, k, v)),
-                *(bias, None, None, None, None, 0.0, mask_type, True),
+                *(x.transpose(1, 2) for x in _turned((q, k, v), mask.flip)),
+                *(None, None, None, None, None, 0.0, mask.mask_type, True),
                 scale=scale,
+                window_size=mask.window,
             )
-            out, lse = out.transpose(1, 2), lse[..., : len(work.q)]
+            out, lse = _turned((out.transpose(1, 2), lse[..., : len(work.q)]), mask.flip)
         return crop_to(out, value_dim), lse.float()
 
     def backward(
@@ -133,14 +187,14 @@ class AtenCuda(Kernel):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         head_dim, value_dim = q.shape[-1], v.shape[-1]
-        width = -(-max(head_dim, value_dim) // 8) * 8
+        width = self.device.padded(max(head_dim, value_dim))
         grad, q, k, v, out = (_ready(pad_to(x, width)) for x in (grad, q, k, v, out))
         rows, keys, lse = len(work.q), work.keys, lse.contiguous()
-        op = self._choose_op(q, k, work)
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
+        op = self.op_of(work, width)
+        seed = q.new_empty((), dtype=torch.int64)  # of dropout, which is off: no op reads it
         with _deterministic(self.deterministic):
             if op == "flash":
-                left, right = _window(work)
+                left, right = flash_window(work)
                 grads = _aten._flash_attention_backward(
                     *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
                     *(lse, None, None, rows, keys, 0.0, False, seed, seed),
@@ -150,6 +204,8 @@ class AtenCuda(Kernel):
                 )
                 dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
             elif op == "cudnn":
+                # cuDNN plans are kept by keys without the strides of dO and out (cudnn/MHA.cpp): one layout for all.
+                grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
                 dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
                     *(grad, q, k, v, out, lse.unsqueeze(-1), seed, seed),
                     *(None, None, None, rows, keys, 0.0, not work.dense),
@@ -158,35 +214,22 @@ class AtenCuda(Kernel):
             else:
                 group = q.shape[1] // k.shape[1]
                 k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-                mask_type, bias = _mask_of(work, q)
+                mask = efficient_mask(work)
+                assert mask is not None, "split cuts works into bands that the op has masks for"
+                grad, q, k, v, out, lse = _turned((grad, q, k, v, out, lse), mask.flip)
                 lse = torch.nn.functional.pad(lse, (0, -rows % 32), value=torch.inf)
                 grads = _aten._efficient_attention_backward(
                     *(x.transpose(1, 2) for x in (grad, q, k, v)),
                     # The op reads out as contiguous [B, N, H, D], whatever its strides.
-                    *(bias, out.transpose(1, 2).contiguous(), None, None, rows, keys, lse),
-                    *(0.0, seed, seed, mask_type, False),
+                    *(None, out.transpose(1, 2).contiguous(), None, None, rows, keys, lse),
+                    *(0.0, seed, seed, mask.mask_type, False),
                     scale=scale,
                     num_splits_key=1 if self.deterministic else None,
+                    window_size=mask.window,
                 )
-                dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
+                dq, dk, dv = _turned([x.transpose(1, 2) for x in grads[:3]], mask.flip)
                 dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         return crop_to(dq, head_dim), crop_to(dk, head_dim), crop_to(dv, value_dim)
-
-    def _choose_op(self, q: torch.Tensor, k: torch.Tensor, work: Work) -> str:
-        """The op that computes a call: "flash", "cudnn" or "efficient"."""
-        if self.choice == "cudnn" and not (work.dense or _is_causal(work)):
-            return "flash"
-        if self.choice is not None:
-            return self.choice
-        needs_no_window = work.dense or (_is_causal(work) and len(work.q) == work.keys)
-        fits = needs_no_window and q.shape[1] == k.shape[1] and q.shape[-1] <= 128 and work.keys > 1
-        fast = torch.cuda.get_device_capability(q.device) >= (9, 0) and not self.deterministic
-        return "cudnn" if fits and fast else "flash"
-
-
-def _is_causal(work: Work) -> bool:
-    """Whether row i sees key j iff j <= i, counted from the first row and the first key."""
-    return work.lo == 0 and work.hi is None
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:
@@ -196,76 +239,9 @@ def _ready(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _flash_calls(work: Work) -> Iterator[Work]:
-    """The calls that compute the work, each with a band that flash reads correctly: the work, or two or three runs.
-
-    Each run of rows is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows
-    see. Its window is then anchored at the last row and the last key, with bounds that the op does not change.
-    """
-    rows, keys = len(work.q), work.keys
-    if _reads_band(work):
-        yield work
-        return
-    # Rows from `unbounded` on are not bounded by `lo`; rows from `bounded` on are bounded by `hi`.
-    unbounded = 0 if work.lo is None else min(max(keys + work.lo, 0), rows)
-    bounded = rows if work.hi is None else min(max(work.hi, 0), rows)
-    cuts = sorted({0, unbounded, bounded, rows})
-    for first, last in pairwise(cuts):
-        start = first - work.hi if work.hi is not None and first >= bounded else 0
-        stop = last - work.lo if work.lo is not None and last <= unbounded else keys
-        part = work.narrow((first, last), (max(start, 0), min(stop, keys)))
-        assert part.dense or _reads_band(part), "flash reads the window of every run of rows correctly"
-        yield part
-
-
-def _reads_band(work: Work) -> bool:
-    """Whether flash hides the pairs that the band of a work hides, and no others.
-
-    FlashAttention 2 reads a bound below 0, or of as many keys as there are, as unbounded. Beside a bounded side it
-    reads an unbounded side as a bound of as many keys as there are (flash_api.cpp; flash-attention issue 895).
-    """
-    rows, keys = len(work.q), work.keys
-    left, right = _bounds(work)
-    read_left = left if left is not None and 0 <= left < keys else None
-    read_right = right if right is not None and 0 <= right < keys else None
-    if read_left is None and read_right is not None:
-        read_left = keys
-    elif read_right is None and read_left is not None:
-        read_right = keys
-    return _same_bound(read_left, left, keys - 1) and _same_bound(read_right, right, rows - 1)
-
-
-def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bool:
-    """Whether two bounds of a window hide the same keys; a bound of at least `nothing_hidden` hides no key."""
-    hides_nothing = [bound is None or bound >= nothing_hidden for bound in (read, needed)]
-    return all(hides_nothing) or (not any(hides_nothing) and read == needed)
-
-
-def _bounds(work: Work) -> tuple[int | None, int | None]:
-    """(left, right) of the band as a window that is anchored at the last row and the last key; None is unbounded.
-
-    Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
-    """
-    shift = work.keys - len(work.q)
-    return None if work.hi is None else work.hi + shift, None if work.lo is None else -work.lo - shift
-
-
-def _window(work: Work) -> tuple[int, int]:
-    """(window_size_left, window_size_right) of the flash op, in which -1 is unbounded."""
-    left, right = (-1 if bound is None else bound for bound in _bounds(work))
-    return left, right
-
-
-def _mask_of(work: Work, q: torch.Tensor) -> tuple[int, torch.Tensor | None]:
-    """(custom_mask_type, bias) of the memory-efficient op; type 1 is causal from the first row and the first key."""
-    if work.dense:
-        return 0, None
-    if _is_causal(work):
-        return 1, None
-    rows, keys = len(work.q), work.keys
-    bias = torch.zeros(rows, -(-keys // 8) * 8, dtype=q.dtype, device=q.device)[:, :keys]  # the op needs aligned rows
-    bias.masked_fill_(~band(rows, keys, work.lo, work.hi, q.device), -torch.inf)
-    return 0, bias.expand(q.shape[0], q.shape[1], rows, keys)
+def _turned(tensors: Sequence[torch.Tensor], flip: bool) -> Sequence[torch.Tensor]:
+    """The tensors [B, H, n, ...], with their rows in reverse order if `flip`."""
+    return [x.flip(2) for x in tensors] if flip else tensors
 
 
 def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

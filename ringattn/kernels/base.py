@@ -12,7 +12,9 @@ has out 0 and lse -inf.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -20,6 +22,19 @@ import torch
 from torch.nn.functional import pad
 
 from ..plan.work import Work
+
+
+@dataclass(frozen=True)
+class OpChoice:
+    """Which ops compute a work, with the number of calls of each, and why the others of the kernel do not."""
+
+    kernel: str
+    calls: tuple[tuple[str, int], ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        taken = ", ".join(op if count == 1 else f"{count} calls of {op}" for op, count in self.calls)
+        return "; ".join([taken, *(f"not {op}: {reason}" for op, reason in self.left_out)])
 
 
 class Kernel(ABC):
@@ -34,7 +49,7 @@ class Kernel(ABC):
     #: Variants that `kernel="name:choice"` may ask for.
     choices: ClassVar[tuple[str, ...]] = ()
     #: The largest head dim of q, k and v that the kernel computes; None: any.
-    max_head_dim: ClassVar[int | None] = None
+    max_head_dim: int | None = None
 
     @classmethod
     def create(cls, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> Kernel:
@@ -49,6 +64,15 @@ class Kernel(ABC):
     @abstractmethod
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise Unsupported if this kernel cannot compute these tensors."""
+
+    def op_of(self, call: Work, head_dim: int) -> str:
+        """The op that computes a call of `split`."""
+        return self.name
+
+    def explain(self, work: Work, head_dim: int = 128) -> OpChoice:
+        """Which ops compute a work, and why the others do not."""
+        calls = Counter(self.op_of(call, head_dim) for call in self.split(work))
+        return OpChoice(self.name, tuple(calls.items()))
 
     @abstractmethod
     def split(self, work: Work) -> Iterator[Work]:

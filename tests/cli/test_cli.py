@@ -185,6 +185,11 @@ def test_doctor(inside: Inside, tmp_path: Path) -> None:
     assert done.returncode == 0
     for words in ("launcher", "none, rank 0 of 1", "gloo", "kernel aten_cpu", "pip install 'ringattn[mpi]'"):
         assert words in done.stdout or "mpi4py" in done.stdout
+    assert "auto for dense" in done.stdout
+    supposed = inside("doctor", "capability=7.5", cwd=tmp_path).stdout
+    assert "auto, bfloat16 supposing 7.5" in supposed and "auto for window, float16 supposing 7.5" in supposed
+    wrong = inside("doctor", "capability=new", cwd=tmp_path)
+    assert wrong.returncode == 2 and "expected a compute capability such as 9.0" in wrong.stderr
 
 
 @pytest.mark.multi

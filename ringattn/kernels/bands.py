@@ -1,0 +1,105 @@
+"""Bands as the masks of libraries' ops: which band an op reads correctly, and cuts of a work into such bands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..plan.work import Work
+
+
+def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
+    """The calls that compute a work, each with a band that `reads` accepts: the work, or two or three runs of rows.
+
+    Each run is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows see:
+    where `lo` binds, the last row sees the last key and no key behind; where `hi` binds, the first row sees the first
+    key and no key before.
+    """
+    if reads(work):
+        yield work
+        return
+    rows, keys = len(work.q), work.keys
+    # Rows from `unbounded` on are not bounded by `lo`; rows from `bounded` on are bounded by `hi`.
+    unbounded = 0 if work.lo is None else min(max(keys + work.lo, 0), rows)
+    bounded = rows if work.hi is None else min(max(work.hi, 0), rows)
+    for first, last in pairwise(sorted({0, unbounded, bounded, rows})):
+        start = first - work.hi if work.hi is not None and first >= bounded else 0
+        stop = last - work.lo if work.lo is not None and last <= unbounded else keys
+        part = work.narrow((first, last), (max(start, 0), min(stop, keys)))
+        assert reads(part), "the op reads the band of every run of rows correctly"
+        yield part
+
+
+def is_causal(work: Work) -> bool:
+    """Whether row i sees key j iff j <= i, counted from the first row and the first key."""
+    return work.lo == 0 and work.hi is None
+
+
+def flash_window(work: Work) -> tuple[int, int]:
+    """(window_size_left, window_size_right) of the flash op, in which -1 is unbounded."""
+    left, right = (-1 if bound is None else bound for bound in _bounds(work))
+    return left, right
+
+
+def flash_reads(work: Work) -> bool:
+    """Whether flash hides the pairs that the band of a work hides, and no others.
+
+    FlashAttention 2 reads a bound below 0, or of as many keys as there are, as unbounded. Beside a bounded side it
+    reads an unbounded side as a bound of as many keys as there are (flash_api.cpp; flash-attention issue 895).
+    """
+    rows, keys = len(work.q), work.keys
+    left, right = _bounds(work)
+    read_left = left if left is not None and 0 <= left < keys else None
+    read_right = right if right is not None and 0 <= right < keys else None
+    if read_left is None and read_right is not None:
+        read_left = keys
+    elif read_right is None and read_left is not None:
+        read_right = keys
+    return _same_bound(read_left, left, keys - 1) and _same_bound(read_right, right, rows - 1)
+
+
+@dataclass(frozen=True)
+class EfficientMask:
+    """The band of a work as the memory-efficient op takes it.
+
+    `mask_type` 2 hides keys behind the diagonal that ends at the last row and the last key; `window` counts the keys
+    up to that diagonal that a row sees, None is all. `flip`: rows and keys are given in reverse order, which turns a
+    bound on the left into a bound on the right, the only one that the op has without the other.
+    """
+
+    flip: bool = False
+    mask_type: int = 0
+    window: int | None = None
+
+
+def efficient_mask(work: Work) -> EfficientMask | None:
+    """The mask of the memory-efficient op for a band; None if the op has none."""
+    shift = len(work.q) - work.keys
+    if work.dense:
+        return EfficientMask()
+    if work.lo is None:
+        return EfficientMask(flip=True, mask_type=2) if work.hi == 0 else None
+    if work.lo != shift:
+        return None
+    return EfficientMask(mask_type=2, window=None if work.hi is None else work.hi - work.lo + 1)
+
+
+def efficient_reads(work: Work) -> bool:
+    """Whether the memory-efficient op has a mask for the band of a work."""
+    return efficient_mask(work) is not None
+
+
+def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bool:
+    """Whether two bounds of a window hide the same keys; a bound of at least `nothing_hidden` hides no key."""
+    hides_nothing = [bound is None or bound >= nothing_hidden for bound in (read, needed)]
+    return all(hides_nothing) or (not any(hides_nothing) and read == needed)
+
+
+def _bounds(work: Work) -> tuple[int | None, int | None]:
+    """(left, right) of the band as a window that is anchored at the last row and the last key; None is unbounded.
+
+    Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
+    """
+    shift = work.keys - len(work.q)
+    return None if work.hi is None else work.hi + shift, None if work.lo is None else -work.lo - shift

@@ -1,0 +1,116 @@
+"""Which of PyTorch's attention ops for CUDA a device, its libraries and torch's switches allow, and why not the others.
+
+The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (PyTorch 2.13), by which torch's own
+scaled_dot_product_attention chooses, and the reports that are named beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..plan.work import Work
+from .bands import is_causal
+
+OPS = ("flash", "cudnn", "efficient")
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+#: torch's switches, by op: torch.backends.cuda.enable_..._sdp.
+SWITCHES = {"flash": "flash", "cudnn": "cudnn", "efficient": "mem_efficient"}
+#: From this cuDNN on, 9.15.1, torch itself prefers cuDNN on compute capability 9.0 and 10.x.
+KNOWN_CUDNN = 91_501
+#: Below this cuDNN, 9.26, the gradients of a last tile of fewer than 128 keys could be NaN (pytorch issue 196678).
+WHOLE_TILES_CUDNN = 92_600
+#: The least rows and keys of a cuDNN call. Calls of one row have been wrong (pytorch 193893, cudnn-frontend 1072).
+CUDNN_ROWS = 128
+CUDNN_HEAD_DIM = 128
+#: On compute capability 10.x cuDNN is silently wrong with fewer key/value heads (pytorch issue 193893).
+CUDNN_KV_HEADS = 8
+#: The compute capabilities, by their first number, of implementations that `activate_flash_attention_impl` puts in
+#: place of FlashAttention 2 (torch/nn/attention/_fa3.py and _fa4.py), and their largest head dim.
+FLASH = {"FA3": ((9,), 256), "FA4": ((9, 10), 128)}
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """A CUDA device as the choice of an op sees it.
+
+    `cudnn` is torch.backends.cudnn.version(), such as 91501, or None; `disabled` holds the ops that are switched off by
+    torch.backends.cuda.enable_..._sdp(False); `flash` is the implementation behind the flash op: "FA2", or the one that
+    torch.nn.attention.activate_flash_attention_impl has activated.
+    """
+
+    capability: tuple[int, int]
+    cudnn: int | None = KNOWN_CUDNN
+    disabled: frozenset[str] = frozenset()
+    flash: str = "FA2"
+
+    @classmethod
+    def read(cls, device: torch.device | None = None) -> CudaDevice:
+        """The facts of `device`, or of the current device, as they are now."""
+        flags: Any = torch.backends.cuda
+        disabled = frozenset(op for op, name in SWITCHES.items() if not getattr(flags, f"{name}_sdp_enabled")())
+        attention: Any = torch.nn.attention
+        flash = attention.current_flash_attention_impl() or "FA2"
+        return cls(torch.cuda.get_device_capability(device), torch.backends.cudnn.version(), disabled, flash)
+
+    @property
+    def flash_head_dim(self) -> int:
+        """The largest head dim of the flash op."""
+        return FLASH[self.flash][1] if self.flash in FLASH else 256
+
+    def padded(self, width: int) -> int:
+        """The columns that tensors of `width` columns are padded to: a multiple of 8 that the ops can differentiate."""
+        width = -(-width // 8) * 8
+        # Flash has no backward of 193 to 224 columns on these devices, but has one of more.
+        lacks_some = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
+        return 232 if lacks_some and 192 < width <= 224 else width
+
+    def refuses(self, op: str, dtype: torch.dtype, width: int) -> str | None:
+        """Why `op` computes no call of this dtype with `width` columns here; None if it computes some."""
+        if op in self.disabled:
+            return f"torch.backends.cuda.enable_{SWITCHES[op]}_sdp(False) is in force"
+        if op != "efficient" and dtype not in HALF_DTYPES:
+            return f"it computes float16 and bfloat16, not {_name(dtype)}"
+        if self.capability < (8, 0) and (op != "efficient" or dtype == torch.bfloat16):
+            return f"it needs compute capability 8.0 for {_name(dtype)}, this device has {_version(self.capability)}"
+        if op == "cudnn" and (self.cudnn is None or self.cudnn < KNOWN_CUDNN):
+            return f"it needs cuDNN {KNOWN_CUDNN}, torch.backends.cudnn.version() is {self.cudnn}"
+        if op == "flash" and self.flash in FLASH:
+            if self.capability[0] not in FLASH[self.flash][0]:
+                return f"{self.flash} is activated, and does not run on {_version(self.capability)}"
+            if width > self.flash_head_dim:
+                return f"{self.flash} is activated, and takes head dims up to {self.flash_head_dim}, not {width}"
+        return None
+
+    def cudnn_refuses(self, work: Work, width: int) -> str | None:
+        """Why cuDNN does not compute this call of `width` columns; None if it does."""
+        rows, keys, kv_heads = len(work.q), work.keys, len(work.kv)
+        if not (work.dense or is_causal(work)):
+            return "it has no windows, and counts causal calls from the first row and key"
+        if width > CUDNN_HEAD_DIM:
+            return f"it takes head dims up to {CUDNN_HEAD_DIM}, not {width}"
+        if min(rows, keys) < CUDNN_ROWS:
+            return f"it gets calls of {CUDNN_ROWS} rows and keys or more"
+        if keys % 128 and (self.cudnn or 0) < WHOLE_TILES_CUDNN:
+            return f"before cuDNN {WHOLE_TILES_CUDNN} it gets whole tiles of 128 keys only"
+        if self.capability[0] == 10 and kv_heads < CUDNN_KV_HEADS:
+            return f"on {_version(self.capability)} it gets calls of {CUDNN_KV_HEADS} key/value heads or more"
+        return None
+
+    def cudnn_is_slower(self) -> str | None:
+        """Why flash is preferred to a cuDNN that computes the call; None if cuDNN is faster."""
+        if self.flash in FLASH:
+            return f"{self.flash} is activated"
+        if self.capability[0] not in (9, 10):
+            return f"it is faster than flash on 9.0 and 10.x, this device has {_version(self.capability)}"
+        return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
