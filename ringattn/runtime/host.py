@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ..kernels.base import marked
+from ..kernels.base import mark_bad_keys
 from ..plan.plan import Plan
 from ..plan.row_overlap import find_copies
 from ..plan.row_sets import ALL_ROWS
@@ -116,10 +116,9 @@ class Host:
                 for shared in copies:
                     copy_rows(*((stored, x) if add else (x, stored)), shared, add=add)
             if part.kind == "kv":
-                *marked_views, clean = marked(views[0], views[1])
-                if not clean:
-                    for x, with_marks in zip(views, marked_views, strict=True):
-                        x.copy_(with_marks)
+                for x, marked in zip(views, mark_bad_keys(views[0], views[1]), strict=True):
+                    if x is not marked:
+                        x.copy_(marked)
 
     def _stage(self, data: torch.Tensor) -> torch.Tensor:
         """Host memory for the bytes of a message: the message itself on a CPU."""
