@@ -20,6 +20,7 @@ from ..transport.launcher import detect
 EXTRAS = {
     "mpi4py": ("the MPI transport", "pip install 'ringattn[mpi]'"),
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
+    "triton": ("fused merges on CUDA", "pip install 'ringattn[triton]'"),
 }
 
 

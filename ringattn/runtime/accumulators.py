@@ -12,7 +12,7 @@ from ..kernels.base import spread_marks, wide
 from ..plan.work import Work, shift_range
 from .memory_pool import Pool, empty, memory_pool
 from .merge_plan import KernelCall, Section
-from .softmax import merge_
+from .softmax import add_, merge_
 
 #: Query rows times heads times batch of one call at most: bounds what a kernel allocates for the call.
 BATCH_ROWS = 1 << 18
@@ -102,7 +102,7 @@ def accumulate(
         for turn in range(turns):
             repetitions = rows[turn::turns] if turns > 1 else rows
             disjoint = replace(work, repeat=len(repetitions) if work.repeat > 1 else 1)
-            select(x, heads, shift_range(run, turn * shift), disjoint, turns * shift).add_(repetitions)
+            add_(select(x, heads, shift_range(run, turn * shift), disjoint, turns * shift), repetitions)
 
 
 class OutputAccumulator:

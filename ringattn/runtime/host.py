@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ..kernels.base import mark_bad_keys
+from ..kernels.base import mark_bad_keys, spread_marks
 from ..plan.plan import Plan
 from ..plan.row_overlap import find_copies
 from ..plan.row_sets import ALL_ROWS
@@ -111,6 +111,8 @@ class Host:
             target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)
             copies = find_copies(target, source, self.plan.part_heads(part.kind), len(rows))
             views = buffer.view(part)
+            if add:
+                spread_marks(views[-1][..., 0].isnan(), *views)
             for name, x in zip(STORED[part.kind], views, strict=True):
                 stored = self.storage.rows(name, rows)
                 for shared in copies:

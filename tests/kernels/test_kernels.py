@@ -9,7 +9,7 @@ from works import trimmed
 
 from ringattn import InvalidInput, Unsupported
 from ringattn.kernels import available, get_kernel
-from ringattn.kernels.base import Kernel, band, hide_bad_keys, mark_bad_keys
+from ringattn.kernels.base import Kernel, band, hide_bad_keys, mark_bad_keys, spread_marks
 from ringattn.kernels.base import forward as guarded
 from ringattn.kernels.pad import EXTRA, with_column
 from ringattn.plan.work import Work
@@ -53,6 +53,7 @@ def run(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work:
         assert part_lse.dtype == kind and part_lse.shape == part.shape[:3]
         assert (part_lse != -torch.inf).all(), "every row of a call sees a key"
         merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    spread_marks(out[..., 0].isnan(), out)
     return out, lse
 
 
