@@ -15,8 +15,9 @@ import torch
 from oracle import error
 
 import ringattn as ra
-from ringattn.runtime import softmax
-from ringattn.runtime.softmax import add_, merge_, merging
+from ringattn import kernels
+from ringattn.kernels import merging
+from ringattn.runtime.softmax import add_, merge_
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 INF, NAN = torch.inf, torch.nan
@@ -31,7 +32,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ringattn.runtime import fused
+from ringattn.kernels import fused
 
 constants = {"TILE_ROWS": 16, "COLUMNS": 128}
 for capability in map(int, sys.argv[1:]):
@@ -47,9 +48,9 @@ for capability in map(int, sys.argv[1:]):
 
 def forget() -> None:
     """The next use of Triton looks anew whether Triton can run, and how."""
-    sys.modules.pop("ringattn.runtime.fused", None)
-    softmax.missing.cache_clear()
-    softmax._by_triton.cache_clear()
+    sys.modules.pop("ringattn.kernels.fused", None)
+    kernels.missing.cache_clear()
+    kernels._by_triton.cache_clear()
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_a_ring_by_triton(triton_runs: None) -> None:
         with merging(choice):
             out = ra.virtual_attention(*inputs, "Causal()", ranks=3, layout="zigzag", kernel="reference")
             results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-    assert "ringattn.runtime.fused" in sys.modules
+    assert "ringattn.kernels.fused" in sys.modules
     assert all(error(x, y.double()) <= 2e-6 for x, y in zip(*results, strict=True))
 
 
@@ -159,7 +160,7 @@ def test_what_computes_is_never_chosen_silently() -> None:
     forget()
     x = torch.zeros(1, 1, 2, 2)
     add_(x, x.clone())
-    assert "ringattn.runtime.fused" not in sys.modules, "auto on a CPU"
+    assert "ringattn.kernels.fused" not in sys.modules, "auto on a CPU"
     with pytest.raises(ra.Unsupported, match="merges by triton"), merging("triton"):
         add_(x, x.clone())
     add_(x, x.clone())

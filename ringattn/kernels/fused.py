@@ -1,6 +1,6 @@
 """Triton kernels for CUDA: the merge of partial softmaxes, and the sum of gradients, in one launch and one pass each.
 
-Imports Triton, so that only `softmax` imports this module, and only where Triton is chosen.
+Imports Triton, so that it is imported only where Triton is chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """`softmax.merge_` of out and part [B, H, n, D], lse and part_lse [B, H, n]; any strides."""
+    """`runtime.softmax.merge_` of out and part [B, H, n, D], lse and part_lse [B, H, n]; any strides."""
     _launch(merge_kernel, (out, lse, part, part_lse), out)
 
 
