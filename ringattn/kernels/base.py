@@ -7,19 +7,22 @@ NaN and infinities (bad numbers) act by rows, whatever the ranks, the tiling and
 makes its row of out and lse NaN; a bad row of k or v makes every row that sees this key NaN. Backward: such a row, and
 a row with a bad cotangent, gets a NaN dq, and every key that the row sees gets NaN in dk and dv. A row that sees no key
 has out 0 and lse -inf.
+
+Every owner marks its bad rows once per call, before they travel: key rows by NaN in v, query rows by NaN in lse. In a
+dense call NaN reaches all rows by itself. A call with a band gets its inputs without the marks, and marks one column of
+its result; the marks of the finished result are spread over its columns. Nothing here waits for a device.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import ClassVar
 
 import torch
-from torch.nn.functional import pad
 
 from ..plan.work import Work
 
@@ -117,82 +120,101 @@ def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.dev
 
 
 def forward(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float, *, clean: bool
+    kernel: Kernel, q: torch.Tensor, keys: Sequence[torch.Tensor], work: Work, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernel.forward`, in which a bad row of k or v reaches only the query rows that see the key.
+    """`kernel.forward` with the k, v of `keys`. With the third tensor of `hide_bad_keys`, column 0 of out is NaN in the
+    rows that see a bad key.
 
-    Libraries hide a key by the weight 0, and 0 * NaN is NaN. So bad key rows are zeroed before the call, and rows that
-    see a bad key are set to NaN after the call. In a dense work every row sees every key, and the NaN that `marked`
-    puts into v reaches every row without help. q must be finite, see `finite_rows`. `clean`: k and v are known to be
-    finite.
+    q must be finite, see `finite_rows`. In a dense work every row sees every key, and the NaN that `mark_bad_keys` puts
+    into v reaches every row without help.
     """
-    if clean or work.dense:
-        return kernel.forward(q, k, v, work, scale)
-    k, v, bad_keys = _zero_bad_keys(k, v)
+    k, v, *bad_keys = keys
     out, lse = kernel.forward(q, k, v, work, scale)
-    bad_rows = _rows_seeing(bad_keys, work.lo, work.hi, len(work.q))
-    bad_rows = bad_rows.repeat_interleave(q.shape[1] // bad_keys.shape[1], 1)
-    return out.masked_fill(bad_rows.unsqueeze(-1), torch.nan), lse.masked_fill(bad_rows, torch.nan)
+    for bad in bad_keys:
+        bad_rows = _rows_seeing(bad.squeeze(-1), work.lo, work.hi, len(work.q))
+        out[..., 0].unflatten(1, (k.shape[1], -1)).masked_fill_(bad_rows.unsqueeze(2), torch.nan)
+    return out, lse
 
 
 def backward(
-    kernel: Kernel,
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    work: Work,
-    scale: float,
-    *,
-    clean: bool,
+    kernel: Kernel, rows: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], work: Work, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`kernel.backward`, in which a bad row reaches only the gradients of the keys that the row sees.
+    """`kernel.backward` with the dO, q, out, lse of `rows` and the k, v of `keys`. With the fifth tensor of
+    `hide_bad_rows`, column 0 of dv is NaN for the keys that a bad row sees.
 
-    A row that sees a bad key is bad itself, since its lse or out is bad. Bad rows enter the kernel with P = 0; the
-    gradients that a bad row touches are set to NaN after the call.
+    A row that sees a bad key is bad itself, since its lse is NaN.
     """
-    if clean or work.dense:
-        return kernel.backward(grad, q, k, v, out, lse, work, scale)
-    k, v, _ = _zero_bad_keys(k, v)
-    bad_rows = _bad_rows(grad, q, out, lse.unsqueeze(-1))
-    bad_entries = bad_rows.unsqueeze(-1)
-    grad, q, out = (x.masked_fill(bad_entries, 0) for x in (grad, q, out))
-    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse.masked_fill(bad_rows, torch.inf), work, scale)
-    # Row i sees key j iff -hi <= j - i <= -lo: the same band with rows and keys exchanged.
-    lo, hi = (None if bound is None else -bound for bound in (work.hi, work.lo))
-    bad_in_group = bad_rows.unflatten(1, (k.shape[1], -1)).any(2)
-    bad_keys = _rows_seeing(bad_in_group, lo, hi, work.keys).unsqueeze(-1)
-    return (
-        dq.masked_fill(bad_entries, torch.nan),
-        dk.masked_fill(bad_keys, torch.nan),
-        dv.masked_fill(bad_keys, torch.nan),
-    )
+    grad, q, out, lse, *bad_rows = rows
+    k, v, *_ = keys
+    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, work, scale)
+    for bad in bad_rows:
+        # Row i sees key j iff -hi <= j - i <= -lo: the same band with rows and keys exchanged.
+        lo, hi = (None if bound is None else -bound for bound in (work.hi, work.lo))
+        bad_keys = _rows_seeing(bad.unflatten(1, (k.shape[1], -1)).any(2), lo, hi, work.keys)
+        dv[..., 0].masked_fill_(bad_keys, torch.nan)
+    return dq, dk, dv
 
 
 def finite_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(q with 0 for each bad number, bool [B, H, n] that flags its bad rows); (q, None) if q is known to be finite.
+    """(q with 0 in its bad rows, bool [B, H, n] that flags these rows); (q, None) if q is known to be finite.
 
     Some libraries give 0 for rows whose logits are all NaN. So a kernel never receives a bad q, and the executor sets
     the flagged rows of the finished result to NaN.
     """
     if finite(q):
         return q, None
-    good = q.isfinite()
-    return q.masked_fill(~good, 0.0), ~good.all(-1)
+    bad = _bad_rows(q)
+    return q.masked_fill(bad.unsqueeze(-1), 0.0), bad
 
 
-def marked(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """(k', v', clean) in which only v' marks bad key rows, by NaN; k' has 0 in these rows.
+def mark_bad_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k', v') in which only v' marks bad key rows, by NaN; k' has 0 in these rows. Unchanged if known to be finite.
 
-    `clean`: k and v are known to be finite, and returned unchanged. A weight times NaN is NaN, even for the weight 0. A
-    bad logit would be less reliable: -inf hides its key, and for a call whose logits are all NaN some libraries give 0.
+    A weight times NaN is NaN, even for the weight 0. A bad logit would be less reliable: -inf hides its key, and for a
+    call whose logits are all NaN some libraries give 0.
     """
     if finite(k, v):
-        return k, v, True
+        return k, v
     bad = _bad_rows(k, v).unsqueeze(-1)
-    return k.masked_fill(bad, 0.0), v.masked_fill(bad, torch.nan), False
+    return k.masked_fill(bad, 0.0), v.masked_fill(bad, torch.nan)
+
+
+def hide_bad_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(k, v with 0 in marked rows, bool [B, K, n, 1] that flags these rows) for calls with a band; (k, v) if no row is
+    known to be marked. k and v come from `mark_bad_keys`.
+
+    Libraries hide a key by the weight 0, and 0 * NaN is NaN. Reads one column of v, and writes v once.
+    """
+    bad = v[..., :1].isnan()
+    return (k, v) if none(bad) else (k, v.masked_fill(bad, 0.0), bad)
+
+
+def mark_bad_rows(lse: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(lse', *tensors') in which only lse' [B, H, n] marks bad query rows, by NaN; the tensors [B, H, n, ...] have 0 in
+    these rows. Unchanged if known to be finite. A row that sees no key, with lse -inf, is not marked.
+    """
+    no_key = lse == -torch.inf
+    if finite(*tensors, lse.masked_fill(no_key, 0.0)):
+        return lse, *tensors
+    bad = _bad_rows(lse.unsqueeze(-1), *tensors) & ~no_key
+    return lse.masked_fill(bad, torch.nan), *(x.masked_fill(bad.unsqueeze(-1), 0.0) for x in tensors)
+
+
+def hide_bad_rows(
+    grad: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(dO, q, out, lse with +inf in marked rows, bool [B, H, n] that flags these rows) for calls with a band; the four
+    tensors if known to be finite. The tensors come from `mark_bad_rows`. With lse +inf a row has P = 0.
+    """
+    bad = lse.isnan()
+    return (grad, q, out, lse) if none(bad) else (grad, q, out, lse.masked_fill(bad, torch.inf), bad)
+
+
+def spread_marks(marks: torch.Tensor, *tensors: torch.Tensor) -> None:
+    """Set to NaN, in place, all columns of the tensors [B, heads, n, ...] in rows that `marks` [B, heads, n] flags."""
+    if not none(marks):
+        for x in tensors:
+            x.masked_fill_(marks.unsqueeze(-1), torch.nan)
 
 
 def finite(*tensors: torch.Tensor) -> bool:
@@ -200,6 +222,11 @@ def finite(*tensors: torch.Tensor) -> bool:
     if any(x.device.type != "cpu" for x in tensors):
         return False
     return all(bool(x.sum(dtype=wide(x.dtype)).isfinite()) or bool(x.isfinite().all()) for x in tensors)
+
+
+def none(flags: torch.Tensor) -> bool:
+    """True if no flag is known to be set. False for flags off the CPU: looking would wait for the device."""
+    return flags.device.type == "cpu" and not bool(flags.any())
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -217,22 +244,27 @@ def positive(scale: float) -> tuple[float, float]:
     return (-1.0, -scale) if scale < 0 else (0.0, 1.0)
 
 
-def _zero_bad_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """k and v with bad key rows zeroed, and the flags of these rows [B, K, keys]."""
-    bad = _bad_rows(k, v)
-    return k.masked_fill(bad.unsqueeze(-1), 0), v.masked_fill(bad.unsqueeze(-1), 0), bad
-
-
 def _bad_rows(*tensors: torch.Tensor) -> torch.Tensor:
     """Bool [B, heads, rows], True for a row with NaN or infinity in any of the tensors [B, heads, rows, ...]."""
-    return torch.stack([~x.isfinite().all(-1) for x in tensors]).any(0)
+    # The largest magnitude of a row reads the tensor once and is NaN if any entry is.
+    peaks = [torch.linalg.vector_norm(x, torch.inf, -1) for x in tensors]
+    return ~(reduce(torch.maximum, peaks) < torch.inf)
 
 
 def _rows_seeing(flagged: torch.Tensor, lo: int | None, hi: int | None, rows: int) -> torch.Tensor:
-    """Bool [B, K, rows], True for a row i with lo <= i - j <= hi for a key j that `flagged` [B, K, keys] flags."""
-    keys = flagged.shape[-1]
-    flagged_before = pad(flagged.long().cumsum(-1), (1, 0))
-    row = torch.arange(rows, device=flagged.device)
-    first = torch.zeros_like(row) if hi is None else (row - hi).clamp(0, keys)
-    stop = torch.full_like(row, keys) if lo is None else (row - lo + 1).clamp(0, keys)
-    return flagged_before[..., stop] > flagged_before[..., first]
+    """Bool [B, K, rows or 1], True for a row i with lo <= i - j <= hi for a key j that `flagged` [B, K, keys] flags."""
+    count = flagged.cumsum(-1, dtype=torch.int32)
+    until_last = count[..., -1:] if lo is None else _shifted(count, -lo, rows)
+    return until_last > (0 if hi is None else _shifted(count, -hi - 1, rows))
+
+
+def _shifted(count: torch.Tensor, shift: int, rows: int) -> torch.Tensor:
+    """[B, K, rows] with count [B, K, keys] at i + shift for row i: 0 before the first key, the total from the last key
+    on."""
+    inside = count[..., max(shift, 0) : max(shift + rows, 0)]
+    before = min(max(-shift, 0), rows)
+    after = rows - before - inside.shape[-1]
+    if not before and not after:
+        return inside
+    first, last = (x.expand(*count.shape[:2], n) for x, n in ((count.new_zeros(1), before), (count[..., -1:], after)))
+    return torch.cat([first, inside, last], -1)

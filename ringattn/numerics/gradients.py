@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInput
-from ..kernels.base import backward
 from ..layout.regular import Layout
 from ..pattern import Pattern
 from ..plan.plan import Plan
@@ -86,7 +85,7 @@ class Backward:
             here = Work(call.heads, call.kv, range(len(call.q)), call.k)
             mine = tuple(x[:, :, index] for x in (self.grad, self.q, self.out, self.lse))
             g, x, o, total, y, z = self.inputs.select(here, slice(0, 1), mine, (block.k, block.v))
-            dq, dk, dv = backward(self.kernel, g, x, y, z, o, total, here, self.scale, clean=True)
+            dq, dk, dv = self.kernel.backward(g, x, y, z, o, total, here, self.scale)
             self.dq[:, heads, index] += dq
             self._gather(block, call.kv, self.kernel.keys(y, z), factor * dk, factor * dv)
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
-from ..kernels.base import Kernel, forward
+from ..kernels.base import Kernel
 from ..plan.plan import Plan
 from ..plan.work import Work
 from ..runtime.accumulators import KernelInputs
@@ -77,7 +77,7 @@ class _Forward:
             for call in self.kernel.split(some):
                 index = index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
                 x, y, z = self.inputs.select(call, slice(0, 1), (self.q[:, :, place],), (block.k, block.v))
-                part, part_lse = forward(self.kernel, x, y, z, call, self.scale, clean=False)
+                part, part_lse = self.kernel.forward(x, y, z, call, self.scale)
                 total, lse = self.out[:, heads, index], self.lse[:, heads, index]
                 merge_(total, lse, part, part_lse)
                 if isinstance(index, torch.Tensor):  # else these are views

@@ -8,11 +8,11 @@ from math import prod
 
 import torch
 
-from ..kernels.base import wide
+from ..kernels.base import spread_marks, wide
 from ..plan.work import Work, shift_range
 from .memory_pool import Pool, empty, memory_pool
 from .merge_plan import KernelCall, Section
-from .softmax import merge_
+from .softmax import add_, merge_
 
 #: Query rows times heads times batch of one call at most: bounds what a kernel allocates for the call.
 BATCH_ROWS = 1 << 18
@@ -102,7 +102,7 @@ def accumulate(
         for turn in range(turns):
             repetitions = rows[turn::turns] if turns > 1 else rows
             disjoint = replace(work, repeat=len(repetitions) if work.repeat > 1 else 1)
-            select(x, heads, shift_range(run, turn * shift), disjoint, turns * shift).add_(repetitions)
+            add_(select(x, heads, shift_range(run, turn * shift), disjoint, turns * shift), repetitions)
 
 
 class OutputAccumulator:
@@ -151,11 +151,11 @@ class OutputAccumulator:
         for rows in empty:
             self._rows(self.out, rows).zero_()
             self._rows(self.lse, rows).fill_(-torch.inf)
+        # A bad key shows in column 0 of out, see `kernels.base.forward`.
+        marks = self.out[..., 0].isnan()
         if bad is not None:
-            self.out.masked_fill_((bad & (self.lse != -torch.inf)).unsqueeze(-1), torch.nan)
-        if self.out.numel():
-            # A key that is not finite shows in all columns of out, see `kernels.base.marked`.
-            self.lse.masked_fill_(self.out[..., 0].isnan(), torch.nan)
+            marks |= bad & (self.lse != -torch.inf)
+        spread_marks(marks, self.out, self.lse.unsqueeze(-1))
         return self.out, self.lse.to(wide(self.q.dtype))
 
     def _open_section(self, section: Section) -> Pair:

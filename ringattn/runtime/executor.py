@@ -13,7 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.base import Kernel, finite, finite_rows, marked, wide
+from ..kernels.base import (
+    Kernel,
+    finite_rows,
+    hide_bad_keys,
+    hide_bad_rows,
+    mark_bad_keys,
+    mark_bad_rows,
+    spread_marks,
+    wide,
+)
 from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
 from ..kernels.pad import delta, with_column, with_delta
@@ -26,7 +35,14 @@ from .head_exchange import HeadsToTokens, TokensToHeads
 from .memory_pool import memory_pool, retried
 from .merge_plan import has_band
 from .message_buffers import Buffers, Tensors
-from .rank_program import BackwardProgram, ForwardProgram, backward_program, exchanges_heads, forward_program
+from .rank_program import (
+    BackwardProgram,
+    ForwardProgram,
+    RankProgram,
+    backward_program,
+    exchanges_heads,
+    forward_program,
+)
 from .rank_state import RankState, zeros
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
@@ -129,22 +145,22 @@ def _forward_ring(
     """The forward of the ring: rows of queries as `program.ring_plan` deals them out."""
     visits = iter(program.merge_plan.visits)
     q, k, v = map(align_rows, (q, k, v))
-    k, v, own_is_finite = marked(k, v)
     query, bad = finite_rows(q)
-    own = Part("kv", program.owner)
-    state = RankState(program, buffers, {"kv": (k, v)}, keep=keep)
+    state = RankState(program, buffers, {"kv": mark_bad_keys(k, v)}, keep=keep)
     output, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs(memory_pool(q.device))
     for index in program.ring_steps:
         yield from state.start(index, f"forward step {index}")
         for block in program.steps[index].visits:
-            key, value = state.block(block)
+            marked = state.block(block)
+            if _is_rounded(program, block):
+                marked = mark_bad_keys(*marked)
             visit = next(visits)
-            clean = has_band(visit) and (own_is_finite if block == own else finite(key, value))
+            hidden = hide_bad_keys(*marked) if has_band(visit) else marked
             for part in visit:
                 for call in part.calls:
                     for batch in batches(call.work, q):
-                        x, y, z = inputs.select(call.work, batch, (query,), (key, value))
-                        run = partial(kernel_forward, job.kernel, x, y, z, call.work, job.scale, clean=clean)
+                        x, *keys = inputs.select(call.work, batch, (query,), marked if call.work.dense else hidden)
+                        run = partial(kernel_forward, job.kernel, x, keys, call.work, job.scale)
                         output.add(part.section, call, *retried(run, q.device), batch)
                 if part.last:
                     output.close(part.section)
@@ -170,30 +186,34 @@ def _backward_by_keys(
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
     visits = iter(program.visits)
     kept = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
-    state = RankState(program, buffers, {"kv": (k, v)}, kept=kept)
-    sees_no_key = result.lse == -torch.inf
-    own_is_finite = finite(grad, q, out, result.lse.masked_fill(sees_no_key, 0.0))
-    lse = result.lse.masked_fill(sees_no_key, torch.inf)
+    state = RankState(program, buffers, {"kv": mark_bad_keys(k, v)}, kept=kept)
     inputs = KernelInputs(memory_pool(q.device))
     dq = retried(partial(torch.zeros, q.shape, dtype=wide(q.dtype), device=q.device), q.device)
     query = q
     if grad_lse is not None:
         query, out = with_column(q, 0.0), with_column(out, 0.0)
         grad = with_column(grad, grad_lse.to(grad.dtype))
+    lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
+    marked_rows = (grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf))
+    hidden_rows = hide_bad_rows(*marked_rows)
     for index in program.ring_steps:
         yield from state.start(index, f"backward step {index}")
         for block in program.steps[index].visits:
-            key, value = state.block(block)
+            marked = state.block(block)
+            if _is_rounded(program, block):
+                marked = mark_bad_keys(*marked)
             if grad_lse is not None:
-                key, value = with_column(key, 0.0), with_column(value, 1.0)
+                marked = with_column(marked[0], 0.0), with_column(marked[1], 1.0)
             dk, dv = state.sums(Part("grad", block.owner, block.row_set))
             calls = next(visits)
-            clean = own_is_finite and not _all_dense(calls) and finite(key, value)
-            _differentiate(job, calls, inputs, (grad, query, out, lse), (key, value), (dq, dk, dv), clean=clean)
+            hidden = hide_bad_keys(*marked) if _has_band(calls) else marked
+            _differentiate(job, calls, inputs, (marked_rows, marked), (hidden_rows, hidden), (dq, dk, dv))
         yield from state.finish(index)
     buffers.close()
     inputs.close()
     dk, dv = state.sums(Part("grad", program.owner))
+    spread_marks(lse.isnan(), dq)
+    spread_marks(dv[..., 0].isnan(), dk, dv)
     return job.gradients((dq, dk, dv), (q, k, v))
 
 
@@ -212,12 +232,14 @@ def _backward_by_queries(
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
     visits = iter(program.visits)
-    row = (result.lse.unsqueeze(-1), delta(grad, out, grad_lse))
-    state = RankState(program, buffers, {"q": (q, grad), "row": row}, keep=False)
+    lse, query, grad, row_delta = mark_bad_rows(result.lse, q, grad, delta(grad, out, grad_lse))
+    state = RankState(program, buffers, {"q": (query, grad), "row": (lse.unsqueeze(-1), row_delta)}, keep=False)
     inputs = KernelInputs(memory_pool(q.device))
     dk, dv = retried(partial(zeros, (k, v)), q.device)
-    key, value = (with_column(k, 0.0), with_column(v, 0.0)) if job.lse else (k, v)
-    own_is_finite = finite(k, v)
+    marked_keys = mark_bad_keys(k, v)
+    if job.lse:
+        marked_keys = with_column(marked_keys[0], 0.0), with_column(marked_keys[1], 0.0)
+    hidden_keys = hide_bad_keys(*marked_keys)
     for index in program.ring_steps:
         yield from state.start(index, f"backward step {index}")
         for block in program.steps[index].visits:
@@ -225,41 +247,47 @@ def _backward_by_queries(
             if not calls:
                 continue
             (dq,) = state.sums(Part("dq", block.owner, block.row_set))
-            row_part = Part("row", block.owner, block.row_set)
-            queries, queries_are_finite = _query_inputs(state.block(block), state.block(row_part), job.lse)
-            clean = own_is_finite and not _all_dense(calls) and queries_are_finite
-            _differentiate(job, calls, inputs, queries, (key, value), (dq, dk, dv), clean=clean)
+            row = state.block(Part("row", block.owner, block.row_set))
+            marked = _query_inputs(state.block(block), row, job.lse, rounded=_is_rounded(program, block))
+            hidden = hide_bad_rows(*marked) if _has_band(calls) else marked
+            _differentiate(job, calls, inputs, (marked, marked_keys), (hidden, hidden_keys), (dq, dk, dv))
         yield from state.finish(index)
     buffers.close()
     inputs.close()
     (dq,) = state.sums(Part("dq", program.owner))
+    spread_marks(lse.isnan(), dq)
+    spread_marks(dv[..., 0].isnan(), dk, dv)
     return job.gradients((dq, dk, dv), (q, k, v))
 
 
-def _all_dense(calls: tuple[Work, ...]) -> bool:
-    """Whether no call hides a key from some of its rows."""
-    return all(work.dense for work in calls)
+def _has_band(calls: tuple[Work, ...]) -> bool:
+    """Whether some call hides a key from some of its rows and not from others."""
+    return any(not work.dense for work in calls)
+
+
+def _is_rounded(program: RankProgram, block: Part) -> bool:
+    """Whether a block arrived in a narrower dtype, in which large numbers become infinite."""
+    return program.plan.comm_dtype is not None and block.owner != program.owner
 
 
 def _differentiate(
     job: Job,
     calls: tuple[Work, ...],
     inputs: KernelInputs,
-    queries: Tensors,
-    keys: Tensors,
+    marked: tuple[Tensors, Tensors],
+    hidden: tuple[Tensors, Tensors],
     sums: Tensors,
-    *,
-    clean: bool,
 ) -> None:
-    """Add a visit's share of dq, dk and dv to `sums`. `queries` are dO, q, out and lse; `keys` are k and v.
-
-    `clean`: all inputs are known to be finite.
+    """Add a visit's share of dq, dk and dv to `sums`. `marked` are (dO, q, out, lse) and (k, v), for dense calls;
+    `hidden` are their forms for calls with a band, from `hide_bad_rows` and `hide_bad_keys`.
     """
     dq, dk, dv = sums
     for work in calls:
         for batch in batches(work, dq):
-            g, x, o, lse, y, z = inputs.select(work, batch, queries, keys)
-            run = partial(kernel_backward, job.kernel, g, x, y, z, o, lse, work, job.scale, clean=clean)
+            by_query, by_key = marked if work.dense else hidden
+            selected = inputs.select(work, batch, by_query, by_key)
+            rows, keys = selected[: len(by_query)], selected[len(by_query) :]
+            run = partial(kernel_backward, job.kernel, rows, keys, work, job.scale)
             gradients = retried(run, dq.device)
             accumulate(dq[batch], work.heads, (work.q,), work, work.q_shift, gradients[0])
             accumulate(dk[batch], work.kv, work.k, work, work.k_shift, gradients[1])
@@ -267,11 +295,12 @@ def _differentiate(
             del gradients  # free them before the next call allocates its own
 
 
-def _query_inputs(block: Tensors, row: Tensors, lse_column: bool) -> tuple[Tensors, bool]:
-    """(dO, q, out, lse) of query rows as a kernel takes them, and whether all are finite."""
+def _query_inputs(block: Tensors, row: Tensors, lse_column: bool, *, rounded: bool) -> Tensors:
+    """(dO, q, out, lse) of query rows as a kernel takes them; see `_is_rounded` for `rounded`."""
     (query, grad), (lse, row_delta) = block, row
-    sees_no_key = lse == -torch.inf
-    is_finite = finite(grad, query, row_delta, lse.masked_fill(sees_no_key, 0.0))
+    lse = lse.squeeze(-1)
+    if rounded:
+        lse, query, grad, row_delta = mark_bad_rows(lse, query, grad, row_delta)
     grad, out = with_delta(grad, row_delta, wider=lse_column)
     query = with_column(query, 0.0) if lse_column else query
-    return (grad, query, out, lse.masked_fill(sees_no_key, torch.inf).squeeze(-1)), is_finite
+    return grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf)

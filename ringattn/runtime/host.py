@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels.base import marked
+from ..kernels.base import mark_bad_keys, spread_marks
 from ..plan.plan import Plan
 from ..plan.row_sets import ALL_ROWS
 from ..plan.steps import Hop, Kind, Step
@@ -107,15 +107,16 @@ class Host:
             target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)
             copies = row_copies(target, source, self.plan.part_heads(part.kind), len(rows), CPU)
             views = buffer.view(part)
+            if add:
+                spread_marks(views[-1][..., 0].isnan(), *views)
             for name, x in zip(STORED[part.kind], views, strict=True):
                 stored = self.storage.rows(name, rows)
                 for shared in copies:
                     copy_rows(*((stored, x) if add else (x, stored)), shared, add=add)
             if part.kind == "kv":
-                *marked_views, clean = marked(views[0], views[1])
-                if not clean:
-                    for x, with_marks in zip(views, marked_views, strict=True):
-                        x.copy_(with_marks)
+                for x, marked in zip(views, mark_bad_keys(views[0], views[1]), strict=True):
+                    if x is not marked:
+                        x.copy_(marked)
 
     def _copy_in(self, targets: list[Tensor], fill: list[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
         """Let each function of `fill` fill a tensor of the device; an event that is recorded after the copies."""

@@ -1,18 +1,29 @@
-"""The merge of partial softmaxes: the only place in the package with this formula."""
+"""The merge of partial softmaxes: the only place with this formula, but for its Triton kernel in `kernels.fused`."""
 
 from __future__ import annotations
 
 import torch
 
+from ..kernels import fused_kernels
+
+
+def add_(total: torch.Tensor, part: torch.Tensor) -> None:
+    """Add `part` to `total` in place; both are [B, H, n, D] with any strides, and part may have a narrower dtype."""
+    fused = fused_kernels(total.device)
+    fused.add_(total, part) if fused else total.add_(part)
+
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merge the partial (part, part_lse) into (out, lse), in place.
 
-    out [..., n, D] and lse [..., n] are fp32 or fp64, and lse may be wider than out; part may have a narrower dtype.
-    lse is the natural log of the sum of exp(logits). lse is -inf for a row that saw no key, and out must then be
-    finite. With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and lse <- log(exp(lse) + exp(part_lse)).
+    out [B, H, n, D] and lse [B, H, n] are fp32 or fp64 with any strides. lse may be wider than out; part may have a
+    narrower dtype. lse is the natural log of the sum of exp(logits). lse is -inf for a row that saw no key, and out
+    must then be finite. With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and
+    lse <- log(exp(lse) + exp(part_lse)).
     Source: the online softmax of Milakov and Gimelshein (2018), in a form that cannot overflow.
     """
+    if fused := fused_kernels(out.device):
+        return fused.merge_(out, lse, part, part_lse)
     gate = torch.sigmoid(part_lse - lse)
     gate.masked_fill_(part_lse == -torch.inf, 0.0)  # if both saw no key, sigmoid(-inf + inf) is NaN
     out.lerp_(part.to(out.dtype), gate.to(out.dtype).unsqueeze(-1))

@@ -3,6 +3,7 @@ refuses."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -16,7 +17,7 @@ from oracle import error
 from works import trimmed
 
 import ringattn as ra
-from ringattn.kernels import aten_cuda, get_kernel
+from ringattn.kernels import aten_cuda, base, get_kernel
 from ringattn.kernels.aten_cuda import AtenCuda
 from ringattn.kernels.bands import cut, efficient_reads, flash_reads
 from ringattn.kernels.base import band
@@ -334,3 +335,25 @@ def test_explain_gives_reasons() -> None:
     cpu = get_kernel("aten_cpu", *[torch.zeros(1, 1, 4, 8)] * 3)
     assert str(cpu.explain(SQUARE)) == "dense flash for CPUs"
     assert dict(cpu.explain(BAND).calls).keys() == {"masked flash for CPUs", "causal flash for CPUs"}
+
+
+def test_bad_numbers_on_emulated_ops(ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad number makes NaN of the rows that see it, and of no others, where nothing looks at the numbers."""
+    monkeypatch.setattr(base, "finite", lambda *tensors: False)
+    monkeypatch.setattr(base, "none", lambda flags: False)
+    place = 17
+    for text in ("Causal()", "Causal() & (Window(5) | Sinks(3))"):
+        mask = torch.from_numpy(ra.parse_pattern(text).mask(40)[0] > 0)
+        for choice, rotate, which in itertools.product(("flash", "efficient"), ("keys", "queries"), range(4)):
+            q, k, v, grad = (torch.randn(1, 1, 40, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))
+            (q, k, v, grad)[which][0, 0, place, 3] = torch.nan
+            rows = mask[:, place] if which in (1, 2) else torch.arange(40) == place
+            inputs = [x.requires_grad_() for x in (q, k, v)]
+            options = {"ranks": 3, "layout": "zigzag", "kernel": f"aten_cuda:{choice}", "rotate": rotate}
+            out = ra.virtual_attention(*inputs, text, **options)
+            dq, dk, dv = torch.autograd.grad(out, inputs, grad)
+            keys = mask[rows].any(0)
+            for x, wanted in ((out, rows & (which < 3)), (dq, rows), (dk, keys), (dv, keys)):
+                assert torch.equal(x[0, 0].isnan().all(-1), wanted), (text, options, which)
+                assert torch.equal(x[0, 0].isfinite().all(-1), ~wanted), (text, options, which)
+    assert ops.calls

@@ -10,7 +10,7 @@ from works import trimmed
 
 from ringattn import InvalidInput, Unsupported
 from ringattn.kernels import available, get_kernel
-from ringattn.kernels.base import Kernel, band
+from ringattn.kernels.base import Kernel, band, hide_bad_keys, mark_bad_keys, spread_marks
 from ringattn.kernels.base import forward as guarded
 from ringattn.kernels.pad import EXTRA, with_column
 from ringattn.plan.work import Work
@@ -49,10 +49,12 @@ def run(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work:
     local = Work(work.heads, work.kv, range(len(work.q)), (range(work.keys),), work.lo, work.hi)
     for call in (single for batch in kernel.split(local) for single in batch.singles()):
         rows, keys = slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
-        part, part_lse = guarded(kernel, q[:, :, rows], k[:, :, keys], v[:, :, keys], call, 0.25, clean=False)
+        some_keys = hide_bad_keys(*mark_bad_keys(k[:, :, keys], v[:, :, keys]))
+        part, part_lse = guarded(kernel, q[:, :, rows], some_keys, call, 0.25)
         assert part_lse.dtype == kind and part_lse.shape == part.shape[:3]
         assert (part_lse != -torch.inf).all(), "every row of a call sees a key"
         merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    spread_marks(out[..., 0].isnan(), out)
     return out, lse
 
 

@@ -11,6 +11,7 @@ import torch
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Pattern, Window, local_window
+from ringattn.kernels import base
 
 TOKENS, PLACE = 48, 40
 WAYS: tuple[dict[str, Any], ...] = (
@@ -24,27 +25,80 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-@pytest.mark.parametrize(
-    "pattern", [Causal(), Full(), Documents([8] * 6), Window(5, 2), local_window(1, blocks=0)], ids=repr
+PATTERNS: tuple[Pattern, ...] = (
+    Causal(),
+    Full(),
+    Documents([8] * 6),
+    Window(5, 2),
+    local_window(1, blocks=0),
 )
-def test_the_rows_that_are_nan(pattern: Pattern, which: str, bad: float) -> None:
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing looks at the numbers, as off the CPU, where looking would wait for the device."""
+    monkeypatch.setattr(base, "finite", lambda *tensors: False)
+    monkeypatch.setattr(base, "none", lambda flags: False)
+
+
+def check_bad_rows(pattern: Pattern, which: str, bad: float, ways: tuple[dict[str, Any], ...]) -> None:
+    """`which` is the input that is bad at PLACE; "lse" is the gradient of lse."""
     mask = torch.from_numpy(pattern.mask(TOKENS)[0] > 0)
-    rows = mask[:, PLACE] if which != "q" else torch.arange(TOKENS) == PLACE
+    rows = mask[:, PLACE] if which in ("k", "v") else torch.arange(TOKENS) == PLACE
     keys = mask[rows].any(0)
     source = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(1, 2, TOKENS, 16, generator=source) for _ in range(4))
-    {"q": q, "k": k, "v": v}[which][0, 1, PLACE, 3] = bad
-    for way in WAYS:
+    grad_lse = torch.randn(1, 2, TOKENS, generator=source)
+    {"q": q, "k": k, "v": v, "grad": grad, "lse": grad_lse.unsqueeze(-1).expand(-1, -1, -1, 4)}[which][
+        0, 1, PLACE, 3
+    ] = bad
+    for way in ways:
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         attend: Any = ra.virtual_attention if "ranks" in way else ra.attention
         out, lse = attend(*inputs, pattern, return_lse=True, **way)
-        dq, dk, dv = torch.autograd.grad(out, inputs, grad)
-        for x, wanted in ((out, rows), (lse.unsqueeze(-1), rows), (dq, rows), (dk, keys), (dv, keys)):
+        results, cotangents = ((out, lse), (grad, grad_lse)) if which == "lse" else (out, grad)
+        dq, dk, dv = torch.autograd.grad(results, inputs, cotangents)
+        in_out = rows & (which in ("q", "k", "v"))
+        for x, wanted in ((out, in_out), (lse.unsqueeze(-1), in_out), (dq, rows), (dk, keys), (dv, keys)):
             assert x[0, 0].isfinite().all(), "the other head"
             assert torch.equal(x[0, 1].isnan().all(-1), wanted), (way, x.shape)
             assert torch.equal(x[0, 1].isfinite().all(-1), ~wanted), (way, x.shape)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_the_rows_that_are_nan(pattern: Pattern, which: str, bad: float) -> None:
+    check_bad_rows(pattern, which, bad, WAYS)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad", "lse"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_the_rows_that_are_nan_where_nothing_looks(unseen: None, pattern: Pattern, which: str) -> None:
+    check_bad_rows(pattern, which, torch.nan, WAYS[1:])
+
+
+@pytest.mark.parametrize("which", ["grad", "lse"])
+def test_bad_cotangents(which: str) -> None:
+    for pattern in PATTERNS:
+        check_bad_rows(pattern, which, torch.inf, WAYS[3:6])
+
+
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+def test_numbers_that_become_infinite_on_the_way(rotate: str) -> None:
+    """Rows of other ranks see a key that does not fit into the dtype of messages as a bad key; no other row does."""
+    pattern = Causal() & Window(9)
+    source = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(1, 1, TOKENS, 16, generator=source) for _ in range(3)]
+    inputs[2][0, 0, 11, 2] = 3.4e38
+    inputs = [x.requires_grad_() for x in inputs]
+    options = {"ranks": 4, "schedule": "ring", "comm_dtype": "bfloat16", "rotate": rotate, "layout": "contiguous"}
+    out = ra.virtual_attention(*inputs, pattern, **options)
+    rows = torch.arange(TOKENS)
+    assert torch.equal(out[0, 0].isnan().any(-1), (rows >= 12) & (rows <= 20)), "ranks hold 12 rows each"
+    dq, dk, dv = torch.autograd.grad(out.sum(), inputs)
+    assert torch.equal(dq[0, 0].isnan().all(-1), (rows >= 12) & (rows <= 20))
+    assert all(torch.equal(x[0, 0].isnan().all(-1), (rows >= 3) & (rows <= 20)) for x in (dk, dv))
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])

@@ -172,9 +172,9 @@ def test_a_block_changed_in_flight_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
     honest = executor.kernel_forward
 
-    def scribble(kernel, q, k, v, work, scale, *, clean):  # type: ignore[no-untyped-def]
-        result = honest(kernel, q, k, v, work, scale, clean=clean)
-        k.zero_()
+    def scribble(kernel, q, keys, work, scale):  # type: ignore[no-untyped-def]
+        result = honest(kernel, q, keys, work, scale)
+        keys[0].zero_()
         return result
 
     x = torch.randn(1, 1, 64, 8)

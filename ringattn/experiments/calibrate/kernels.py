@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...kernels.base import Kernel, finite, wide
+from ...kernels.base import Kernel, hide_bad_keys, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
 from ...plan.work import Work
@@ -80,27 +80,27 @@ def make_call(
     scale = head_dim**-0.5
     kernel_calls = list(kernel.split(work))
     inputs = KernelInputs(memory_pool(device))
-    check_finite = not work.dense  # as in the executor, the check is part of a call with a band
+    by_row = (grad, q, out, lse)
+
+    def keys_of_visit() -> tuple[torch.Tensor, ...]:
+        """k and v; as in the executor, the guard against bad numbers is part of a call with a band."""
+        return (k, v) if work.dense else hide_bad_keys(k, v)
 
     def run_forward() -> None:
-        clean = check_finite and finite(k, v)
+        keys = keys_of_visit()
         for call in kernel_calls:
             for batch in batches(call, q):
-                q_rows, k_rows, v_rows = inputs.select(call, batch, (q,), (k, v))
-                kernel_forward(kernel, q_rows, k_rows, v_rows, call, scale, clean=clean)
+                q_rows, *key_rows = inputs.select(call, batch, (q,), keys)
+                kernel_forward(kernel, q_rows, key_rows, call, scale)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
 
     def run_backward() -> None:
-        clean = check_finite and finite(k, v)
+        keys = keys_of_visit()
         for call in kernel_calls:
             for batch in batches(call, q):
-                grad_rows, q_rows, out_rows, lse_rows, k_rows, v_rows = inputs.select(
-                    call, batch, (grad, q, out, lse), (k, v)
-                )
-                grads = kernel_backward(
-                    kernel, grad_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, call, scale, clean=clean
-                )
+                selected = inputs.select(call, batch, by_row, keys)
+                grads = kernel_backward(kernel, selected[:4], selected[4:], call, scale)
                 accumulate(dq[batch], call.heads, (call.q,), call, call.q_shift, grads[0])
                 accumulate(dk[batch], call.kv, call.k, call, call.k_shift, grads[1])
                 accumulate(dv[batch], call.kv, call.k, call, call.k_shift, grads[2])
