@@ -202,6 +202,8 @@ def check_overrides(
     if verb == "run":
         _check_stream(given)
         _check_input_file(given)
+    if verb == "plan":
+        _check_machine(verb, given, folders)
     if verb == "simulate":
         _check_mode(given, folders)
         if "tokens" in given and given.get("shard", "null") != "null":
@@ -295,6 +297,20 @@ def _check_mode(given: Mapping[str, str], folders: ConfigFolders) -> None:
                 raise InvalidInput(
                     f"{key}={value} has no meaning beside machine.path: the machine file sets {group}; leave it out"
                 )
+
+
+def _check_machine(verb: str, given: Mapping[str, str], folders: ConfigFolders) -> None:
+    """Refuse numbers of a machine where the layout and the schedule are named: nothing is chosen by them."""
+    for group in ("layout", "schedule"):
+        for option in (given.get(group) or _default_option(verb, group)).split(","):
+            if "auto" in (option, folders.settings(group, option).get("spec")) or "experiment" in given:
+                return
+    for key, value in given.items():
+        if _key_group(key) == "machine":
+            raise InvalidInput(
+                f"{key}={value} has no meaning for a named layout and schedule: the machine serves to choose; leave it "
+                "out, try schedule=auto, or ringattn simulate for times"
+            )
 
 
 def _check_stream(given: Mapping[str, str]) -> None:

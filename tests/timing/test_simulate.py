@@ -111,7 +111,7 @@ def test_a_busiest_rank_is_found_where_messages_are_hidden(layout: str, monkeypa
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_dense_plans_on_every_tier(backward: bool) -> None:
+def test_dense_plans_by_every_solver(backward: bool) -> None:
     plan = make_plan(Full(), tokens=8 * 6, ranks=8, schedule="ring", heads=2)
     alike, nodes = EVEN, replace(EVEN, ranks_per_node=2, node_bandwidth=1e9)
     for machine, solvers in (
