@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..experiments.bench.runner import describe_host
 from ..experiments.calibrate.measure import Calibration, CalibrationSizes, calibrate
-from ..experiments.calibrate.measuring_ranks import MeasuringRanks
-from ..experiments.calibrate.passes import Settings
+from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..files import check_writable
 from ..machine.file import write_machine
 from ..machine.machine import MACHINE_NUMBERS
@@ -91,20 +89,16 @@ def _measure(config: CalibrateConfig, transport: Transport | None, device: torch
             f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally "
             "many ranks; start the same number of ranks on each node"
         )
-    tell: Callable[[str], None] = _print_measurement if team.rank == 0 else _stay_silent
+
+    def tell(text: str) -> None:
+        if team.rank == 0:
+            get_console().print(f"measuring {text}")
+
     calibration = calibrate(team, settings, sizes, config.machine.made(device.type), tell)
     if team.rank == 0:
         made = _describe_run(config, team)
         write_machine(path, calibration.machine, made=made, samples=calibration.samples, fits=calibration.fits)
         _print(calibration, settings.repeat)
-
-
-def _print_measurement(text: str) -> None:
-    get_console().print(f"measuring {text}")
-
-
-def _stay_silent(text: str) -> None:
-    """Print nothing: rank 0 prints."""
 
 
 def _describe_run(config: CalibrateConfig, team: MeasuringRanks) -> dict[str, Any]:

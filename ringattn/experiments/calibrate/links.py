@@ -25,11 +25,11 @@ def time_ping_pong(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int) -> 
 
 def _ping_pong(ranks: MeasuringRanks, sent: torch.Tensor, received: torch.Tensor) -> None:
     if ranks.rank == 0:
-        ranks.finish_messages(ranks.start_messages({1: sent}, {}))
-        ranks.finish_messages(ranks.start_messages({}, {1: received}))
+        ranks.exchange({1: sent}, {})
+        ranks.exchange({}, {1: received})
     elif ranks.rank == 1:
-        ranks.finish_messages(ranks.start_messages({}, {0: received}))
-        ranks.finish_messages(ranks.start_messages({0: sent}, {}))
+        ranks.exchange({}, {0: received})
+        ranks.exchange({0: sent}, {})
 
 
 def time_shift(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int, *, within_node: bool) -> MessageTimes:
@@ -43,11 +43,6 @@ def time_shift(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int, *, with
 
     times = []
     for size in sizes:
-        call = partial(_exchange, ranks, {peer(1): ranks.make_buffer(size)}, {peer(-1): ranks.make_buffer(size)})
-        seconds = ranks.gather(ranks.time_repeated(call, repeat))
-        times.append((size, [t for of_rank in seconds for t in of_rank]))
+        call = partial(ranks.exchange, {peer(1): ranks.make_buffer(size)}, {peer(-1): ranks.make_buffer(size)})
+        times.append((size, ranks.time_on_all(call, repeat)))
     return times
-
-
-def _exchange(ranks: MeasuringRanks, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> None:
-    ranks.finish_messages(ranks.start_messages(sends, recvs))
