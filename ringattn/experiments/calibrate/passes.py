@@ -98,12 +98,9 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> flo
         x.requires_grad_(case.backward)
 
     def attend() -> torch.Tensor:
+        kernel, transport = settings.kernel, ranks.transport
         return ring_attention(
-            *(q, k, v, plan.pattern),
-            layout=plan.layout,
-            schedule="ring",
-            kernel=settings.kernel,
-            transport=ranks.transport,
+            q, k, v, plan.pattern, layout=plan.layout, schedule="ring", kernel=kernel, transport=transport
         )
 
     def time_once() -> float:
