@@ -38,12 +38,12 @@ def measure(config: CalibrateConfig) -> None:
     check_ranks(config, TRANSPORTS["calibrate"])
     _check(config)  # raises its errors before minutes are spent on measuring
     if config.transport.spec != "none":
-        start_ranks(config, _worker, "calibrate")
+        start_ranks(config, _measure, "calibrate")
         return
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput("device=cuda: this process sees no CUDA device (ringattn doctor says why); try device=cpu")
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    _measure(config, None, torch.device(config.device))
+    _measure(config, None)
 
 
 def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
@@ -74,13 +74,9 @@ def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     return sizes, settings, Path(config.output.path)
 
 
-def _worker(config: CalibrateConfig, transport: Transport) -> None:
-    """What a rank does."""
-    _measure(config, transport, rank_device(config))
-
-
-def _measure(config: CalibrateConfig, transport: Transport | None, device: torch.device) -> None:
+def _measure(config: CalibrateConfig, transport: Transport | None) -> None:
     """Measure as one rank, or alone where `transport` is None. Rank 0 prints and writes the machine file."""
+    device = torch.device(config.device) if transport is None else rank_device(config)
     sizes, settings, path = _check(config)
     launch = detect()
     team = MeasuringRanks(transport, device, None if launch.kind == "none" else launch.local_world)

@@ -15,7 +15,7 @@ import torch
 from ..config.checks import SIMULATE_SETTINGS, check_settings
 from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
 from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
-from ..errors import InvalidInput, LaunchFailure, RingAttentionError
+from ..errors import InvalidInput
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..experiments.calibrate.noise import sizes_between
 from ..experiments.calibrate.passes import Pass, measure_passes
@@ -141,21 +141,10 @@ def _measure(
     get_console().print(
         f"measuring {plural(len(validation_cases(rows, ranks)), 'kind')} of passes on {plural(ranks, 'rank')}"
     )
-    try:
-        passes: list[list[Pass]] = run_local(
-            _measure_rank,
-            ranks,
-            rows,
-            machine,
-            settings,
-            slowdown,
-            options.timeout,
-            timeout=math.inf,
-            group_timeout=options.timeout,
-            threads=threads,
-        )
-    except LaunchFailure as error:
-        raise RingAttentionError(str(error)) from None
+    arguments = rows, machine, settings, slowdown, options.timeout
+    passes: list[list[Pass]] = run_local(
+        _measure_rank, ranks, *arguments, timeout=math.inf, group_timeout=options.timeout, threads=threads
+    )
     return passes[0]
 
 

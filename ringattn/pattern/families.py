@@ -46,6 +46,10 @@ class Family(BlockTable):
             self._normalize(total=self._integer("total", self.total, 0))
         self._check_fields()
 
+    @property
+    def period(self) -> int | None:
+        return self.block if self.density is None else None  # a density depends on the length of the sequence
+
     @abstractmethod
     def _check_fields(self) -> None:
         """Check and normalize the parameters of the family."""
@@ -111,8 +115,7 @@ class BlockWindows(Family):
 
     @property
     def period(self) -> int | None:
-        # A density depends on the length of the sequence, and globals on its start.
-        return self.block if self.density is None and not self.globals else None
+        return None if self.globals else super().period  # globals are at the start of the sequence
 
     def _check_fields(self) -> None:
         self._require_width()
@@ -195,10 +198,6 @@ class StridedBlocks(Family):
     stride: int | None = None
     density: float | None = None
     total: int | None = None
-
-    @property
-    def period(self) -> int | None:
-        return self.block if self.density is None else None  # a density depends on the length of the sequence
 
     def _check_fields(self) -> None:
         self._require_width()
