@@ -17,9 +17,8 @@ from ...machine.kernel_times import KernelTimes
 from ...machine.machine import Machine
 from . import kernels, merge, noise
 from .fits import fit_interference, fit_jitter, fit_kernel_times, fit_link
-from .links import MessageTimes, time_ping_pong, time_shift
+from .links import MessageTimes, measure_overlap, time_ping_pong, time_shift
 from .measuring_ranks import MeasuringRanks, Settings
-from .overlap import measure_overlap
 from .passes import Pass
 
 

@@ -254,7 +254,5 @@ def _simulate_window(config: SimulateConfig, options: WindowGroup) -> StepWindow
         machine,
         ranks=range(options.first_rank, min(options.first_rank + options.ranks, plan.ranks)),
         steps=range(options.first_step, options.first_step + options.steps),
-        slow=settings["slow"],
-        slow_links=settings["slow_links"],
-        stalls=settings["stalls"],
+        **{name: settings[name] for name in ("slow", "slow_links", "stalls")},
     )
