@@ -160,7 +160,7 @@ class Pattern(Value, ABC):
         return Or(self, _check_pattern(other, "|"))
 
 
-class Band(Pattern):
+class BandPattern(Pattern):
     """A pattern of all pairs whose distance q - k lies in a band, the same for all queries."""
 
     @property

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .base import Band
+from .base import BandPattern
 
 
 @dataclass(frozen=True)
-class Causal(Band):
+class Causal(BandPattern):
     """Query q attends key k iff k <= q, so q attends q + 1 keys. `Causal() & Sinks(4)` hides the future of sinks."""
 
     @property

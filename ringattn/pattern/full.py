@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .base import Band
+from .base import BandPattern
 
 
 @dataclass(frozen=True)
-class Full(Band):
+class Full(BandPattern):
     """Every query attends every key of the sequence, earlier and later ones: softmax(q k^T) without a mask."""
 
     @property

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .base import Band, check_integer
+from .base import BandPattern, check_integer
 
 
 @dataclass(frozen=True)
-class Window(Band):
+class Window(BandPattern):
     """Query q attends key k iff q - left <= k <= q + right; distances are in tokens.
 
     Window(4095) attends 4,096 keys: the query's own position and the 4,095 before it. Source: the sliding window of
