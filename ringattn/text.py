@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 #: Units of long durations: name, seconds per unit, and from how many units on the unit is used.
 _LONG_UNITS = (("min", 60.0, 2), ("h", 3600.0, 2), ("days", 86400.0, 2), ("years", 31557600.0, 1))
+#: What was called otherwise before, by its old name.
+RENAMED = {"wire_dtype": "comm_dtype", "tier": "solver", "alpha": "latency", "beta": "bandwidth"}
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -68,6 +70,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def did_you_mean(name: object, options: Iterable[str]) -> str:
-    """The hint "did you mean 'x'? " for the option most similar to a wrong name; empty if no option is similar."""
-    matches = difflib.get_close_matches(str(name), list(options), n=1)
+    """The hint "did you mean 'x'? " for the option most similar to a wrong name, or for the name that replaced it.
+
+    Empty if there is no such option.
+    """
+    options = list(options)
+    of_kind = [option for option in options if option.endswith(f":{name}")]  # "aten_cuda:flash" of "flash"
+    renamed = [option for option in options if option == RENAMED.get(str(name))]
+    matches = renamed or of_kind or difflib.get_close_matches(str(name), options, n=1)
     return f"did you mean {matches[0]!r}? " if matches and matches[0] != name else ""

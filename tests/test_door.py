@@ -329,7 +329,7 @@ def test_autocast_is_that_of_torchs_attention() -> None:
 @pytest.mark.parametrize(
     ("name", "plain"), [("", "ring"), (", direct", "direct"), (", double_ring(2)", "double_ring(2)")]
 )
-def test_teams_of_one_are_the_schedule_between_them(name: str, plain: str) -> None:
+def test_ulysses_groups_of_one_are_the_schedule_between_them(name: str, plain: str) -> None:
     options: dict[str, Any] = {"tokens": 48, "ranks": 4, "heads": 4, "kv_heads": 2, "head_dim": 16}
     plan = ra.make_plan(PATTERN, schedule=f"ulysses(1{name})", **options)
     assert plan == ra.make_plan(PATTERN, schedule=plain, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringattn.reporting.console import format_quantity
-from ringattn.text import duration, rate, size
+from ringattn.text import did_you_mean, duration, rate, size
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,17 @@ def test_numbers_of_a_machine() -> None:
         "1 rank per node",
         "0.05 part of a message's time",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "hint"),
+    [
+        ("wire_dtype", ["dtype", "comm_dtype"], "did you mean 'comm_dtype'? "),
+        ("wire_dtype", ["heads"], ""),
+        ("flash", ["aten_cpu", "aten_cuda:flash"], "did you mean 'aten_cuda:flash'? "),
+        ("recent", ["Recent()", "Causal()"], "did you mean 'Recent()'? "),
+        ("ring", ["ring"], ""),
+    ],
+)
+def test_hints(name: str, options: list[str], hint: str) -> None:
+    assert did_you_mean(name, options) == hint

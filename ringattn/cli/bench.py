@@ -8,7 +8,7 @@ from typing import Any
 from ..config.schema import BenchConfig
 from ..errors import BenchFailure, InvalidInput
 from ..experiments.bench import get_cases, get_suite
-from ..experiments.bench.records import MIXED, conclusion_lines, write_record
+from ..experiments.bench.records import MIXED, conclusion_lines, verdict, write_record
 from ..experiments.bench.runner import run_suite
 from ..files import OUTPUTS, make_folder
 from ..reporting.console import get_console, print_grid, print_plain
@@ -48,15 +48,10 @@ def print_record(record: dict[str, Any]) -> None:
         for name, column in case["columns"].items()
     ]
     ratios = [
-        (
-            case["case"],
-            ratio["ratio"],
-            *_format_spread(ratio, 3),
-            _format_target(">=", ratio["target"]),
-            _format_met(ratio["met"]),
-        )
+        (case["case"], ratio["ratio"], median, least, *verdict(most, ">=", ratio["target"], ratio["met"]))
         for case in timed
         for ratio in case["ratios"]
+        for median, least, most in [_format_spread(ratio, 3)]
     ]
     errors = [(case["case"], name, f"{error:.1e}") for case in timed for name, error in case["errors"].items()]
     peaks = [
@@ -64,9 +59,7 @@ def print_record(record: dict[str, Any]) -> None:
             case["case"],
             size(max(map(max, memory["peak_bytes"]))),
             size(max(memory["formula_bytes"])),
-            f"{memory['ratio']:.3f}",
-            _format_target("<=", memory["limit"]),
-            _format_met(memory["met"]),
+            *verdict(f"{memory['ratio']:.3f}", "<=", memory["limit"], memory["met"]),
         )
         for case in record["cases"]
         if (memory := case.get("memory"))
@@ -94,11 +87,3 @@ def _format_spread(values: dict[str, float], digits: int) -> tuple[str, str, str
     """The median, minimum and maximum of repeated measurements."""
     median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
     return median, least, most
-
-
-def _format_target(sign: str, value: float | None) -> str:
-    return "" if value is None else f"{sign} {value}"
-
-
-def _format_met(met: bool | None) -> str:
-    return "" if met is None else "yes" if met else "NO"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..experiments.bench.runner import describe_host
 from ..experiments.calibrate.measure import Calibration, CalibrationSizes, calibrate
-from ..experiments.calibrate.measuring_ranks import MeasuringRanks
-from ..experiments.calibrate.passes import Settings
+from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..files import check_writable
 from ..machine.file import write_machine
 from ..machine.machine import MACHINE_NUMBERS
@@ -40,12 +38,12 @@ def measure(config: CalibrateConfig) -> None:
     check_ranks(config, TRANSPORTS["calibrate"])
     _check(config)  # raises its errors before minutes are spent on measuring
     if config.transport.spec != "none":
-        start_ranks(config, _worker, "calibrate")
+        start_ranks(config, _measure, "calibrate")
         return
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput("device=cuda: this process sees no CUDA device (ringattn doctor says why); try device=cpu")
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    _measure(config, None, torch.device(config.device))
+    _measure(config, None)
 
 
 def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
@@ -76,13 +74,9 @@ def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     return sizes, settings, Path(config.output.path)
 
 
-def _worker(config: CalibrateConfig, transport: Transport) -> None:
-    """What a rank does."""
-    _measure(config, transport, rank_device(config))
-
-
-def _measure(config: CalibrateConfig, transport: Transport | None, device: torch.device) -> None:
+def _measure(config: CalibrateConfig, transport: Transport | None) -> None:
     """Measure as one rank, or alone where `transport` is None. Rank 0 prints and writes the machine file."""
+    device = torch.device(config.device) if transport is None else rank_device(config)
     sizes, settings, path = _check(config)
     launch = detect()
     team = MeasuringRanks(transport, device, None if launch.kind == "none" else launch.local_world)
@@ -91,20 +85,16 @@ def _measure(config: CalibrateConfig, transport: Transport | None, device: torch
             f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally "
             "many ranks; start the same number of ranks on each node"
         )
-    tell: Callable[[str], None] = _print_measurement if team.rank == 0 else _stay_silent
+
+    def tell(text: str) -> None:
+        if team.rank == 0:
+            get_console().print(f"measuring {text}")
+
     calibration = calibrate(team, settings, sizes, config.machine.made(device.type), tell)
     if team.rank == 0:
         made = _describe_run(config, team)
         write_machine(path, calibration.machine, made=made, samples=calibration.samples, fits=calibration.fits)
         _print(calibration, settings.repeat)
-
-
-def _print_measurement(text: str) -> None:
-    get_console().print(f"measuring {text}")
-
-
-def _stay_silent(text: str) -> None:
-    """Print nothing: rank 0 prints."""
 
 
 def _describe_run(config: CalibrateConfig, team: MeasuringRanks) -> dict[str, Any]:

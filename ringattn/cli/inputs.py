@@ -57,7 +57,9 @@ def open_source(config: RunConfig) -> InputSource:
     """The input of a configuration, checked as far as its numbers need not be read. Raises InvalidInput."""
     if config.input.name == "file":
         if config.input.path is None:
-            raise InvalidInput("input=file needs input.path=..., a .safetensors or .npz file with q, k and v")
+            raise InvalidInput(
+                "input=file needs input.path=..., a .safetensors or .npz file with q, k and v; try input.path=qkv.npz"
+            )
         return _open_file(Path(config.input.path))
     shape = _configured_shape(config)
     if config.input.name == "text":
@@ -197,16 +199,23 @@ def _open_file(path: Path) -> FileSource:
     elif path.suffix == ".npz":
         tensors = read_npz(path, FILE_NAMES)
     else:
-        raise InvalidInput(f"input.path={path}: expected a .safetensors or .npz file with q, k and v")
+        raise InvalidInput(
+            f"input.path={path}: expected a .safetensors or .npz file with q, k and v; write it with numpy.savez"
+        )
     for name in NAMES:
         if name not in tensors:
             names = ", ".join(sorted(tensors)) or "none of q, k, v and dout"
             raise InvalidInput(f"input.path={path}: has no tensor {name!r}, only {names}; add it")
         if len(tensors[name].shape) != 4:
-            raise InvalidInput(f"input.path={path}: {name} must be [B, H, N, D], has shape {tensors[name].shape}")
+            raise InvalidInput(
+                f"input.path={path}: {name} must be [B, H, N, D], has shape {tensors[name].shape}; give all four"
+            )
     q, k, v = (tensors[name] for name in NAMES)
     if not (q.dtype == k.dtype == v.dtype):
-        raise InvalidInput(f"input.path={path}: q, k and v must have one dtype, have {q.dtype}, {k.dtype}, {v.dtype}")
+        raise InvalidInput(
+            f"input.path={path}: q, k and v must have one dtype, have {q.dtype}, {k.dtype}, {v.dtype}; convert them to "
+            "one"
+        )
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if k.shape[:3] != v.shape[:3] or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise InvalidInput(

@@ -13,7 +13,7 @@ from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
-from ..config.folders import config_folders
+from ..config.folders import CONFIG_DIR_OPTIONS, config_folders
 from ..config.overrides import explain_refusal, is_offered, is_sweep, prepare
 from ..config.schema import SCHEMAS, conf_dir
 from ..config.verb_help import verb_help
@@ -57,6 +57,10 @@ def main() -> None:
 
 def _dispatch(arguments: list[str]) -> None:
     """Print help or the version, answer completion, or run a verb."""
+    name, equals, _ = arguments[0].partition("=") if arguments else ("", "", "")
+    if name in CONFIG_DIR_OPTIONS:  # before the verb
+        end = 1 if equals else 2
+        arguments = [*arguments[end : end + 1], *arguments[:end], *arguments[end + 1 :]]
     completion = _completion_request(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())  # noqa: T201

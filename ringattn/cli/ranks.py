@@ -118,11 +118,7 @@ def rank_device(config: RankConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _no_preparation(config: RankConfig) -> None:
-    """Prepare nothing."""
-
-
-def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], None] = _no_preparation) -> None:
+def start_ranks(config: C, work: Worker[C], verb: str, prepare: Callable[[C], None] = lambda config: None) -> None:
     """Run `work(config, transport)` on every rank: in this process under a launcher, else in new processes.
 
     `prepare` is called once, in this process, before new processes start.
@@ -163,7 +159,7 @@ def _run_locally(config: C, work: Worker[C]) -> None:
     except LaunchFailure as error:
         if error.status == UNREAD:
             raise BrokenPipeError from None
-        raise RingAttentionError(str(error)) from None
+        raise
 
 
 def _run_local_rank(rank: int, config: C, work: Worker[C]) -> None:

@@ -144,25 +144,16 @@ def _check_size(plan: Plan, rows: Sequence[int], ranks: range | None) -> None:
             f"ranks={plan.ranks:,}: mode=numerics walks along all ranks, at most {MAX_RANKS:,} of them; try fewer ranks"
         )
     if rows:
-        owners = {plan.layout.owner(row) for row in rows}
-        check_effort(
-            plan,
-            owners,
-            len(owners),
-            part_seconds=SAMPLED_SECONDS_PER_PART,
-            max_seconds=MAX_NIGHT,
-            advice="try fewer ranks, or numerics.spread=1",
-        )
+        samples = {plan.layout.owner(row) for row in rows}
+        count, part_seconds, advice = len(samples), SAMPLED_SECONDS_PER_PART, "or numerics.spread=1"
     elif plan.tokens:
         executed = range(plan.ranks) if ranks is None else ranks
-        check_effort(
-            plan,
-            {executed[0], executed[len(executed) // 2]},
-            len(executed),
-            part_seconds=SECONDS_PER_PART,
-            max_seconds=MAX_NIGHT,
-            advice="try fewer ranks, numerics.count=, or numerics.way=sample",
-        )
+        samples = {executed[0], executed[len(executed) // 2]}
+        count, part_seconds, advice = len(executed), SECONDS_PER_PART, "numerics.count=, or numerics.way=sample"
+    else:
+        return
+    advice = f"try fewer ranks, {advice}"
+    check_effort(plan, samples, count, part_seconds=part_seconds, max_seconds=MAX_NIGHT, advice=advice)
 
 
 def _make_fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Fault | None:

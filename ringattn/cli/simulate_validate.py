@@ -15,10 +15,10 @@ import torch
 from ..config.checks import SIMULATE_SETTINGS, check_settings
 from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
 from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
-from ..errors import InvalidInput, LaunchFailure, RingAttentionError
-from ..experiments.calibrate.measuring_ranks import MeasuringRanks
+from ..errors import InvalidInput
+from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..experiments.calibrate.noise import sizes_between
-from ..experiments.calibrate.passes import Pass, Settings, measure_passes
+from ..experiments.calibrate.passes import Pass, measure_passes
 from ..experiments.calibrate.published import predict_published
 from ..experiments.calibrate.validate import (
     LEVEL,
@@ -61,7 +61,7 @@ def main(config: SimulateConfig) -> None:
         passes = _measure(ranks, rows, machine, made, config)
         pass_errors = summarise_errors(passes, machine)
         _print(ranks, passes, machine, pass_errors)
-        record["ranks"].append({"ranks": ranks, **asdict(pass_errors), "passes": [_pass_record(one) for one in passes]})
+        record["ranks"].append({"ranks": ranks, **asdict(pass_errors), "passes": [one.record for one in passes]})
     _print_published()
     if config.output.path is not None:
         write_json(config.output.path, record)
@@ -141,21 +141,10 @@ def _measure(
     get_console().print(
         f"measuring {plural(len(validation_cases(rows, ranks)), 'kind')} of passes on {plural(ranks, 'rank')}"
     )
-    try:
-        passes: list[list[Pass]] = run_local(
-            _measure_rank,
-            ranks,
-            rows,
-            machine,
-            settings,
-            slowdown,
-            options.timeout,
-            timeout=math.inf,
-            group_timeout=options.timeout,
-            threads=threads,
-        )
-    except LaunchFailure as error:
-        raise RingAttentionError(str(error)) from None
+    arguments = rows, machine, settings, slowdown, options.timeout
+    passes: list[list[Pass]] = run_local(
+        _measure_rank, ranks, *arguments, timeout=math.inf, group_timeout=options.timeout, threads=threads
+    )
     return passes[0]
 
 
@@ -165,11 +154,6 @@ def _measure_rank(
     """What one rank does."""
     team = MeasuringRanks(TorchDist(timeout=timeout), torch.device("cpu"))
     return measure_passes(team, validation_cases(rows, team.size), machine, settings, slowdown)
-
-
-def _pass_record(one: Pass) -> dict[str, Any]:
-    """A pass as plain data."""
-    return {**asdict(one.case), "seconds": list(one.seconds), "modelled": one.modelled}
 
 
 def _print(ranks: int, passes: list[Pass], machine: Machine, pass_errors: Errors) -> None:

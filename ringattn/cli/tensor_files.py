@@ -116,7 +116,9 @@ def read_safetensors(path: Path, names: Collection[str]) -> dict[str, StoredTens
     for name in set(stored_names) & set(names):
         dtype = header[name]["dtype"]
         if dtype not in DTYPES:
-            raise InvalidInput(f"input.path={path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPES)}")
+            raise InvalidInput(
+                f"input.path={path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPES)}; convert it"
+            )
         offset = 8 + header_bytes + header[name]["data_offsets"][0]
         tensors[name] = StoredTensor(path, offset, tuple(header[name]["shape"]), DTYPES[dtype])
     return tensors

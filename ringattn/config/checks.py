@@ -65,67 +65,37 @@ def _never(config: object) -> bool:
     return False
 
 
-def _has_backward(config: SimulateConfig) -> bool:
-    return config.backward
-
-
-def _has_job(config: SimulateConfig) -> bool:
-    return bool(config.passes)
-
-
-def _has_failures(config: SimulateConfig) -> bool:
-    return bool(config.machine.made().mtbf)
-
-
-def _has_jitter(config: SimulateConfig) -> bool:
-    return bool(config.machine.made().jitter)
-
-
-def _has_kernel_times(config: SimulateConfig) -> bool:
-    return config.machine.made().kernel is not None
-
-
-def _chooses_by_machine(config: SimulateConfig) -> bool:
-    return "auto" in (config.layout.spec, config.schedule.spec)
-
-
-def _calibrates_first(config: SimulateConfig) -> bool:
-    return config.machine.path is None
-
-
-def _measures_here(config: SimulateConfig) -> bool:
-    return config.machine.spec in ("auto", "file")
-
-
-def _has_ranks(config: CalibrateConfig) -> bool:
-    return config.transport.spec != "none"
-
-
-def _is_alone(config: CalibrateConfig) -> bool:
-    return config.transport.spec == "none"
-
-
 #: Numbers of a machine that every calibration measures, and numbers that only a calibration of several ranks measures.
 _ALONE = tuple(name for name, number in MACHINE_NUMBERS.items() if number.measured_by == "every")
 _LINKS = tuple(name for name, number in MACHINE_NUMBERS.items() if number.measured_by == "ranks")
 #: The settings of each mode of `simulate` that apply in some cases only.
 SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
     "timing": (
-        ConditionalSetting("rotate", _has_backward, "without backward=true"),
-        ConditionalSetting("seed", _has_jitter, "without machine.jitter=..., whose samples it draws"),
-        ConditionalSetting("machine.checkpoint", _has_failures, "without machine.mtbf=..."),
-        ConditionalSetting("machine.restart", _has_failures, "without machine.mtbf=..."),
-        ConditionalSetting("machine.checkpoint", _has_job, "without a job: passes=..."),
-        ConditionalSetting("machine.restart", _has_job, "without a job: passes=..."),
+        ConditionalSetting("rotate", lambda config: config.backward, "without backward=true"),
         ConditionalSetting(
-            "machine.extrapolate", _has_kernel_times, "without kernel times, which only machine=file brings"
+            "seed",
+            lambda config: bool(config.machine.made().jitter),
+            "without machine.jitter=..., whose samples it draws",
+        ),
+        ConditionalSetting(
+            "machine.checkpoint", lambda config: bool(config.machine.made().mtbf), "without machine.mtbf=..."
+        ),
+        ConditionalSetting(
+            "machine.restart", lambda config: bool(config.machine.made().mtbf), "without machine.mtbf=..."
+        ),
+        ConditionalSetting("machine.checkpoint", lambda config: bool(config.passes), "without a job: passes=..."),
+        ConditionalSetting("machine.restart", lambda config: bool(config.passes), "without a job: passes=..."),
+        ConditionalSetting(
+            "machine.extrapolate",
+            lambda config: config.machine.made().kernel is not None,
+            "without kernel times, which only machine=file brings",
         ),
     ),
     "numerics": (
-        ConditionalSetting("rotate", _has_backward, "without backward=true"),
+        ConditionalSetting("rotate", lambda config: config.backward, "without backward=true"),
         ConditionalSetting(
             "machine",
-            _chooses_by_machine,
+            lambda config: "auto" in (config.layout.spec, config.schedule.spec),
             "with mode=numerics, unless layout=auto or schedule=auto choose by it",
             MachineGroup("auto"),
         ),
@@ -133,7 +103,9 @@ SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
     "validate": (
         *(
             ConditionalSetting[SimulateConfig](
-                f"validate.{name}", _calibrates_first, "beside machine.path=..., whose file says what was calibrated"
+                f"validate.{name}",
+                lambda config: config.machine.path is None,
+                "beside machine.path=..., whose file says what was calibrated",
             )
             for name in ("rows", "widths", "messages")
         ),
@@ -143,13 +115,19 @@ SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
             )
             for name in (*MACHINE_NUMBERS, "extrapolate")
         ),
-        ConditionalSetting("machine.spec", _measures_here, "with mode=validate, which measures this machine"),
+        ConditionalSetting(
+            "machine.spec",
+            lambda config: config.machine.spec in ("auto", "file"),
+            "with mode=validate, which measures this machine",
+        ),
     ),
 }
 #: The settings of `calibrate` that apply in some cases only.
 CALIBRATE_SETTINGS: tuple[ConditionalSetting[CalibrateConfig], ...] = (
     *(
-        ConditionalSetting[CalibrateConfig](name, _has_ranks, "with transport=none, which is one process alone")
+        ConditionalSetting[CalibrateConfig](
+            name, lambda config: config.transport.spec != "none", "with transport=none, which is one process alone"
+        )
         for name in ("ranks", "messages", "timeout")
     ),
     *(
@@ -157,7 +135,11 @@ CALIBRATE_SETTINGS: tuple[ConditionalSetting[CalibrateConfig], ...] = (
         for name in _ALONE
     ),
     *(
-        ConditionalSetting[CalibrateConfig](f"machine.{name}", _is_alone, "here: a calibration of ranks measures it")
+        ConditionalSetting[CalibrateConfig](
+            f"machine.{name}",
+            lambda config: config.transport.spec == "none",
+            "here: a calibration of ranks measures it",
+        )
         for name in _LINKS
     ),
     ConditionalSetting("machine.extrapolate", _never, "here: a calibration measures the kernel times"),
@@ -202,6 +184,8 @@ def check_overrides(
     if verb == "run":
         _check_stream(given)
         _check_input_file(given)
+    if verb == "plan":
+        _check_machine(verb, given, folders)
     if verb == "simulate":
         _check_mode(given, folders)
         if "tokens" in given and given.get("shard", "null") != "null":
@@ -295,6 +279,20 @@ def _check_mode(given: Mapping[str, str], folders: ConfigFolders) -> None:
                 raise InvalidInput(
                     f"{key}={value} has no meaning beside machine.path: the machine file sets {group}; leave it out"
                 )
+
+
+def _check_machine(verb: str, given: Mapping[str, str], folders: ConfigFolders) -> None:
+    """Refuse numbers of a machine where the layout and the schedule are named: nothing is chosen by them."""
+    for group in ("layout", "schedule"):
+        for option in (given.get(group) or _default_option(verb, group)).split(","):
+            if "auto" in (option, folders.settings(group, option).get("spec")) or "experiment" in given:
+                return
+    for key, value in given.items():
+        if _key_group(key) == "machine":
+            raise InvalidInput(
+                f"{key}={value} has no meaning for a named layout and schedule: the machine serves to choose; leave it "
+                "out, try schedule=auto, or ringattn simulate for times"
+            )
 
 
 def _check_stream(given: Mapping[str, str]) -> None:

@@ -6,11 +6,13 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from functools import reduce
+from importlib import import_module
 from operator import or_
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import InvalidInput
+from ..pattern import PATTERNS
 from ..text import did_you_mean
 from ..transport.launcher import Launch
 from .checks import CUSTOM, TRANSPORTS, check_overrides
@@ -160,10 +162,17 @@ def _prepare_group(verb: str, group: str, value: str, folders: ConfigFolders) ->
     for option in value.split(","):
         if option not in folders.options(group):
             named = offered_options(verb, group, folders)
-            raise InvalidInput(
-                f"{group}={option}: unknown option; {did_you_mean(option, named)}expected one of {', '.join(named)}"
-            )
+            hint = did_you_mean(option, [*named, *_written_names(group)])
+            raise InvalidInput(f"{group}={option}: unknown option; {hint}expected one of {', '.join(named)}")
     return [f"{group}={value}"]
+
+
+def _written_names(group: str) -> list[str]:
+    """Names of a group that no config file has: calls of patterns, and the choices of kernels."""
+    if group == "pattern":
+        return [f"{name}()" for name in PATTERNS]
+    # Kernels need torch, which a mistake in another group does not wait for.
+    return [*import_module("..kernels", __package__).available()] if group == "kernel" else []
 
 
 def offered_options(verb: str, group: str, folders: ConfigFolders) -> list[str]:

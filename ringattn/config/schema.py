@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
+from ..text import shorten
 from .groups import (
     ConfigGroup,
     InputGroup,
@@ -65,9 +66,9 @@ def _not_a_size(value: Size, name: str, problem: str) -> InvalidInput:
 
 
 def _too_large(value: Size, name: str) -> InvalidInput:
-    shown = str(value) if len(str(value)) <= 40 else f"{str(value)[:40]}..."
     return InvalidInput(
-        f"{name}={shown}: is larger than 2^63 - 1 = {MAX_SIZE:,}, the largest size; give a smaller number"
+        f"{name}={shorten(str(value), 40)}: is larger than 2^63 - 1 = {MAX_SIZE:,}, the largest size; give a smaller "
+        "number"
     )
 
 

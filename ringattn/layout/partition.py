@@ -65,9 +65,9 @@ class Layout(Value, ABC):
         """True if every range of every `span` is known to hold a row of each of its ranks; False means unknown."""
         return False
 
-    @abstractmethod
     def shard(self, rank: int) -> tuple[range, ...]:
         """The positions that `rank` owns, as few disjoint, non-empty ranges in local order."""
+        return self.span(range(rank, rank + 1))[0]
 
     @abstractmethod
     def owner(self, position: int) -> int:

@@ -11,22 +11,11 @@ from ..cache import Cache
 from ..errors import InvalidInput
 from ..pattern import Pattern, as_pattern
 from ..text import did_you_mean
-from .balanced import Balanced, balance
-from .partition import MAX_RANGES, Layout, nonempty
-
-__all__ = [
-    "DEFAULT_LAYOUT",
-    "MAX_RANGES",
-    "Balanced",
-    "Contiguous",
-    "Layout",
-    "Striped",
-    "Zigzag",
-    "check_layout",
-    "layout_name",
-    "make_layout",
-    "restore_layout",
-]
+from .balanced import Balanced as Balanced
+from .balanced import balance
+from .partition import MAX_RANGES as MAX_RANGES
+from .partition import Layout as Layout
+from .partition import nonempty
 
 #: The layout of plans, of whole tensors and of the command line if none is named. Calls on shards have no default,
 #: because a wrong guess would silently give wrong results.
@@ -42,9 +31,6 @@ class Contiguous(Layout):
     @property
     def name(self) -> str:
         return "contiguous"
-
-    def shard(self, rank: int) -> tuple[range, ...]:
-        return self.span(range(rank, rank + 1))[0]
 
     @lru_cache(maxsize=4096)  # noqa: B019 (keeps layouts alive, but layouts and spans are a few numbers: 2 MiB at most)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
@@ -73,9 +59,6 @@ class Zigzag(Layout):
     @property
     def name(self) -> str:
         return "zigzag"
-
-    def shard(self, rank: int) -> tuple[range, ...]:
-        return self.span(range(rank, rank + 1))[0]
 
     @lru_cache(maxsize=4096)  # noqa: B019 (keeps layouts alive, but layouts and spans are a few numbers: 2 MiB at most)
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
@@ -115,9 +98,6 @@ class Striped(Layout):
     @property
     def name(self) -> str:
         return f"striped({self.block})"
-
-    def shard(self, rank: int) -> tuple[range, ...]:
-        return self.span(range(rank, rank + 1))[0]
 
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         return self._spans.answer(ranks, lambda: self._find_span(ranks))

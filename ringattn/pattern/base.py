@@ -11,7 +11,7 @@ import numpy as np
 
 from ..cache import Value
 from ..errors import InvalidInput
-from .tile import Tile, intersect_tiles, subtract_tile
+from .tile import Tile, intersect_tiles, make_tile, subtract_tile
 
 ONE_HEAD = range(1)
 #: First and last position of a run of adjacent positions.
@@ -158,6 +158,32 @@ class Pattern(Value, ABC):
 
     def __or__(self, other: Pattern) -> Pattern:
         return Or(self, _check_pattern(other, "|"))
+
+
+class BandPattern(Pattern):
+    """A pattern of all pairs whose distance q - k lies in a band, the same for all queries."""
+
+    @property
+    @abstractmethod
+    def bounds(self) -> tuple[int | None, int | None]:
+        """The least and the largest distance q - k; None is no bound."""
+
+    @property
+    def period(self) -> int | None:
+        return 1
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        tile = make_tile(heads, q, k, *self.bounds)
+        if tile is not None:
+            yield tile
+
+    def key_run(self, first: int, last: int) -> Run:
+        lo, hi = self.bounds
+        return -FAR if hi is None else first - hi, FAR if lo is None else last - lo
+
+    def query_run(self, first: int, last: int) -> Run:
+        lo, hi = self.bounds
+        return -FAR if lo is None else first + lo, FAR if hi is None else last + hi
 
 
 def _check_pattern(value: object, operation: str) -> Pattern:

@@ -46,6 +46,10 @@ class Family(BlockTable):
             self._normalize(total=self._integer("total", self.total, 0))
         self._check_fields()
 
+    @property
+    def period(self) -> int | None:
+        return self.block if self.density is None else None  # a density depends on the length of the sequence
+
     @abstractmethod
     def _check_fields(self) -> None:
         """Check and normalize the parameters of the family."""
@@ -99,8 +103,68 @@ def kept_blocks(density: float, total: int) -> int:
     return min(total, max(1, round(density * total)))
 
 
+class BlockWindows(Family):
+    """The first `globals` blocks attend every block and are attended by every block; the others add a local window.
+
+    Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks. With `density`, it
+    attends the globals and one window of n other blocks, which starts at i - n // 2, shifted inward at the ends.
+    """
+
+    globals: int
+    blocks: int | None
+
+    @property
+    def period(self) -> int | None:
+        return None if self.globals else super().period  # globals are at the start of the sequence
+
+    def _check_fields(self) -> None:
+        self._require_width()
+        if self.blocks is not None:
+            self._normalize(blocks=self._integer("blocks", self.blocks, 0))
+
+    def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
+        candidates = range(low, high + 1)
+        if first < self.globals:
+            return [candidates]
+        global_rows = clip(candidates, 0, self.globals - 1)
+        if self.blocks is not None:
+            return [global_rows, clip(candidates, first - self.blocks, last + self.blocks)]
+        width, total = self._width_and_total()
+        # The window moves right with its query block, so the query blocks whose window meets [first, last] are
+        # adjacent.
+        least = low if first < self.globals + width else first - width + 1 + width // 2
+        most = high if last >= total - width else last + width // 2
+        return [global_rows, clip(candidates, least, most)]
+
+    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
+        if row < self.globals:
+            yield range(first, last + 1)
+            return
+        if self.blocks is not None:
+            window = range(max(0, row - self.blocks), row + self.blocks + 1)
+        else:
+            width, total = self._width_and_total()
+            start = max(self.globals, min(row - width // 2, total - width))
+            window = range(start, start + width)
+        yield from join_runs(clip(run, first, last) for run in (range(self.globals), window))
+
+    def _width_and_total(self) -> tuple[int, int]:
+        """(blocks of a window, key blocks of the sequence) under `density`."""
+        kept, total = self.kept_and_total()
+        return kept - self.globals, total
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        i, j = q // self.block, k // self.block
+        is_global = (i < self.globals) | (j < self.globals)
+        if self.blocks is not None:
+            return is_global | (np.abs(i - j) <= self.blocks)
+        width, total = self._width_and_total()
+        offset = j - np.clip(i - width // 2, self.globals, max(self.globals, total - width))
+        return is_global | ((offset >= 0) & (offset < width))
+
+
 @dataclass(frozen=True, repr=False)
-class LocalWindow(Family):
+class LocalWindow(BlockWindows):
     """Query block i attends the key blocks i - blocks .. i + blocks; `block` is the tokens of a block.
 
     With `density`, query block i attends n adjacent key blocks that start at i - n // 2, shifted inward at the ends of
@@ -110,46 +174,12 @@ class LocalWindow(Family):
     spelling: ClassVar[str] = "local_window"
     width_field: ClassVar[str] = "blocks"
     example: ClassVar[str] = "local_window(128, blocks=4)"
+    globals: ClassVar[int] = 0  # type: ignore[misc]
 
     block: int
     blocks: int | None = None
     density: float | None = None
     total: int | None = None
-
-    @property
-    def period(self) -> int | None:
-        return self.block if self.density is None else None  # a density depends on the length of the sequence
-
-    def _check_fields(self) -> None:
-        self._require_width()
-        if self.blocks is not None:
-            self._normalize(blocks=self._integer("blocks", self.blocks, 0))
-
-    def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
-        if self.blocks is not None:
-            return [clip(range(low, high + 1), first - self.blocks, last + self.blocks)]
-        kept, total = self.kept_and_total()
-        # The window moves right with its query block, so the query blocks whose window meets [first, last] are
-        # adjacent.
-        least = low if first < kept else first - kept + 1 + kept // 2
-        most = high if last >= total - kept else last + kept // 2
-        return [clip(range(low, high + 1), least, most)]
-
-    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
-        if self.blocks is not None:
-            yield range(max(first, row - self.blocks), min(last, row + self.blocks) + 1)
-        else:
-            kept, total = self.kept_and_total()
-            start = max(0, min(row - kept // 2, total - kept))
-            yield range(max(first, start), min(last + 1, start + kept))
-
-    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        i, j = q // self.block, k // self.block
-        if self.blocks is not None:
-            return np.abs(i - j) <= self.blocks
-        kept, total = self.kept_and_total()
-        offset = j - np.clip(i - kept // 2, 0, total - kept)
-        return (offset >= 0) & (offset < kept)
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,10 +198,6 @@ class StridedBlocks(Family):
     stride: int | None = None
     density: float | None = None
     total: int | None = None
-
-    @property
-    def period(self) -> int | None:
-        return self.block if self.density is None else None  # a density depends on the length of the sequence
 
     def _check_fields(self) -> None:
         self._require_width()
@@ -217,7 +243,7 @@ class StridedBlocks(Family):
 
 
 @dataclass(frozen=True, repr=False)
-class GlobalLocal(Family):
+class GlobalLocal(BlockWindows):
     """The first `globals` blocks attend every block and are attended by every block; the others add a local window.
 
     Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks; `block` is the tokens
@@ -235,15 +261,9 @@ class GlobalLocal(Family):
     density: float | None = None
     total: int | None = None
 
-    @property
-    def period(self) -> int | None:
-        return self.block if self.density is None and not self.globals else None
-
     def _check_fields(self) -> None:
-        self._require_width()
+        super()._check_fields()
         self._normalize(globals=self._integer("globals", self.globals, 0))
-        if self.blocks is not None:
-            self._normalize(blocks=self._integer("blocks", self.blocks, 0))
         if self.density is None or not self.total or not self.globals:
             return
         room = self.density * self.total + 1e-9  # a density such as 3 / 7, meaning 3 of 7 blocks, may be rounded down
@@ -255,42 +275,6 @@ class GlobalLocal(Family):
                 f"fewer than the {self.globals} globals and one local block; "
                 f"try globals={max(0, int(room) - 1)}{alternative}"
             )
-
-    def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
-        candidates = range(low, high + 1)
-        if first < self.globals:
-            return [candidates]
-        global_rows = clip(candidates, 0, self.globals - 1)
-        if self.blocks is not None:
-            return [global_rows, clip(candidates, first - self.blocks, last + self.blocks)]
-        kept, total = self.kept_and_total()
-        width = kept - self.globals
-        least = low if first < self.globals + width else first - width + 1 + width // 2
-        most = high if last >= total - width else last + width // 2
-        return [global_rows, clip(candidates, least, most)]
-
-    def key_runs(self, head: int, row: int, first: int, last: int) -> Iterator[range]:
-        if row < self.globals:
-            yield range(first, last + 1)
-            return
-        if self.blocks is not None:
-            window = range(max(0, row - self.blocks), row + self.blocks + 1)
-        else:
-            kept, total = self.kept_and_total()
-            width = kept - self.globals
-            start = max(self.globals, min(row - width // 2, total - width))
-            window = range(start, start + width)
-        yield from join_runs(clip(run, first, last) for run in (range(self.globals), window))
-
-    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        i, j = q // self.block, k // self.block
-        is_global = (i < self.globals) | (j < self.globals)
-        if self.blocks is not None:
-            return is_global | (np.abs(i - j) <= self.blocks)
-        kept, total = self.kept_and_total()
-        width = kept - self.globals
-        offset = j - np.clip(i - width // 2, self.globals, max(self.globals, total - width))
-        return is_global | ((offset >= 0) & (offset < width))
 
 
 local_window = LocalWindow

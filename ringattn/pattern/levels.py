@@ -39,10 +39,6 @@ class DilatedBlocks(Family):
     density: float | None = None
     total: int | None = None
 
-    @property
-    def period(self) -> int | None:
-        return self.block if self.density is None else None  # a density depends on the length of the sequence
-
     def _check_fields(self) -> None:
         if self.density is not None:
             return

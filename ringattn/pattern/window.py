@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from .base import ONE_HEAD, Pattern, Run, check_integer
-from .tile import Tile, make_tile
+from .base import BandPattern, check_integer
 
 
 @dataclass(frozen=True)
-class Window(Pattern):
+class Window(BandPattern):
     """Query q attends key k iff q - left <= k <= q + right; distances are in tokens.
 
     Window(4095) attends 4,096 keys: the query's own position and the 4,095 before it. Source: the sliding window of
@@ -30,19 +28,8 @@ class Window(Pattern):
         )
 
     @property
-    def period(self) -> int | None:
-        return 1
-
-    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        tile = make_tile(heads, q, k, lo=-self.right, hi=self.left)
-        if tile is not None:
-            yield tile
-
-    def key_run(self, first: int, last: int) -> Run:
-        return first - self.left, last + self.right
-
-    def query_run(self, first: int, last: int) -> Run:
-        return first - self.right, last + self.left
+    def bounds(self) -> tuple[int | None, int | None]:
+        return -self.right, self.left
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return (q - self.left <= k) & (k <= q + self.right)

@@ -180,25 +180,19 @@ class KeyDemand(BlockDemand):
         rows, keys = self.layout.shard(rank), self.layout.shard(owner)
         return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
 
+    @cached
+    def batched(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+        """The pairs of `works` as few works: short runs of keys are joined, and equal works repeated."""
+        return tuple(join_repetitions(join_keys(self.works(rank, owner, row_set))))
+
+    @cached
     def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
         """The visit of `rank` to rows of the block of `owner`, lowered to local rows, one work per tile.
 
         Works of a `RowSet` hold the pairs of its heads, and index the tensor of the row set.
         """
-        return self._works(rank, owner, row_set)
-
-    def batched(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
-        """The pairs of `works` as few works: short runs of keys are joined, and equal works repeated."""
-        return self._batched(rank, owner, row_set)
-
-    @cached
-    def _batched(self, rank: int, owner: int, row_set: RowSet | AllRows) -> tuple[Work, ...]:
-        return tuple(join_repetitions(join_keys(self.works(rank, owner, row_set))))
-
-    @cached
-    def _works(self, rank: int, owner: int, row_set: RowSet | AllRows) -> tuple[Work, ...]:
         if isinstance(row_set, RowSet):
-            return tuple(restrict_works(self.works(rank, owner), row_set, self.group))
+            return tuple(restrict_works(self.works(rank, owner, ALL_ROWS), row_set, self.group))
         q_rows, k_rows = self.layout.shard(rank), self.layout.shard(owner)
         if q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MAX_SYMBOLIC and self._dense(q_rows, k_rows):
             return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))

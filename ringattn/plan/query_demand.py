@@ -51,16 +51,13 @@ class QueryDemand(BlockDemand):
     def _needed_pieces(self, mine: range, block: range) -> Iterator[tuple[range, range]]:
         return self.keys.queries(block, mine)
 
+    @cached
     def batched(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
         """What `rank` computes with its keys for query rows of `owner`, as few works.
 
         Works of a `RowSet` index its tensor by their query heads and rows.
         """
-        return self._batched(rank, owner, row_set)
-
-    @cached
-    def _batched(self, rank: int, owner: int, row_set: RowSet | AllRows) -> tuple[Work, ...]:
-        works = self.keys.works(owner, rank)
+        works = self.keys.works(owner, rank, ALL_ROWS)
         if isinstance(row_set, RowSet):
             located: dict[tuple[int, range], Ranges] = {}
             works = tuple(piece for work in works for piece in restrict_queries(work, row_set, located))

@@ -183,6 +183,8 @@ def test_options_may_stand_between_overrides(inside: Inside, tmp_path: Path) -> 
     (tmp_path / "mine" / "machine" / "cluster.yaml").write_text("spec: cpu\nbandwidth: 2.5e10\n")
     done = inside("plan", "ranks=2", "tokens=4k", "--config-dir", "mine", "machine=cluster", cwd=tmp_path)
     assert done.returncode == 0 and "ring" in done.stdout, done.stderr
+    done = inside("--config-dir", "mine", "plan", "ranks=2", "tokens=4k", "machine=cluster", cwd=tmp_path)
+    assert done.returncode == 0 and "ring" in done.stdout, done.stderr
     done = inside("plan", "ranks=2", "-m", "layout=contiguous,zigzag", "tokens=1k", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = inside("plan", "ranks=2", "--cfg", "job", "layout=zigzag", cwd=tmp_path)

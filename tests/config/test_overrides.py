@@ -34,7 +34,12 @@ TWO = Launch("mpich", 0, 2, 0, 2)
             ["input=random", "input.path=x.npz"],
             "has no meaning with input=random; inputs that take path: file, text",
         ),
-        ("run", ["input=file"], "input=file needs input.path=..."),
+        ("run", ["input=file"], "input=file needs input.path=..., such as 'input.path=qkv.npz'"),
+        ("run", ["wire_dtype=bfloat16"], "unknown key 'wire_dtype'; did you mean 'comm_dtype'?"),
+        ("run", ["kernel=flash"], "kernel=flash: unknown option; did you mean 'aten_cuda:flash'?"),
+        ("plan", ["pattern=sinks"], "pattern=sinks: unknown option; did you mean 'Sinks()'?"),
+        ("plan", ["machine=cpu", "schedule=ring"], "machine=cpu has no meaning for a named layout and schedule"),
+        ("plan", ["machine.bandwidth=1e9", "schedule=direct"], "try schedule=auto, or ringattn simulate"),
         ("plan", ["pattern=documents"], "needs pattern.lengths=..., such as 'pattern.lengths=[512,256,256]'"),
         ("run", ["experiment=validate"], "sets mode, which ringattn run does not have; it is for simulate"),
         ("run", ["-m", "ranks=2,4", "output.path=o/x.safetensors"], "'output.path=o/x_${hydra:job.num}.safetensors'"),
@@ -88,6 +93,7 @@ def test_one_output_for_each_job_of_a_sweep_is_taken() -> None:
         ("plan", ["-m", "ranks=2,4"]),
         ("bench", ["-m", "repeat=2,4", "output.path=records"]),
         ("plan", ["ranks=2", "output.path=p.json"]),
+        ("plan", ["machine=cpu", "schedule=ring", "layout=auto"]),
         ("simulate", ["study=scaling", "shard=null", "tokens=4096"]),
     ):
         assert prepare(verb, overrides) == overrides
@@ -183,7 +189,7 @@ def test_nodes_must_fit() -> None:
         assert MachineGroup("h100_nvlink_ib", **{name: value}).made().ranks_per_node == 8
 
 
-def test_one_rank_or_one_head_makes_no_team() -> None:
+def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
     for options, words in (
         ({"ranks": 1, "heads": 4}, "here is only one rank; try ring, or more ranks"),
         ({"ranks": 4, "heads": 1}, "here is only one query head; try ring, or more query heads"),

@@ -12,8 +12,7 @@ from ringattn.cli.run_job import Run
 from ringattn.config.schema import RunConfig
 from ringattn.experiments.bench import get_cases, runner
 from ringattn.experiments.bench.case import BenchCase
-from ringattn.experiments.bench.links import Links
-from ringattn.experiments.bench.network import run_nodes
+from ringattn.experiments.bench.links import Links, run_nodes
 from ringattn.experiments.bench.suites import schedules
 from ringattn.transport.base import Post, Transport
 from ringattn.transport.records import PREFIX
@@ -63,7 +62,7 @@ def warm_start(rank: int, transport: Transport) -> list[str]:
 
 @pytest.mark.multi
 def test_plans_are_compared_and_links_opened_before_the_timing() -> None:
-    for events in run_nodes(warm_start, LINKS, modelled=True, timeout=60):
+    for events in run_nodes(warm_start, LINKS, timeout=60):
         warm, timed = events[: events.index("timing")], events[events.index("timing") + 1 :]
         talk = [event for event in warm if event != "messages"]
         assert talk == ["call", "arguments", "plan"] * 2  # one of each column
@@ -99,7 +98,7 @@ def test_a_run_is_not_timed_before_it_is_warm() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, dict[str, Any]]]:
-    return run_nodes(measure_small, LINKS, modelled=True, timeout=90)
+    return run_nodes(measure_small, LINKS, timeout=90)
 
 
 @pytest.mark.multi

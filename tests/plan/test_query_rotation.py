@@ -264,7 +264,7 @@ def test_rotate_is_an_input_of_the_plan() -> None:
         ra.nn.RingAttention(Causal(), ranks=2, rotate="quays")(x, x, x)
 
 
-def test_members_of_teams_choose_for_themselves() -> None:
+def test_members_of_ulysses_groups_choose_for_themselves() -> None:
     for kv_heads, rotates in ((8, "queries"), (2, "keys")):
         plan = make_plan(Full(), tokens=64, ranks=8, schedule="ulysses(2)", heads=8, kv_heads=kv_heads)
         assert plan.rotates == plan.ring_plan(1)[0].rotates == rotates

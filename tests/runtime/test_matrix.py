@@ -49,7 +49,7 @@ ROTATE = ("auto", "keys", "queries")
 
 
 def fitting(schedule: str, heads: tuple[int, int]) -> str:
-    """The schedule, where teams of two can share the heads."""
+    """The schedule, where Ulysses groups of two can share the heads."""
     return "ring" if "ulysses" in schedule and heads[1] % 2 else schedule
 
 

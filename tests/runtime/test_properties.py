@@ -21,7 +21,7 @@ Problem = tuple[Pattern, int, int, str]
 
 
 def fitting(schedule: str, ranks: int, kv_heads: int) -> str:
-    """The schedule on that many ranks: nodes of the largest size that divides them, teams of two."""
+    """The schedule on that many ranks: nodes of the largest size that divides them, Ulysses groups of two."""
     if schedule == "ulysses":
         return "direct" if ranks % 2 or kv_heads % 2 else "ulysses(2, direct)"
     inner = max(n for n in range(1, ranks + 1) if ranks % n == 0 and (n < ranks or n == 1))

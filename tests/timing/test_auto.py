@@ -101,14 +101,14 @@ def test_memory_without_steps_is_no_less(schedule: str) -> None:
         assert bound_memory(plan) >= sum(memory(plan).values())
 
 
-def test_teams_are_compared_on_a_flat_network() -> None:
+def test_ulysses_is_compared_on_a_flat_network() -> None:
     plan = chosen(Causal(), 8, FLAT, heads=8)
     assert plan.choice is not None
     compared = {c.schedule for c in plan.choice.candidates if c.prediction}
     assert {"ulysses(2, ring)", "ulysses(4, ring)", "ulysses(8, ring)"} <= compared
 
 
-def test_why_no_teams_are_compared() -> None:
+def test_why_no_ulysses_is_compared() -> None:
     for heads, machine, words in (
         (1, FLAT, "no size of a Ulysses group divides 8 ranks, 1 query heads and 1 key/value heads"),
         (1, NODES, "no size of a Ulysses group divides 8 ranks, 1 query heads"),
@@ -118,7 +118,7 @@ def test_why_no_teams_are_compared() -> None:
         assert any(c.schedule == "ulysses" and words in c.left_out for c in plan.choice.candidates)
 
 
-def test_lookups_of_plans_with_teams_are_counted() -> None:
+def test_lookups_of_plans_with_ulysses_groups_are_counted() -> None:
     plan = make_plan(Causal(), tokens=4096, ranks=64, schedule="ulysses(4)", heads=4)
     lookups = count_lookups(plan, 3)
     assert lookups is not None and lookups > 100

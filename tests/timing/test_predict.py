@@ -53,7 +53,7 @@ def test_four_ranks_by_hand() -> None:
     assert predict(tiny("ring", 4), nodes).seconds == 3 * 100 + 32
 
 
-def test_pairs_of_teams_and_of_rotating_queries_are_those_of_the_plan() -> None:
+def test_pairs_of_ulysses_groups_and_of_rotating_queries_are_those_of_the_plan() -> None:
     machine = Machine(flops=1.0, latency=0.0, bandwidth=1e30)
     options = {"tokens": 64, "ranks": 4, "heads": 4, "head_dim": 1, "value_dim": 1}
     split_ulysses = make_plan(Causal(), schedule="ulysses(2)", **options)  # type: ignore[arg-type]

@@ -106,14 +106,14 @@ def periodic(draw: st.DrawFn) -> Ring:
 
 
 @given(periodic())
-def test_the_quotient_is_the_ring(ring: Ring) -> None:
+def test_the_periodic_solver_is_the_ring(ring: Ring) -> None:
     found = solve_periodic(ring)
     assert found is not None
     assert found.finish == pytest.approx(truth(ring), rel=CLOSE, abs=CLOSE)
     assert found.finish == pytest.approx(solve_stencil(ring).finish, rel=CLOSE, abs=CLOSE)
 
 
-def test_the_quotient_jumps() -> None:
+def test_the_periodic_solver_jumps() -> None:
     """262,144 steps of nodes of eight are a few; the result is that of all of them."""
     ranks, steps = 64, 5000
     message = np.tile(np.array([0.1] * 7 + [0.9]), ranks // 8)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...layout.regular import make_layout
 from ...transport.base import Transport
 from .links import Links
 
@@ -101,6 +102,40 @@ class BenchSuite:
     cases: Callable[[], list[BenchCase]]
     conclude: Callable[[list[CaseRecord]], dict[str, Any]] | None = None
     check: Callable[[Path], None] | None = None
+
+
+def make_settings(heads: int, head_dim: int, tokens: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
+    """The settings of a case of attention with a batch of 1."""
+    sizes = {"batch": 1, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "dtype": dtype, "tokens": tokens}
+    return sizes | more
+
+
+def make_inputs(settings: dict[str, Any], count: int, tokens: int | None = None) -> list[torch.Tensor]:
+    """`count` tensors [B, H, N, D] of the whole sequence, equal on all ranks; N is `tokens` where given."""
+    source, dtype = torch.Generator().manual_seed(1), getattr(torch, settings["dtype"])
+    shape = (settings["batch"], settings["heads"], tokens or settings["tokens"], settings["head_dim"])
+    return [torch.empty(shape, dtype=dtype, device="cpu").normal_(generator=source) for _ in range(count)]
+
+
+def make_shards(context: Context, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of this rank's rows of tensors of the whole sequence, in the layout of the settings."""
+    layout = make_layout(context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
+    return [layout.shard_tensor(x, context.rank).clone() for x in tensors]
+
+
+def make_pass(
+    attend: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    grad: torch.Tensor | None,
+) -> Run:
+    """A run of attend(q, k, v), which returns the output and, with `grad`, the gradients of the inputs."""
+    inputs = [x.requires_grad_(grad is not None) for x in inputs]
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = attend(*inputs)
+        return (out.detach(), *(() if grad is None else torch.autograd.grad(out, inputs, grad)))
+
+    return run
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:

@@ -1,25 +1,27 @@
-"""Links between ranks, and two transports that replace their time: by the time of modelled links, and by none.
-
-`network` runs ranks behind real, shaped links where the system permits it, and behind `DelayedTransport` elsewhere.
-"""
+"""Ranks of one machine behind modelled links, and a transport whose messages take no time at all."""
 
 from __future__ import annotations
 
 import fcntl
 import mmap
 import os
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...transport.base import Message, Post, Transport
+from ...transport.launcher import run_local
+from ...transport.torchdist import TorchDist
+
+#: How the times behind links come about, for the record.
+NETWORK = "MODELLED links between processes of this machine: messages are held back for the time of their link"
 
 #: Most messages in flight from one rank to one other rank.
 SLOTS = 64
@@ -112,14 +114,9 @@ class _Wrapper:
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
-        self.counters, self.calls, self.agreed = inner.counters, inner.calls, inner.agreed
 
-    def check(self, device: torch.device) -> None:
-        self.inner.check(device)
-
-    def gather(self, record: bytes) -> list[bytes]:
-        return self.inner.gather(record)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class DelayedTransport(_Wrapper):
@@ -168,3 +165,20 @@ class InstantTransport(_Wrapper):
 
     def wait(self, ticket: None) -> None:
         """Return at once: no message is in flight."""
+
+
+def run_nodes(function: Callable[..., Any], links: Links, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Return values of function(rank, transport, *args) on `links.ranks` new Gloo ranks behind links, in rank order.
+
+    `function` belongs to an importable module. `timeout` (seconds) bounds the whole run and every message. Raises
+    LaunchFailure with the last output of the ranks; no process is left behind.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
+        board = str(Path(scratch, "board"))
+        return run_local(_run_rank, links.ranks, function, links, board, timeout, args, timeout=timeout, threads=1)
+
+
+def _run_rank(
+    rank: int, function: Callable[..., Any], links: Links, board: str, timeout: float, args: tuple[Any, ...]
+) -> Any:
+    return function(rank, DelayedTransport(TorchDist(timeout=timeout), MessageBoard(Path(board), links)), *args)

@@ -92,8 +92,9 @@ def _memory_rows(case: CaseRecord) -> list[list[str]]:
     memory = case["memory"]
     peak, formula = max(map(max, memory["peak_bytes"])), max(memory["formula_bytes"])
     text = f"peak {peak / 2**20:.1f} MiB, formula {formula / 2**20:.1f} MiB"
-    limit = "" if memory["limit"] is None else f"<= {memory['limit']}"
-    return [[case["case"], text, f"{memory['ratio']:.3f}", limit, _yes_or_no(memory["met"]), _errors(case)]]
+    return [
+        [case["case"], text, *verdict(f"{memory['ratio']:.3f}", "<=", memory["limit"], memory["met"]), _errors(case)]
+    ]
 
 
 def _time_rows(case: CaseRecord) -> list[list[str]]:
@@ -102,20 +103,10 @@ def _time_rows(case: CaseRecord) -> list[list[str]]:
     )
     rows: list[list[str]] = []
     for ratio in case["ratios"]:
-        target = "" if ratio["target"] is None else f">= {ratio['target']}"
-        text = f"{ratio['ratio']} = {_with_range(ratio, 3)}"
         # The columns and errors belong to the case, and are written in its first row only.
-        first = not rows
-        rows.append(
-            [
-                case["case"],
-                columns if first else "",
-                text,
-                target,
-                _yes_or_no(ratio["met"]),
-                _errors(case) if first else "",
-            ]
-        )
+        of_case, errors = ("", "") if rows else (columns, _errors(case))
+        text = f"{ratio['ratio']} = {_with_range(ratio, 3)}"
+        rows.append([case["case"], of_case, *verdict(text, ">=", ratio["target"], ratio["met"]), errors])
     return rows
 
 
@@ -125,6 +116,11 @@ def _errors(case: CaseRecord) -> str:
 
 def _with_range(values: dict[str, float], digits: int) -> str:
     return f"{values['median']:.{digits}f} [{values['min']:.{digits}f} .. {values['max']:.{digits}f}]"
+
+
+def verdict(ratio: str, sign: str, target: float | None, met: bool | None) -> tuple[str, str, str]:
+    """The cells of a ratio, of its target, and of whether the target is met."""
+    return ratio, "" if target is None else f"{sign} {target}", _yes_or_no(met)
 
 
 def _yes_or_no(met: bool | None) -> str:

@@ -25,7 +25,7 @@ from ...transport.base import Transport
 from ...transport.launcher import run_local
 from . import get_cases, get_suite
 from .case import BenchCase, CaseRecord, Context, Run
-from .network import describe_network, run_nodes
+from .links import NETWORK, run_nodes
 
 #: Seconds after which the processes of a case are killed.
 TIMEOUT = 3600.0
@@ -39,7 +39,7 @@ def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[
     host = describe_host()
     cases = get_cases(suite, names)
     if any(case.links for case in cases):
-        tell(f"behind {describe_network()}")
+        tell(f"behind {NETWORK}")
     case_records = []
     for case in cases:
         tell(f"{case.name}: {', '.join(column.name for column in case.columns)}")
@@ -152,7 +152,7 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
         "ranks": case.ranks,
         "settings": case.settings,
         "errors": raw[0]["errors"],
-        "notes": [*case.notes, *([f"network: {describe_network()}"] if case.links else [])],
+        "notes": [*case.notes, *([f"network: {NETWORK}"] if case.links else [])],
     }
     if case.links is not None:
         record["links"] = asdict(case.links)

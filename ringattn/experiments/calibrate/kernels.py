@@ -16,7 +16,7 @@ from ...runtime.memory_pool import memory_pool
 from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
-from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks
+from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks, Settings
 
 
 def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
@@ -33,16 +33,11 @@ def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterat
             yield Work(all_heads, all_heads, range(n), (range(n + width - 1),), lo=1 - width, hi=0)
 
 
-def time_works(
-    ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], head_dim: int, dtype: torch.dtype, repeat: int
-) -> list[Sample]:
+def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings) -> list[Sample]:
     """A sample of each work, forward and then backward, measured in rounds over all works."""
     kinds = [(work, backward) for backward in (False, True) for work in works]
     rounds = [
-        [
-            time_work(ranks, kernel, work, head_dim, dtype, backward=backward, repeat=-(-repeat // ROUNDS))
-            for work, backward in kinds
-        ]
+        [time_work(ranks, kernel, work, settings, backward=backward, rounds=ROUNDS) for work, backward in kinds]
         for _ in range(ROUNDS)
     ]
     return [
@@ -52,28 +47,21 @@ def time_works(
 
 
 def time_work(
-    ranks: MeasuringRanks,
-    kernel: Kernel,
-    work: Work,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    backward: bool,
-    repeat: int,
+    ranks: MeasuringRanks, kernel: Kernel, work: Work, settings: Settings, *, backward: bool, rounds: int = 1
 ) -> Sample:
-    """Seconds of all ranks for one work, which all ranks compute at the same time."""
-    call = make_call(kernel, work, head_dim, dtype, ranks.device, backward=backward)
-    seconds = ranks.gather(ranks.time_repeated(call, repeat, ENOUGH / ROUNDS))
+    """Seconds of all ranks for one work, which all ranks compute at the same time; in one of `rounds` rounds."""
+    call = make_call(kernel, work, settings, ranks.device, backward=backward)
+    seconds = ranks.time_on_all(call, -(-settings.repeat // rounds), ENOUGH / ROUNDS)
     ((shape, rows, keys, pairs),) = lower_to_tiles(work)
-    flops = pairs * 4 * head_dim * (BACKWARD if backward else 1.0)
-    return Sample(shape, backward, rows, keys, flops, tuple(t for of_rank in seconds for t in of_rank))
+    flops = pairs * 4 * settings.head_dim * (BACKWARD if backward else 1.0)
+    return Sample(shape, backward, rows, keys, flops, tuple(seconds))
 
 
 def make_call(
-    kernel: Kernel, work: Work, head_dim: int, dtype: torch.dtype, device: torch.device, *, backward: bool
+    kernel: Kernel, work: Work, settings: Settings, device: torch.device, *, backward: bool
 ) -> Callable[[], None]:
     """A function that computes a work on random inputs as the executor does: it drops the output, or adds gradients."""
-    heads = len(work.heads)
+    heads, head_dim, dtype = len(work.heads), settings.head_dim, settings.torch_dtype
     q, grad, out = (torch.randn(1, heads, len(work.q), head_dim, device=device).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
     lse = torch.full((1, heads, len(work.q)), float(work.keys), device=device, dtype=wide(dtype))
@@ -109,12 +97,11 @@ def make_call(
 
 
 def time_overheads(
-    ranks: MeasuringRanks, kernel: Kernel, head_dim: int, dtype: torch.dtype, repeat: int
+    ranks: MeasuringRanks, kernel: Kernel, settings: Settings
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work."""
     work = Work(range(1), range(1), range(1), (range(1),))
     forward, backward = (
-        time_work(ranks, kernel, work, head_dim, dtype, backward=backward, repeat=repeat).seconds
-        for backward in (False, True)
+        time_work(ranks, kernel, work, settings, backward=backward).seconds for backward in (False, True)
     )
     return forward, backward

@@ -1,13 +1,18 @@
-"""Times of messages: between two ranks, and from every rank to its neighbour while all other ranks send too."""
+"""Times of messages: between two ranks, among all ranks at once, and under the visits that hide them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from .measuring_ranks import MeasuringRanks
+from ...kernels.base import Kernel
+from ...plan.work import Work
+from .kernels import make_call
+from .measuring_ranks import ENOUGH, MeasuringRanks, Settings
 
 #: (bytes, seconds of all ranks and repetitions) of each size of message.
 MessageTimes = list[tuple[int, list[float]]]
@@ -25,11 +30,11 @@ def time_ping_pong(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int) -> 
 
 def _ping_pong(ranks: MeasuringRanks, sent: torch.Tensor, received: torch.Tensor) -> None:
     if ranks.rank == 0:
-        ranks.finish_messages(ranks.start_messages({1: sent}, {}))
-        ranks.finish_messages(ranks.start_messages({}, {1: received}))
+        ranks.exchange({1: sent}, {})
+        ranks.exchange({}, {1: received})
     elif ranks.rank == 1:
-        ranks.finish_messages(ranks.start_messages({}, {0: received}))
-        ranks.finish_messages(ranks.start_messages({0: sent}, {}))
+        ranks.exchange({}, {0: received})
+        ranks.exchange({0: sent}, {})
 
 
 def time_shift(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int, *, within_node: bool) -> MessageTimes:
@@ -43,11 +48,49 @@ def time_shift(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int, *, with
 
     times = []
     for size in sizes:
-        call = partial(_exchange, ranks, {peer(1): ranks.make_buffer(size)}, {peer(-1): ranks.make_buffer(size)})
-        seconds = ranks.gather(ranks.time_repeated(call, repeat))
-        times.append((size, [t for of_rank in seconds for t in of_rank]))
+        call = partial(ranks.exchange, {peer(1): ranks.make_buffer(size)}, {peer(-1): ranks.make_buffer(size)})
+        times.append((size, ranks.time_on_all(call, repeat)))
     return times
 
 
-def _exchange(ranks: MeasuringRanks, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> None:
-    ranks.finish_messages(ranks.start_messages(sends, recvs))
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of `rows` queries visiting `rows` keys, and of the block of `bytes` bytes that travels meanwhile.
+
+    By repetition and rank: `visit` alone; `message` alone; `together`, from posting the message to the end of the
+    visit; `both`, from posting the message until the visit has ended and the message has arrived.
+    """
+
+    rows: int
+    bytes: int
+    visit: tuple[float, ...]
+    message: tuple[float, ...]
+    together: tuple[float, ...]
+    both: tuple[float, ...]
+
+
+def measure_overlap(ranks: MeasuringRanks, kernel: Kernel, rows: int, settings: Settings) -> Overlap:
+    """A dense visit of `rows` queries to `rows` keys while a K/V block of `rows` rows goes to the next rank."""
+    heads = range(settings.heads)
+    work = Work(heads, heads, range(rows), (range(rows),))
+    visit = make_call(kernel, work, settings, ranks.device, backward=False)
+    size = 2 * rows * settings.heads * settings.head_dim * settings.torch_dtype.itemsize
+    sends = {(ranks.rank + 1) % ranks.size: ranks.make_buffer(size)}
+    recvs = {(ranks.rank - 1) % ranks.size: ranks.make_buffer(size)}
+    together, both = [], []
+
+    def overlap() -> None:
+        start = time.perf_counter()
+        ticket = ranks.start_messages(sends, recvs)  # inside the timing: some transports copy before they return
+        visit()
+        ranks.synchronize()
+        together.append(time.perf_counter() - start)
+        ranks.finish_messages(ticket)
+        both.append(time.perf_counter() - start)
+
+    visit_seconds, message_seconds, _ = ranks.time_alternating(
+        (visit, partial(ranks.exchange, sends, recvs), overlap), settings.repeat, 3 * ENOUGH
+    )
+    # The first overlap was the warm-up.
+    of_ranks = ranks.gather((visit_seconds, message_seconds, together[1:], both[1:]))
+    return Overlap(rows, size, *(tuple(t for of_rank in of_ranks for t in of_rank[i]) for i in range(4)))

@@ -17,10 +17,9 @@ from ...machine.kernel_times import KernelTimes
 from ...machine.machine import Machine
 from . import kernels, merge, noise
 from .fits import fit_interference, fit_jitter, fit_kernel_times, fit_link
-from .links import MessageTimes, time_ping_pong, time_shift
-from .measuring_ranks import MeasuringRanks
-from .overlap import measure_overlaps
-from .passes import Pass, Settings
+from .links import MessageTimes, measure_overlap, time_ping_pong, time_shift
+from .measuring_ranks import MeasuringRanks, Settings
+from .passes import Pass
 
 
 @dataclass(frozen=True)
@@ -95,11 +94,11 @@ class _Calibrator:
 
     def measure_kernels(self, kernel: Kernel) -> KernelTimes:
         """Kernel times, and the machine's `flops` and `jitter`."""
-        settings, dtype = self.settings, self.settings.torch_dtype
+        settings = self.settings
         self.tell("kernels")
-        overheads = kernels.time_overheads(self.ranks, kernel, settings.head_dim, dtype, settings.repeat)
+        overheads = kernels.time_overheads(self.ranks, kernel, settings)
         works = list(kernels.list_works(self.sizes.rows, self.sizes.widths, settings.heads))
-        samples = kernels.time_works(self.ranks, kernel, works, settings.head_dim, dtype, settings.repeat)
+        samples = kernels.time_works(self.ranks, kernel, works, settings)
         overhead = median(overheads[0]), median(overheads[1])
         kernel_times = fit_kernel_times(samples, overhead, settings.head_dim, settings.dtype, settings.heads)
         self.values["flops"] = kernel_times.grid("dense", False).rates[-1][-1]
@@ -110,16 +109,8 @@ class _Calibrator:
 
     def measure_merging(self) -> None:
         """The machine's `merge`."""
-        settings = self.settings
         self.tell("merging")
-        times = merge.time_merges(
-            self.ranks,
-            self.sizes.rows,
-            settings.heads,
-            settings.head_dim,
-            settings.torch_dtype,
-            settings.repeat,
-        )
+        times = merge.time_merges(self.ranks, self.sizes.rows, self.settings)
         self.values["merge"] = merge.merge_rate(times)
         self.samples["merge"] = _by_bytes(times)
 
@@ -150,17 +141,8 @@ class _Calibrator:
 
     def measure_overlap(self, kernel: Kernel) -> None:
         """The machine's `gamma`."""
-        settings = self.settings
         self.tell("overlap")
-        overlaps = measure_overlaps(
-            self.ranks,
-            kernel,
-            self.sizes.rows,
-            settings.heads,
-            settings.head_dim,
-            settings.torch_dtype,
-            settings.repeat,
-        )
+        overlaps = [measure_overlap(self.ranks, kernel, rows, self.settings) for rows in self.sizes.rows]
         self.samples["overlap"] = [asdict(overlap) for overlap in overlaps]
         # Without the smallest block, whose message takes longer than its visit: a ring is not meant for such blocks.
         self.values["gamma"] = fit_interference(
@@ -171,7 +153,7 @@ class _Calibrator:
         """The machine with its `call`, the time of a call beside its work."""
         self.tell("calls")
         passes = noise.measure_short_passes(self.ranks, machine, self.sizes.rows, self.settings)
-        self.samples["calls"] = [_pass_record(each) for each in passes]
+        self.samples["calls"] = [each.record for each in passes]
         overhead = noise.fit_call_overhead(passes)
         return machine.changed(call=overhead, sources=(*machine.sources, ("call", "measured")))
 
@@ -179,7 +161,7 @@ class _Calibrator:
         """The machine with its `residuals`, and the passes behind them."""
         self.tell("noise")
         passes = noise.measure_residuals(self.ranks, machine, self.sizes.rows, self.settings)
-        self.samples["passes"] = [_pass_record(each) for each in passes]
+        self.samples["passes"] = [each.record for each in passes]
         ratios = tuple(ratio for each in passes for ratio in each.ratios)
         return machine.changed(residuals=ratios, sources=(*machine.sources, ("residuals", "measured"))), passes
 
@@ -198,10 +180,6 @@ def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
 
 def _by_bytes(times: MessageTimes) -> list[dict[str, Any]]:
     return [{"bytes": size, "seconds": seconds} for size, seconds in times]
-
-
-def _pass_record(measured: Pass) -> dict[str, Any]:
-    return {**asdict(measured.case), "seconds": list(measured.seconds), "modelled": measured.modelled}
 
 
 def _plain(value: Any) -> Any:

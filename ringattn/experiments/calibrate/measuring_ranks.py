@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +21,27 @@ ENOUGH, MOST_REPETITIONS = 0.1, 50
 ROUNDS = 3
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What all measurements of a calibration share: `kernel` is a name or "auto", `repeat` the least repetitions."""
+
+    heads: int
+    head_dim: int
+    dtype: str
+    kernel: str
+    repeat: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of torch with the name `dtype`."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
 class MeasuringRanks:
     """One rank of a calibration and its way to the others; a process alone has transport None.
 
-    All methods are collective except `time_call`, `synchronize`, `start_messages`, `finish_messages` and `make_buffer`.
+    All methods are collective except `time_call`, `synchronize`, `make_buffer` and those of messages.
     """
 
     def __init__(self, transport: Transport | None, device: torch.device, ranks_per_node: int | None = None) -> None:
@@ -66,6 +84,10 @@ class MeasuringRanks:
         """Seconds of each repetition of a call after a warm-up. All ranks repeat equally often, at the same time."""
         return self.time_alternating((call,), least, enough)[0]
 
+    def time_on_all(self, call: Callable[[], Any], least: int, enough: float = ENOUGH) -> list[float]:
+        """As `time_repeated`, the seconds of all ranks one after another."""
+        return [t for of_rank in self.gather(self.time_repeated(call, least, enough)) for t in of_rank]
+
     def time_alternating(
         self, calls: Sequence[Callable[[], Any]], least: int, enough: float = ENOUGH
     ) -> tuple[list[float], ...]:
@@ -93,6 +115,10 @@ class MeasuringRanks:
         assert self.transport is not None, "a process alone sends nothing"
         self.transport.wait(ticket)
         self.synchronize()
+
+    def exchange(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> None:
+        """Start messages as `start_messages`, and finish them."""
+        self.finish_messages(self.start_messages(sends, recvs))
 
     def make_buffer(self, size: int) -> torch.Tensor:
         """`size` bytes of zeros on the device, whose memory is allocated and not only reserved."""

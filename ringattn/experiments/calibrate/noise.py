@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import mean, median
 
 from ...machine.machine import Machine
-from .measuring_ranks import MeasuringRanks
-from .passes import Pass, Settings, list_cases, measure_passes
+from .measuring_ranks import MeasuringRanks, Settings
+from .passes import Pass, list_cases, measure_passes
 
 #: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the
 #: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -13,24 +14,7 @@ from ...pattern import parse_pattern
 from ...plan.plan import Plan
 from ...planner import make_plan
 from ...timing.simulation import simulate
-from .measuring_ranks import MeasuringRanks
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all measurements of a calibration share: `kernel` is a name or "auto", `repeat` the least repetitions."""
-
-    heads: int
-    head_dim: int
-    dtype: str
-    kernel: str
-    repeat: int
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of torch with the name `dtype`."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+from .measuring_ranks import MeasuringRanks, Settings
 
 
 @dataclass(frozen=True)
@@ -72,6 +56,11 @@ class Pass:
         """Measured over modelled seconds of each run."""
         return tuple(t / self.modelled for t in self.seconds)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """The pass as plain data."""
+        return {**asdict(self.case), "seconds": list(self.seconds), "modelled": self.modelled}
+
 
 def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
     """Every (pattern, layout) of the grid with every number of rows per rank, forward and backward."""
@@ -92,10 +81,12 @@ def measure_passes(
     them affects a short pass strongly.
     """
     rounds = [[_time_pass(ranks, case, settings) for case in cases] for _ in range(settings.repeat)]
-    return [
-        Pass(case, seconds, _model_pass(case, machine, ranks.size, settings, slow))
-        for case, seconds in zip(cases, zip(*rounds, strict=True), strict=True)
-    ]
+    passes = []
+    for case, seconds in zip(cases, zip(*rounds, strict=True), strict=True):
+        plan = case.plan(ranks.size, settings)
+        modelled = simulate(plan, machine, backward=case.backward, slow=[slow] * ranks.size)
+        passes.append(Pass(case, seconds, modelled.seconds))
+    return passes
 
 
 def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> float:
@@ -107,15 +98,9 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> flo
         x.requires_grad_(case.backward)
 
     def attend() -> torch.Tensor:
+        kernel, transport = settings.kernel, ranks.transport
         return ring_attention(
-            q,
-            k,
-            v,
-            plan.pattern,
-            layout=plan.layout,
-            schedule="ring",
-            kernel=settings.kernel,
-            transport=ranks.transport,
+            q, k, v, plan.pattern, layout=plan.layout, schedule="ring", kernel=kernel, transport=transport
         )
 
     def time_once() -> float:
@@ -134,9 +119,3 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> flo
 
     time_once()
     return ranks.gather(time_once())[0]
-
-
-def _model_pass(case: PassCase, machine: Machine, ranks: int, settings: Settings, slow: float) -> float:
-    """Modelled seconds of a case; `slow` is a factor on the visits of all ranks."""
-    plan = case.plan(ranks, settings)
-    return simulate(plan, machine, backward=case.backward, slow=[slow] * ranks).seconds

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median
 
+import numpy as np
+
 from ...machine.machine import Machine
 from .noise import GRID
 from .passes import Pass, PassCase, list_cases
@@ -59,18 +61,10 @@ def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
         runs=sum(len(each.seconds) for each in passes),
         bias=mean(signed),
         median=median(absolute),
-        p90=_quantile(absolute, 0.9),
+        p90=float(np.quantile(absolute, 0.9)),
         worst=absolute[-1],
         coverage=sum(hits) / len(hits) if hits else None,
     )
-
-
-def _quantile(ascending: Sequence[float], share: float) -> float:
-    """A quantile of sorted numbers, linear between neighbours."""
-    place = share * (len(ascending) - 1)
-    low = int(place)
-    high = min(low + 1, len(ascending) - 1)
-    return ascending[low] + (place - low) * (ascending[high] - ascending[low])
 
 
 def validation_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...config.groups import ExecuteGroup
 from ...text import duration, rate, size
 from .extrapolation import Extrapolation
+from .point import DIRECTIONS
 from .tables import Row, Table, find_column
 
 #: Most rows of a table in a report; sweep.csv has all rows.
@@ -62,66 +63,115 @@ class ReportTable:
 class StudyReport:
     """All that the templates say of a study.
 
-    `count` points, of which `done` have numbers and `refused` do not; `shared` holds the values that are equal for all
-    points by name; `plots` are SVG files beside the report.
+    `provenance` has the version, the source hash and the commit of the code, `plots` are SVG files beside the report.
     """
 
     name: str
-    count: int
-    done: int
-    refused: int
-    points: ReportTable
-    shared: dict[str, str]
     execute: ExecuteGroup
-    executed: ReportTable | None
-    extrapolated: ReportTable | None
-    refusals: Sequence[str]
-    not_modelled: Sequence[str]
-    machines: Sequence[str]
+    table: Table
     plots: Sequence[Path]
+    not_modelled: Sequence[str]
     command: str
-    version: str
-    source: str
-    commit: str | None = None
-    remarks: Sequence[str] = field(default=())
+    provenance: Mapping[str, Any]
+    machines: Sequence[str]
+    extrapolations: Sequence[Extrapolation]
+    remarks: Sequence[str]
 
+    @property
+    def count(self) -> int:
+        """The number of points."""
+        return len(self.table.rows)
 
-def make_report(
-    name: str,
-    execute: ExecuteGroup,
-    table: Table,
-    *,
-    plots: Sequence[Path],
-    not_modelled: Iterable[str],
-    command: str,
-    provenance: dict[str, Any],
-    machines: Sequence[str],
-    extrapolations: Sequence[Extrapolation],
-    remarks: Sequence[str],
-) -> StudyReport:
-    """The report of a study's table; `provenance` has the version, the source hash and the commit of the code."""
-    refused = [row for row in table.rows if row["status"] == "refused"]
-    points, shared = _points(table)
-    return StudyReport(
-        name=name,
-        count=len(table.rows),
-        done=len(table.rows) - len(refused),
-        refused=len(refused),
-        points=points,
-        shared=shared,
-        execute=execute,
-        executed=_executions(table),
-        extrapolated=_extrapolations(extrapolations) if extrapolations else None,
-        refusals=_refusals(refused),
-        not_modelled=sorted(not_modelled),
-        machines=machines,
-        plots=[path for path in plots if path.suffix == ".svg"],
-        command=command,
-        version=provenance["version"],
-        source=provenance["source"],
-        commit=provenance.get("commit"),
-        remarks=remarks,
-    )
+    @property
+    def refused(self) -> int:
+        """The number of points without numbers."""
+        return sum(row["status"] == "refused" for row in self.table.rows)
+
+    @property
+    def refusals(self) -> list[str]:
+        """One line for each reason, with the points that were refused for it."""
+        numbers: dict[str, list[int]] = {}
+        for row in self.table.rows:
+            if row["status"] == "refused":
+                numbers.setdefault(row["why"], []).append(row["point"])
+        return [f"{list_points(points)}: {reason}" for reason, points in numbers.items()]
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """The values that are equal for all points, by name."""
+        return {
+            name: different.copy().pop()
+            for name, different in self._described.items()
+            if len(different) == 1 and name not in self.table.axes
+        }
+
+    @property
+    def _described(self) -> dict[str, set[str]]:
+        """The different values of the columns that describe a point."""
+        return {name: {str(row.get(name)) for row in self.table.rows} for name in DESCRIPTION if name in self._names}
+
+    @property
+    def _names(self) -> list[str]:
+        return [column.name for column in self.table.columns]
+
+    @property
+    def points(self) -> ReportTable:
+        """The table of all points."""
+        table = self.table
+        described = {"point", "status", "why", *DESCRIPTION, *table.axes}
+        labels = [
+            column.name
+            for column in table.columns
+            if not column.unit and not column.word and " " not in column.name and column.name not in described
+        ]
+        varied = [name for name in self._described if name not in self.shared and name not in table.axes]
+        passes = [f"{direction} {name}" for direction in DIRECTIONS for name in PASS_COLUMNS]
+        names = [*table.axes, *varied, *labels, "pairs", *passes]
+        return self._tabulate(table.rows, [name for name in names if any(name in row for row in table.rows)])
+
+    @property
+    def executed(self) -> ReportTable | None:
+        """One row for each executed plan in the order of the turns; None where the study executes nothing."""
+        if not any("executed how" in row or "executed why not" in row for row in self.table.rows):
+            return None
+        plan_columns = [name for name in PLAN_COLUMNS if name in self._names]
+        by_turn: dict[Any, Row] = {}
+        for row in self.table.rows:  # points that differ only in the machine share one execution, and its turn
+            if any(name.startswith("executed ") for name in row):
+                plan_key = str([row.get(name) for name in plan_columns])
+                by_turn.setdefault(row.get("executed turn", plan_key), row)
+        rows = sorted(by_turn.values(), key=lambda row: row.get("executed turn", 0))
+        names = [*plan_columns, *(f"executed {name}" for name in EXECUTED_COLUMNS)]
+        return self._tabulate(rows, [name for name in names if name in self._names])
+
+    def _tabulate(self, rows: Sequence[Row], names: Sequence[str]) -> ReportTable:
+        header = ["point", *(_header(self.table, name) for name in names)]
+        cells = [
+            [str(row["point"]), *(show_value(self.table, name, row) for name in names)] for row in rows[:MOST_ROWS]
+        ]
+        return ReportTable(header, cells, len(rows))
+
+    @property
+    def extrapolated(self) -> ReportTable | None:
+        """One row for each series that is carried on to more tokens; None without such a series."""
+        header = (
+            *("series", "tokens", "ranks", "time of a pass", "ranks fail every, all together", "power"),
+            *("memory of all ranks", "from points"),
+        )
+        rows = [
+            (
+                line.series,
+                f"{line.tokens:,}",
+                f"{line.ranks:,}",
+                f"{duration(line.seconds)} [extrapolated]",
+                "not modelled" if line.failure is None else f"{duration(line.failure)} [extrapolated]",
+                "not modelled" if line.watts is None else f"{rate(line.watts, 'W')} [extrapolated]",
+                f"{size(line.memory)} [extrapolated]",
+                f"{line.points[0]} and {line.points[1]}",
+            )
+            for line in self.extrapolations
+        ]
+        return ReportTable(header, rows, len(rows)) if rows else None
 
 
 def list_points(numbers: Sequence[int]) -> str:
@@ -129,57 +179,6 @@ def list_points(numbers: Sequence[int]) -> str:
     first = ", ".join(map(str, numbers[:8]))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"point{'' if len(numbers) == 1 else 's'} {first}{more}"
-
-
-def _refusals(refused: Sequence[Row]) -> list[str]:
-    """One line for each reason, with the points that were refused for it."""
-    numbers: dict[str, list[int]] = {}
-    for row in refused:
-        numbers.setdefault(row["why"], []).append(row["point"])
-    return [f"{list_points(points)}: {reason}" for reason, points in numbers.items()]
-
-
-def _points(table: Table) -> tuple[ReportTable, dict[str, str]]:
-    """The table of all points, and the values that are equal for all points."""
-    present = [column.name for column in table.columns]
-    described = {"point", "status", "why", *DESCRIPTION}
-    labels = [
-        column.name
-        for column in table.columns
-        if not column.unit and not column.word and column.name not in (*table.axes, *described)
-    ]
-    values = {name: {str(row.get(name)) for row in table.rows} for name in DESCRIPTION if name in present}
-    shared = {
-        name: different.pop() for name, different in values.items() if len(different) == 1 and name not in table.axes
-    }
-    varied = [name for name in values if name not in shared and name not in table.axes]
-    names = [*table.axes, *varied, *(name for name in labels if " " not in name), "pairs"]
-    for direction in ("forward", "backward"):
-        names += [f"{direction} {name}" for name in PASS_COLUMNS]
-    filled = [name for name in names if name in present and any(name in row for row in table.rows)]
-    return _report_table(table, table.rows, filled), shared
-
-
-def _executions(table: Table) -> ReportTable | None:
-    """One row for each executed plan in the order of the turns; None where the study executes nothing."""
-    if not any("executed how" in row or "executed why not" in row for row in table.rows):
-        return None
-    present = {column.name for column in table.columns}
-    plan_columns = [name for name in PLAN_COLUMNS if name in present]
-    by_turn: dict[Any, Row] = {}
-    for row in table.rows:  # points that differ only in the machine share one execution, and its turn
-        if any(name.startswith("executed ") for name in row):
-            plan_key = str([row.get(name) for name in plan_columns])
-            by_turn.setdefault(row.get("executed turn", plan_key), row)
-    rows = sorted(by_turn.values(), key=lambda row: row.get("executed turn", 0))
-    names = [*plan_columns, *(f"executed {name}" for name in EXECUTED_COLUMNS)]
-    return _report_table(table, rows, [name for name in names if name in present])
-
-
-def _report_table(table: Table, rows: Sequence[Row], names: Sequence[str]) -> ReportTable:
-    header = ["point", *(_header(table, name) for name in names)]
-    cells = [[str(row["point"]), *(show_value(table, name, row) for name in names)] for row in rows[:MOST_ROWS]]
-    return ReportTable(header, cells, len(rows))
 
 
 def _header(table: Table, name: str) -> str:
@@ -212,30 +211,3 @@ def show_value(table: Table, name: str, row: Row) -> str:
     else:
         text = f"{value:,}" if isinstance(value, int) else str(value)
     return f"{text} [{table.word_of(name, row)}]" if column.word == "kind" else text
-
-
-def _extrapolations(extrapolations: Sequence[Extrapolation]) -> ReportTable:
-    header = (
-        "series",
-        "tokens",
-        "ranks",
-        "time of a pass",
-        "ranks fail every, all together",
-        "power",
-        "memory of all ranks",
-        "from points",
-    )
-    rows = [
-        (
-            line.series,
-            f"{line.tokens:,}",
-            f"{line.ranks:,}",
-            f"{duration(line.seconds)} [extrapolated]",
-            "not modelled" if line.failure is None else f"{duration(line.failure)} [extrapolated]",
-            "not modelled" if line.watts is None else f"{rate(line.watts, 'W')} [extrapolated]",
-            f"{size(line.memory)} [extrapolated]",
-            f"{line.points[0]} and {line.points[1]}",
-        )
-        for line in extrapolations
-    ]
-    return ReportTable(header, rows, len(rows))

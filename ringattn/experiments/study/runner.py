@@ -27,7 +27,7 @@ from .journal import Journal
 from .machines import describe_machines, machines_of
 from .point import SimulationCache, evaluate, simulate_options
 from .rendering import render_html, render_markdown
-from .report import list_points, make_report
+from .report import StudyReport, list_points
 from .space import Point, digest, group_by_plan
 from .tables import Row, Table, make_table, to_csv, to_json
 
@@ -205,11 +205,11 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
     write_text(folder / "sweep.csv", to_csv(table))
     more = {"extrapolated": [asdict(line) for line in extrapolations], "machines": lines}
     write_text(folder / "summary.json", to_json(table, provenance, not_modelled, more))
-    report = make_report(
+    report = StudyReport(
         study.name,
         options.execute,
         table,
-        plots=files,
+        plots=[path for path in files if path.suffix == ".svg"],
         not_modelled=not_modelled,
         command=" ".join(["ringattn simulate", *map(quote, study.overrides)]),
         provenance=provenance,
@@ -254,7 +254,5 @@ def _simulate_window(config: SimulateConfig, options: WindowGroup) -> StepWindow
         machine,
         ranks=range(options.first_rank, min(options.first_rank + options.ranks, plan.ranks)),
         steps=range(options.first_step, options.first_step + options.steps),
-        slow=settings["slow"],
-        slow_links=settings["slow_links"],
-        stalls=settings["stalls"],
+        **{name: settings[name] for name in ("slow", "slow_links", "stalls")},
     )

@@ -7,11 +7,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import import_module
 from itertools import product
 from typing import Any
 
+from ...config.checks import CUSTOM
 from ...config.folders import ConfigFolders, config_folders
 from ...config.overrides import WRITTEN, check_key
 from ...config.schema import SimulateConfig, parse_size
@@ -259,19 +260,14 @@ class _PointMaker:
         return values | {name: _read_yaml(text) for name, text in overridden.items() if name in allowed}, allowed
 
     def _read_option(self, group: str, option: Any) -> dict[str, Any]:
-        return dict(_load_option(self.folders, group, str(option)))
-
-
-@cache
-def _load_option(folders: ConfigFolders, group: str, option: str) -> dict[str, Any]:
-    omegaconf = import_module("omegaconf")
-    path = folders.file(group, option)
-    if path is None:
-        names = [name for name in folders.options(group) if name != "custom"]
-        raise InvalidInput(
-            f"study: {group}={option}: unknown option; {did_you_mean(option, names)}expected one of {', '.join(names)}"
-        )
-    return dict(omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path)))
+        """What the file of an option sets. Raises InvalidInput for an unknown option."""
+        if self.folders.file(group, str(option)) is None:
+            names = [name for name in self.folders.options(group) if name != CUSTOM]
+            raise InvalidInput(
+                f"study: {group}={option}: unknown option; {did_you_mean(option, names)}expected one of "
+                f"{', '.join(names)}"
+            )
+        return self.folders.settings(group, str(option))
 
 
 def _read_yaml(text: str) -> Any:

@@ -6,14 +6,24 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import torch
-
 from ....functional import ring_attention
 from ....machine.machine import Machine
 from ....machine.presets import MACHINES
 from ....pattern import parse_pattern
 from ....planner import make_plan
-from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, Run, relative_error
+from ..case import (
+    BenchCase,
+    BenchColumn,
+    BenchSuite,
+    CaseRecord,
+    Context,
+    Ratio,
+    Run,
+    make_inputs,
+    make_settings,
+    make_shards,
+    relative_error,
+)
 from ..links import Links
 
 HEADS, HEAD_DIM = 2, 64
@@ -94,18 +104,9 @@ def _case(
     )
     assert plan.choice is not None
     predicted = {c.schedule: c.prediction.seconds for c in plan.choice.candidates if c.prediction is not None}
-    settings = {
-        "batch": 1,
-        "heads": HEADS,
-        "kv_heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "dtype": "float32",
-        "tokens": tokens,
-        "pattern": written,
-        "layout": layout,
-        "picked": plan.schedule,
-        "predicted_seconds": predicted,
-    }
+    settings = make_settings(
+        HEADS, HEAD_DIM, tokens, pattern=written, layout=layout, picked=plan.schedule, predicted_seconds=predicted
+    )
     columns = tuple(BenchColumn(schedule, 1, _make_attention(schedule)) for schedule in predicted)
     ratios = tuple(Ratio(other, plan.schedule) for other in predicted if other != plan.schedule)
     return BenchCase(name, ranks, settings, columns, ratios, _check, links=links, summarise=_judge, notes=(NOTE,))
@@ -114,15 +115,9 @@ def _case(
 def _make_attention(schedule: str) -> Callable[[Context], Run]:
     def make(context: Context) -> Run:
         settings, pattern = context.settings, parse_pattern(context.settings["pattern"])
-        plan = make_plan(
-            pattern, tokens=settings["tokens"], ranks=context.ranks, layout=settings["layout"], heads=HEADS
-        )
-        source = torch.Generator().manual_seed(1)
-        shape = (1, HEADS, settings["tokens"], HEAD_DIM)
-        inputs = [torch.randn(shape, generator=source, device="cpu") for _ in range(3)]
-        q, k, v = (plan.layout.shard_tensor(x, context.rank).clone() for x in inputs)
+        q, k, v = make_shards(context, make_inputs(settings, 3))
         return lambda: ring_attention(
-            q, k, v, pattern, layout=plan.layout, schedule=schedule, transport=context.transport
+            q, k, v, pattern, layout=settings["layout"], schedule=schedule, transport=context.transport
         )
 
     return make

@@ -18,7 +18,7 @@ from ....pattern import parse_pattern
 from ....planner import make_plan
 from ....runtime.checkpointing import keep_attention
 from ....runtime.memory_pool import LIMIT, memory_pool
-from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run
+from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_inputs, make_settings
 
 HEADS, HEAD_DIM, TOKENS = 8, 64, 8192
 #: Tokens of the cases that measure how time and memory scale.
@@ -76,40 +76,22 @@ def list_cases() -> list[BenchCase]:
 
 
 def _settings(tokens: int, pattern: str, dtype: str = "float32", **more: Any) -> dict[str, Any]:
-    return {
-        "batch": 1,
-        "heads": HEADS,
-        "kv_heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "dtype": dtype,
-        "tokens": tokens,
-        "pattern": pattern,
-        **more,
-    }
-
-
-def _make_tensors(context: Context, count: int, tokens: int | None = None) -> list[torch.Tensor]:
-    """`count` tensors [B, H, N, D] in the dtype of the settings, with their tokens or `tokens`."""
-    settings = context.settings
-    source = torch.Generator().manual_seed(1)
-    shape = (settings["batch"], HEADS, tokens or settings["tokens"], HEAD_DIM)
-    dtype: torch.dtype = getattr(torch, settings["dtype"])
-    return [torch.empty(shape, dtype=dtype, device="cpu").normal_(generator=source) for _ in range(count)]
+    return make_settings(HEADS, HEAD_DIM, tokens, dtype, pattern=pattern, **more)
 
 
 def _make_dense(context: Context) -> Run:
-    q, k, v = _make_tensors(context, 3)
+    q, k, v = make_inputs(context.settings, 3)
     return lambda: scaled_dot_product_attention(q, k, v)
 
 
 def _make_forward(context: Context) -> Run:
-    q, k, v = _make_tensors(context, 3)
+    q, k, v = make_inputs(context.settings, 3)
     pattern = parse_pattern(context.settings["pattern"])
     return lambda: attention(q, k, v, pattern)
 
 
 def _make_backward(context: Context) -> Run:
-    q, k, v, grad = _make_tensors(context, 4)
+    q, k, v, grad = make_inputs(context.settings, 4)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = attention(q, k, v, parse_pattern(context.settings["pattern"]))
     return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
@@ -117,7 +99,7 @@ def _make_backward(context: Context) -> Run:
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Largest relative error of 16 rows against fp64 softmaxes over the rows of the pattern's dense mask."""
-    tokens, (q, k, v) = context.settings["tokens"], _make_tensors(context, 3)
+    tokens, (q, k, v) = context.settings["tokens"], make_inputs(context.settings, 3)
     rows = sampled_rows(tokens, 16)
     pattern = parse_pattern(context.settings["pattern"]).bind(HEADS, tokens)
     exact = oracle_rows(pattern, tokens, rows, HEAD_DIM**-0.5, np.arange(tokens), q, k, v, lambda x, most: None)
@@ -150,7 +132,7 @@ def _rate_case(name: str, pattern: str, target: float | None) -> BenchCase:
 def _scaling_case(name: str, pattern: str) -> BenchCase:
     def make_attention(tokens: int) -> Callable[[Context], Run]:
         def make(context: Context) -> Run:
-            q, k, v = _make_tensors(context, 3, tokens)
+            q, k, v = make_inputs(context.settings, 3, tokens)
             parsed = parse_pattern(pattern)
             return lambda: attention(q, k, v, parsed)
 
@@ -173,7 +155,7 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
         return 4 * settings["tokens"] * HEADS * HEAD_DIM * ITEM_BYTES[settings["dtype"]]
 
     def make(context: Context) -> Run:
-        q, k, v = _make_tensors(context, 3)
+        q, k, v = make_inputs(context.settings, 3)
         return lambda: attention(q, k, v, parse_pattern(pattern))
 
     return BenchCase(
@@ -191,7 +173,7 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
 def _pool_case(name: str, pattern: str, *, ranks: int, dtype: str) -> BenchCase:
     def make_step(limit: int) -> Callable[[Context], Run]:
         def make(context: Context) -> Run:
-            q, k, v, grad = _make_tensors(context, 4)
+            q, k, v, grad = make_inputs(context.settings, 4)
             inputs, parsed = [x.requires_grad_() for x in (q, k, v)], parse_pattern(pattern)
 
             def run() -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,23 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ....errors import Unsupported
 from ....functional import ring_attention, virtual_attention
-from ....layout.regular import Layout, make_layout
+from ....layout.regular import make_layout
 from ....pattern import Causal, Full
 from ....planner import make_plan
 from ....timing.costs import memory
-from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, relative_error
+from ..case import (
+    BenchCase,
+    BenchColumn,
+    BenchSuite,
+    Context,
+    Ratio,
+    Run,
+    make_inputs,
+    make_pass,
+    make_settings,
+    make_shards,
+    relative_error,
+)
 
 CORES = 2
 HEADS, HEAD_DIM = 8, 64
@@ -60,70 +71,26 @@ def list_cases() -> list[BenchCase]:
 
 
 def _settings(tokens: int, causal: bool, backward: bool, **more: Any) -> dict[str, Any]:
-    return {
-        "batch": 1,
-        "heads": HEADS,
-        "kv_heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "dtype": "float32",
-        "tokens": tokens,
-        "causal": causal,
-        "layout": "zigzag" if causal else "contiguous",
-        "backward": backward,
-        **more,
-    }
-
-
-def _make_inputs(settings: dict[str, Any]) -> list[torch.Tensor]:
-    """q, k, v and a gradient of the output for the whole sequence, [B, H, N, D], equal on all ranks."""
-    source = torch.Generator().manual_seed(1)
-    shape = (settings["batch"], HEADS, settings["tokens"], HEAD_DIM)
-    return [torch.randn(shape, generator=source, device="cpu") for _ in range(4)]
-
-
-def _layout(context: Context) -> Layout:
-    return make_layout(context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
-
-
-def _make_shards(context: Context) -> list[torch.Tensor]:
-    return [_layout(context).shard_tensor(x, context.rank).clone() for x in _make_inputs(context.settings)]
-
-
-def _with_backward(
-    attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
-) -> Run:
-    """A run of forward and backward, which returns the output and the gradients."""
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-
-    def run() -> tuple[torch.Tensor, ...]:
-        out = attend(*inputs)
-        return (out.detach(), *torch.autograd.grad(out, inputs, grad))
-
-    return run
+    layout = "zigzag" if causal else "contiguous"
+    return make_settings(HEADS, HEAD_DIM, tokens, causal=causal, layout=layout, backward=backward, **more)
 
 
 def _make_single(context: Context) -> Run | None:
     """One call on the whole sequence, on rank 0 with all cores; the other ranks wait."""
     if context.rank:
         return None
-    q, k, v, grad = _make_inputs(context.settings)
-    causal = context.settings["causal"]
-    if context.settings["backward"]:
-        return _with_backward(partial(scaled_dot_product_attention, is_causal=causal), q, k, v, grad)
-    return lambda: (scaled_dot_product_attention(q, k, v, is_causal=causal),)
+    settings = context.settings
+    *inputs, grad = make_inputs(settings, 4)
+    attend = partial(scaled_dot_product_attention, is_causal=settings["causal"])
+    return make_pass(attend, inputs, grad if settings["backward"] else None)
 
 
 def _make_ring(context: Context) -> Run:
-    q, k, v, grad = _make_shards(context)
-    pattern = Causal() if context.settings["causal"] else Full()
-    layout = context.settings["layout"]
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ring_attention(q, k, v, pattern, layout=layout, schedule="ring")
-
-    if context.settings["backward"]:
-        return _with_backward(attend, q, k, v, grad)
-    return lambda: (attend(q, k, v),)
+    settings = context.settings
+    *inputs, grad = make_shards(context, make_inputs(settings, 4))
+    pattern = Causal() if settings["causal"] else Full()
+    attend = partial(ring_attention, pattern=pattern, layout=settings["layout"], schedule="ring")
+    return make_pass(attend, inputs, grad if settings["backward"] else None)
 
 
 def _make_template(context: Context, rotate: str) -> Run:
@@ -138,7 +105,7 @@ def _make_template(context: Context, rotate: str) -> Run:
             f"torch {torch.__version__} has no context-parallel template where torch 2.13 has it ({error}); "
             "leave its cases out with cases=[...]"
         ) from error
-    q, k, v, grad = _make_shards(context)
+    q, k, v, grad = make_shards(context, make_inputs(context.settings, 4))
     causal, scale = context.settings["causal"], HEAD_DIM**-0.5
     group: Any = dist.group.WORLD
 
@@ -158,7 +125,8 @@ def _make_template(context: Context, rotate: str) -> Run:
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Largest relative error of each column against the single call, over the output and the gradients; on rank 0."""
-    layout, errors = _layout(context), {}
+    layout = make_layout(context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
+    errors = {}
     for name in ("ring", *TEMPLATES):
         tensors = []
         for x in results[name]:
@@ -182,7 +150,7 @@ def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: flo
 
 
 def _make_virtual_ring(context: Context) -> Run:
-    q, k, v, _ = _make_inputs(context.settings)
+    q, k, v = make_inputs(context.settings, 3)
     pattern = Causal() if context.settings["causal"] else Full()
     return lambda: (virtual_attention(q, k, v, pattern, ranks=context.settings["virtual_ranks"], schedule="ring"),)
 
@@ -221,9 +189,9 @@ def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> 
 
     def make(context: Context) -> Run:
         shard = context.settings["tokens"] // context.ranks  # fewer tokens than `rows` in the warm-up
-        q, k, v, *grad = (torch.randn(1, HEADS, shard, HEAD_DIM, device="cpu") for _ in range(4 if backward else 3))
+        tensors = [torch.randn(1, HEADS, shard, HEAD_DIM, device="cpu") for _ in range(4 if backward else 3)]
         attend = partial(ring_attention, pattern=Full(), layout="contiguous", schedule="ring", rotate=rotate or "auto")
-        return _with_backward(attend, q, k, v, *grad) if backward else lambda: attend(q, k, v)
+        return make_pass(attend, tensors[:3], tensors[3] if backward else None)
 
     return BenchCase(
         f"memory_{rotate}_{ranks}_ranks" if rotate else f"memory_{ranks}_ranks",

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....functional import attention, ring_attention
-from ....layout.regular import make_layout
 from ....pattern import parse_pattern
 from ....plan.plan import Plan
 from ....plan.steps import Batch, Hop, Step
 from ....planner import make_plan
 from ....transport.base import Message, Post, Transport
-from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, relative_error
+from ..case import (
+    BenchCase,
+    BenchColumn,
+    BenchSuite,
+    Context,
+    Ratio,
+    Run,
+    make_inputs,
+    make_pass,
+    make_settings,
+    make_shards,
+    relative_error,
+)
 from ..links import InstantTransport, Links
 
 HEADS, HEAD_DIM = 8, 64
@@ -121,17 +133,7 @@ def _case(
 
 
 def _settings(tokens: int, pattern: str, layout: str, backward: bool) -> dict[str, Any]:
-    return {
-        "batch": 1,
-        "heads": HEADS,
-        "kv_heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "dtype": "float32",
-        "tokens": tokens,
-        "pattern": pattern,
-        "layout": layout,
-        "backward": backward,
-    }
+    return make_settings(HEADS, HEAD_DIM, tokens, pattern=pattern, layout=layout, backward=backward)
 
 
 def _plan(settings: dict[str, Any], ranks: int, schedule: str) -> Plan:
@@ -158,13 +160,6 @@ def _hop_bytes(plan: Plan, hop: Hop) -> int:
     return sum(map(plan.part_bytes, hop.parts))
 
 
-def _make_inputs(context: Context) -> list[torch.Tensor]:
-    """q, k, v and a gradient of the output for the whole sequence, [B, H, N, D], equal on all ranks."""
-    source, settings = torch.Generator().manual_seed(1), context.settings
-    shape = (settings["batch"], HEADS, settings["tokens"], HEAD_DIM)
-    return [torch.randn(shape, generator=source, device="cpu") for _ in range(4)]
-
-
 def _transport(context: Context) -> Transport:
     assert context.transport is not None, "the cases of this suite run behind links"
     return context.transport
@@ -176,16 +171,15 @@ def _make_call(schedule: str, *, instant: bool = False) -> Callable[[Context], R
     def make(context: Context) -> Run:
         settings = context.settings
         transport = InstantTransport(_transport(context)) if instant else _transport(context)
-        layout = make_layout(settings["layout"], tokens=settings["tokens"], ranks=context.ranks)
-        q, k, v, grad = (layout.shard_tensor(x, context.rank).clone() for x in _make_inputs(context))
-        pattern = parse_pattern(settings["pattern"])
-        inputs = [x.requires_grad_(settings["backward"]) for x in (q, k, v)]
-
-        def run() -> tuple[torch.Tensor, ...]:
-            out = ring_attention(q, k, v, pattern, transport=transport, layout=layout, schedule=schedule)
-            return (out.detach(), *(torch.autograd.grad(out, inputs, grad) if settings["backward"] else ()))
-
-        return run
+        *inputs, grad = make_shards(context, make_inputs(settings, 4))
+        attend = partial(
+            ring_attention,
+            pattern=parse_pattern(settings["pattern"]),
+            transport=transport,
+            layout=settings["layout"],
+            schedule=schedule,
+        )
+        return make_pass(attend, inputs, grad if settings["backward"] else None)
 
     return make
 
@@ -234,7 +228,9 @@ def _make_messages(schedule: str) -> Callable[[Context], Run]:
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Errors of whole calls against one device; columns of messages must send the bytes of their plan."""
     settings, errors = context.settings, {}
-    exact = _single_device(context)
+    *inputs, grad = make_inputs(settings, 4)
+    attend = partial(attention, pattern=parse_pattern(settings["pattern"]))
+    exact = make_shards(context, make_pass(attend, inputs, grad if settings["backward"] else None)())
     for name, result in results.items():
         if name == "compute":  # its messages bring zeros
             continue
@@ -247,17 +243,6 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
         errors[name] = max(relative_error(x, y) for x, y in zip(result, exact, strict=True))
         assert errors[name] < TOLERANCE, f"{name} is wrong by {errors[name]:.1e}"
     return errors
-
-
-def _single_device(context: Context) -> list[torch.Tensor]:
-    """This rank's shards of the output, and of the gradients of q, k and v with a backward, computed by one call."""
-    settings = context.settings
-    q, k, v, grad = _make_inputs(context)
-    inputs = [x.requires_grad_(settings["backward"]) for x in (q, k, v)]
-    out = attention(q, k, v, parse_pattern(settings["pattern"]))
-    tensors = [out.detach(), *(torch.autograd.grad(out, inputs, grad) if settings["backward"] else ())]
-    layout = make_layout(settings["layout"], tokens=settings["tokens"], ranks=context.ranks)
-    return [layout.shard_tensor(x, context.rank) for x in tensors]
 
 
 SUITE = BenchSuite(list_cases)
