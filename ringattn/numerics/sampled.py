@@ -19,7 +19,6 @@ from ..kernels.base import Kernel, forward
 from ..plan.plan import Plan
 from ..plan.work import Work
 from ..runtime.accumulators import KernelInputs
-from ..runtime.memory_pool import memory_pool
 from ..runtime.softmax import merge_
 from ..timing.options import check_seed
 from .faults import GRADIENT_FAULTS, Fault, with_fault
@@ -142,9 +141,8 @@ def sample(
     audited = AuditingKernel(inner, source, plan.layout, ledger, back)
     out = torch.zeros(1, plan.heads, walk.size, plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    sums = _Forward(audited, factor, q, out, lse, KernelInputs(memory_pool("cpu")))
+    sums = _Forward(audited, factor, q, out, lse, KernelInputs())
     walk.run(sums.compute)
-    sums.inputs.close()
     out, lse = sums.rows(walk.slots)
     visits = sum(one.visits for one in walk.streams)
     gradients = _backward(true, plan, sums, walk, slotted, (out, lse), fault, seed) if grads else None
@@ -194,10 +192,9 @@ def _backward(
     state = Backward(
         plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q,
         result[0][:, :, place], result[1][:, :, place],
-        sorted(keys), KernelInputs(memory_pool("cpu")), lost,
+        sorted(keys), KernelInputs(), lost,
     )  # fmt: skip
     again.run(state.compute)
-    state.inputs.close()
     wanted = expected_hashes(true.pattern, true.layout, order, true.heads, true.kv_heads)
     dq = torch.stack([state.dq[0][:, mine].sum(1) for mine in walk.slots], 1)
     exact = exact_gradients(true.pattern, source, order, state.keys, sums.scale)

@@ -8,7 +8,6 @@ process.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,16 +17,12 @@ from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
 from ..kernels.pad import delta, with_column, with_delta
 from ..plan.plan import Plan
-from ..plan.steps import Part
-from ..plan.work import Work
 from ..transport.base import Program
-from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, batches
-from .head_exchange import HeadsToTokens, TokensToHeads
-from .memory_pool import memory_pool, retried
-from .merge_plan import has_band
-from .message_buffers import Buffers, Tensors
-from .rank_program import BackwardProgram, ForwardProgram, backward_program, exchanges_heads, forward_program
-from .rank_state import RankState, zeros
+from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, in_batch
+from .head_exchange import ExchangeStep
+from .memory import empty
+from .message_buffers import Run, Tensors
+from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 KEPT_BY_EXCHANGE = 5
@@ -73,16 +68,14 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tenso
 
     `keep`: keep what the backward starts from. The result is written to `out` where that is given.
     """
-    program = forward_program(job.plan, job.rank, job.kernel)
-    buffers = Buffers(program.plan, program.largest_message, q.device)
-    if not program.exchanges_heads:
-        return (yield from _forward_ring(job, program, buffers, q, k, v, keep=keep, out=out))
-    to_heads = TokensToHeads(program, buffers, job.rank, (q, k, v))
-    q, k, v = yield from to_heads.run("forward step 0, exchange of q, k and v")
-    ring = yield from _forward_ring(job, program, buffers, q, k, v, keep=keep, out=None)
-    to_tokens = HeadsToTokens(program, buffers, job.rank, (ring.lse.unsqueeze(-1), ring.out))
-    lse, all_heads = yield from to_tokens.run(f"forward step {to_tokens.index}, exchange of the output")
-    buffers.close()
+    program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
+    run = Run(program.memory, q.device)
+    if program.enter is None or program.leave is None:
+        return (yield from _forward_ring(job, program, run, q, k, v, out))
+    q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
+    ring = yield from _forward_ring(job, program, run, q, k, v, None)
+    label = f"forward step {program.leave.index}, exchange of the output"
+    lse, all_heads = yield from _exchange(run, program.leave, (ring.lse.unsqueeze(-1), ring.out), label)
     kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
     return Forward(all_heads if out is None else out.copy_(all_heads), lse.squeeze(-1), kept)
 
@@ -96,69 +89,65 @@ def backward(
     keys rotate, this rank sums dq, and dk and dv travel to the owner of the block. Where queries rotate, this rank sums
     dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
-    program = backward_program(job.plan, job.rank, job.kernel)
-    buffers = Buffers(program.plan, program.largest_message, q.device)
-    run_ring = _backward_by_queries if program.ring_plan.rotates == "queries" else _backward_by_keys
-    if not program.exchanges_heads:
-        return (yield from run_ring(job, program, buffers, grad, grad_lse, q, k, v, result))
+    program = backward_program(job.plan, job.rank, job.kernel, q.device)
+    run = Run(program.memory, q.device)
+    run_ring = _backward_by_queries if program.rotates == "queries" else _backward_by_keys
+    if program.enter is None or program.leave is None:
+        return (yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result))
     *kept, q, k, v, out, lse = result.kept
     # The plan counts the bytes of a gradient of lse, whether there is such a gradient or not.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
-    to_heads = TokensToHeads(program, buffers, job.rank, (column.unsqueeze(-1), grad))
-    column, grad = yield from to_heads.run("backward step 0, exchange of the output's gradient")
+    label = "backward step 0, exchange of the output's gradient"
+    column, grad = yield from _exchange(run, program.enter, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
     result = Forward(out, lse, tuple(kept))
-    gradients = yield from run_ring(job, program, buffers, grad, grad_lse, q, k, v, result)
-    to_tokens = HeadsToTokens(program, buffers, job.rank, gradients)
-    dq, dk, dv = yield from to_tokens.run(f"backward step {to_tokens.index}, exchange of dq, dk and dv")
-    buffers.close()
+    gradients = yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result)
+    label = f"backward step {program.leave.index}, exchange of dq, dk and dv"
+    dq, dk, dv = yield from _exchange(run, program.leave, gradients, label)
     return dq, dk, dv
 
 
+def _exchange(run: Run, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:
+    """The tensors that this rank has after an exchange of tokens for heads, or back. `label` names it in errors."""
+    run.give(exchange.given, tensors)
+    run.give(exchange.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in exchange.specs])
+    yield from run.start(exchange.posts, label)
+    run.copy(exchange.copies)
+    yield from run.finish(exchange.waits)
+    return run.get(exchange.received)
+
+
 def _forward_ring(
-    job: Job,
-    program: ForwardProgram,
-    buffers: Buffers,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    keep: bool,
-    out: Tensor | None,
+    job: Job, program: RankProgram, run: Run, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
-    """The forward of the ring: rows of queries as `program.ring_plan` deals them out."""
-    visits = iter(program.merge_plan.visits)
+    """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
     k, v, own_is_finite = marked(k, v)
     query, bad = finite_rows(q)
-    own = Part("kv", program.owner)
-    state = RankState(program, buffers, {"kv": (k, v)}, keep=keep)
-    output, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs(memory_pool(q.device))
-    for index in program.ring_steps:
-        yield from state.start(index, f"forward step {index}")
-        for block in program.steps[index].visits:
-            key, value = state.block(block)
-            visit = next(visits)
-            clean = has_band(visit) and (own_is_finite if block == own else finite(key, value))
-            for part in visit:
+    run.give(program.own["kv"], (k, v))
+    output, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs()
+    for index, step in enumerate(program.steps, program.first):
+        yield from run.start(step.posts, f"forward step {index}")
+        for visit in step.visits:
+            run.copy(visit.copies)
+            block = run.get(visit.block)
+            clean = not visit.is_dense and (own_is_finite if visit.is_own else finite(*block))
+            for part in visit.parts:
                 for call in part.calls:
-                    for batch in batches(call.work, q):
-                        x, y, z = inputs.select(call.work, batch, (query,), (key, value))
-                        run = partial(kernel_forward, job.kernel, x, y, z, call.work, job.scale, clean=clean)
-                        output.add(part.section, call, *retried(run, q.device), batch)
+                    for batch in batches(call.work, len(q)):
+                        x, y, z = inputs.select(call.work, batch, (query,), block)
+                        partial = kernel_forward(job.kernel, x, y, z, call.work, job.scale, clean=clean)
+                        output.add(part.section, call, *partial, batch)
                 if part.last:
                     output.close(part.section)
-        yield from state.finish(index)
-    buffers.close()
-    inputs.close()
-    kept = tuple(x for part in state.kept for x in state.blocks[part])
-    return Forward(*output.finish(program.merge_plan.empty, bad), kept)
+        yield from run.finish(step.waits)
+    return Forward(*output.finish(program.empty, bad), run.get(program.kept))
 
 
 def _backward_by_keys(
     job: Job,
-    program: BackwardProgram,
-    buffers: Buffers,
+    program: RankProgram,
+    run: Run,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -168,39 +157,36 @@ def _backward_by_keys(
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """`backward` of the ring where blocks of keys and values come to the queries of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
-    visits = iter(program.visits)
-    kept = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
-    state = RankState(program, buffers, {"kv": (k, v)}, kept=kept)
+    dq, dk, dv = _zeros(q, k, v)
+    run.give(program.own["kv"], (k, v))
+    run.give(program.kept, result.kept)
+    run.give(program.sums["grad"], (dk, dv))
     sees_no_key = result.lse == -torch.inf
     own_is_finite = finite(grad, q, out, result.lse.masked_fill(sees_no_key, 0.0))
     lse = result.lse.masked_fill(sees_no_key, torch.inf)
-    inputs = KernelInputs(memory_pool(q.device))
-    dq = retried(partial(torch.zeros, q.shape, dtype=wide(q.dtype), device=q.device), q.device)
-    query = q
+    inputs, query = KernelInputs(), q
     if grad_lse is not None:
         query, out = with_column(q, 0.0), with_column(out, 0.0)
         grad = with_column(grad, grad_lse.to(grad.dtype))
-    for index in program.ring_steps:
-        yield from state.start(index, f"backward step {index}")
-        for block in program.steps[index].visits:
-            key, value = state.block(block)
+    for index, step in enumerate(program.steps, program.first):
+        yield from run.start(step.posts, f"backward step {index}")
+        for visit in step.visits:
+            run.copy(visit.copies)
+            key, value = run.get(visit.block)
             if grad_lse is not None:
                 key, value = with_column(key, 0.0), with_column(value, 1.0)
-            dk, dv = state.sums(Part("grad", block.owner, block.row_set))
-            calls = next(visits)
-            clean = own_is_finite and not _all_dense(calls) and finite(key, value)
-            _differentiate(job, calls, inputs, (grad, query, out, lse), (key, value), (dq, dk, dv), clean=clean)
-        yield from state.finish(index)
-    buffers.close()
-    inputs.close()
-    dk, dv = state.sums(Part("grad", program.owner))
+            clean = own_is_finite and not visit.is_dense and finite(key, value)
+            sums = (dq, *run.get(visit.sums))
+            is_new = (False, visit.is_new, visit.is_new)
+            _differentiate(job, visit, inputs, (grad, query, out, lse), (key, value), sums, is_new, clean=clean)
+        yield from run.finish(step.waits)
     return job.gradients((dq, dk, dv), (q, k, v))
 
 
 def _backward_by_queries(
     job: Job,
-    program: BackwardProgram,
-    buffers: Buffers,
+    program: RankProgram,
+    run: Run,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -211,60 +197,58 @@ def _backward_by_queries(
     """`backward` of the ring where queries, with their dO, lse and delta, come to the keys of this rank."""
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
-    visits = iter(program.visits)
-    row = (result.lse.unsqueeze(-1), delta(grad, out, grad_lse))
-    state = RankState(program, buffers, {"q": (q, grad), "row": row}, keep=False)
-    inputs = KernelInputs(memory_pool(q.device))
-    dk, dv = retried(partial(zeros, (k, v)), q.device)
-    key, value = (with_column(k, 0.0), with_column(v, 0.0)) if job.lse else (k, v)
+    dq, dk, dv = _zeros(q, k, v)
+    run.give(program.own["q"], (q, grad))
+    run.give(program.own["row"], (result.lse.unsqueeze(-1), delta(grad, out, grad_lse)))
+    run.give(program.sums["dq"], (dq,))
+    inputs = KernelInputs()
+    keys = (with_column(k, 0.0), with_column(v, 0.0)) if job.lse else (k, v)
     own_is_finite = finite(k, v)
-    for index in program.ring_steps:
-        yield from state.start(index, f"backward step {index}")
-        for block in program.steps[index].visits:
-            calls = next(visits)
-            if not calls:
-                continue
-            (dq,) = state.sums(Part("dq", block.owner, block.row_set))
-            row_part = Part("row", block.owner, block.row_set)
-            queries, queries_are_finite = _query_inputs(state.block(block), state.block(row_part), job.lse)
-            clean = own_is_finite and not _all_dense(calls) and queries_are_finite
-            _differentiate(job, calls, inputs, queries, (key, value), (dq, dk, dv), clean=clean)
-        yield from state.finish(index)
-    buffers.close()
-    inputs.close()
-    (dq,) = state.sums(Part("dq", program.owner))
+    for index, step in enumerate(program.steps, program.first):
+        yield from run.start(step.posts, f"backward step {index}")
+        for visit in step.visits:
+            run.copy(visit.copies)
+            queries, queries_are_finite = _query_inputs(run.get(visit.block), run.get(visit.rows), job.lse)
+            clean = own_is_finite and not visit.is_dense and queries_are_finite
+            sums = (*run.get(visit.sums), dk, dv)
+            _differentiate(job, visit, inputs, queries, keys, sums, (visit.is_new, False, False), clean=clean)
+        yield from run.finish(step.waits)
     return job.gradients((dq, dk, dv), (q, k, v))
-
-
-def _all_dense(calls: tuple[Work, ...]) -> bool:
-    """Whether no call hides a key from some of its rows."""
-    return all(work.dense for work in calls)
 
 
 def _differentiate(
     job: Job,
-    calls: tuple[Work, ...],
+    visit: Visit,
     inputs: KernelInputs,
     queries: Tensors,
     keys: Tensors,
     sums: Tensors,
+    is_new: tuple[bool, bool, bool],
     *,
     clean: bool,
 ) -> None:
     """Add a visit's share of dq, dk and dv to `sums`. `queries` are dO, q, out and lse; `keys` are k and v.
 
-    `clean`: all inputs are known to be finite.
+    `is_new`: for each of the sums, whether it is arbitrary, and the visit's only call writes all of it. `clean`: all
+    inputs are known to be finite.
     """
-    dq, dk, dv = sums
-    for work in calls:
-        for batch in batches(work, dq):
+    for work in visit.works:
+        of_query = work.heads, (work.q,), work, work.q_shift
+        of_key = work.kv, work.k, work, work.k_shift
+        for batch in batches(work, len(sums[0])):
             g, x, o, lse, y, z = inputs.select(work, batch, queries, keys)
-            run = partial(kernel_backward, job.kernel, g, x, y, z, o, lse, work, job.scale, clean=clean)
-            gradients = retried(run, dq.device)
-            accumulate(dq[batch], work.heads, (work.q,), work, work.q_shift, gradients[0])
-            accumulate(dk[batch], work.kv, work.k, work, work.k_shift, gradients[1])
-            accumulate(dv[batch], work.kv, work.k, work, work.k_shift, gradients[2])
-            del gradients  # free them before the next call allocates its own
+            gradients = kernel_backward(job.kernel, g, x, y, z, o, lse, work, job.scale, clean=clean)
+            for total, new, rows, part in zip(sums, is_new, (of_query, of_key, of_key), gradients, strict=True):
+                if new:
+                    total.copy_(part[..., : total.size(-1)])
+                else:
+                    accumulate(in_batch(total, batch), *rows, part)
+            del gradients, part  # free them before the next call allocates its own
+
+
+def _zeros(*like: Tensor) -> Tensors:
+    """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
+    return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
 
 
 def _query_inputs(block: Tensors, row: Tensors, lse_column: bool) -> tuple[Tensors, bool]:

@@ -15,7 +15,7 @@ from ..plan.row_overlap import find_copies
 from ..plan.row_sets import ALL_ROWS
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Message, Post, Program, drive
-from .message_buffers import Buffer, copy_rows
+from .message_buffers import RowIndex, copy_rows, message_views
 
 T = TypeVar("T")
 #: The names of the stored tensors whose rows a part of a message holds.
@@ -105,16 +105,17 @@ class Host:
 
     def _copy_stored(self, hop: Hop, data: torch.Tensor, *, add: bool) -> None:
         """Copy stored rows to the bytes `data` of a message; with `add`, add the bytes to the stored rows."""
-        buffer = Buffer(data, hop.parts, self.plan, as_sent=True)
+        tensors = message_views(data, self.plan, hop.parts)
         for part in hop.parts:
             (rows,) = self.plan.layout.shard(part.owner)
             target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)
             copies = find_copies(target, source, self.plan.part_heads(part.kind), len(rows))
-            views = buffer.view(part)
+            views = tensors[part]
             for name, x in zip(STORED[part.kind], views, strict=True):
                 stored = self.storage.rows(name, rows)
+                to, of = (stored, x) if add else (x, stored)
                 for shared in copies:
-                    copy_rows(*((stored, x) if add else (x, stored)), shared, add=add)
+                    copy_rows(to, of, RowIndex.of(shared, to.shape, of.shape, to.device), add=add)
             if part.kind == "kv":
                 *marked_views, clean = marked(views[0], views[1])
                 if not clean:

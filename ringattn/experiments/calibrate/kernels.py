@@ -11,8 +11,8 @@ from ...kernels.base import Kernel, finite, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
 from ...plan.work import Work
-from ...runtime.accumulators import KernelInputs, accumulate, batches
-from ...runtime.memory_pool import memory_pool
+from ...runtime.accumulators import KernelInputs, accumulate, in_batch
+from ...runtime.rank_program import batches
 from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
@@ -79,13 +79,13 @@ def make_call(
     lse = torch.full((1, heads, len(work.q)), float(work.keys), device=device, dtype=wide(dtype))
     scale = head_dim**-0.5
     kernel_calls = list(kernel.split(work))
-    inputs = KernelInputs(memory_pool(device))
+    inputs = KernelInputs()
     check_finite = not work.dense  # as in the executor, the check is part of a call with a band
 
     def run_forward() -> None:
         clean = check_finite and finite(k, v)
         for call in kernel_calls:
-            for batch in batches(call, q):
+            for batch in batches(call, len(q)):
                 q_rows, k_rows, v_rows = inputs.select(call, batch, (q,), (k, v))
                 kernel_forward(kernel, q_rows, k_rows, v_rows, call, scale, clean=clean)
 
@@ -94,16 +94,16 @@ def make_call(
     def run_backward() -> None:
         clean = check_finite and finite(k, v)
         for call in kernel_calls:
-            for batch in batches(call, q):
+            for batch in batches(call, len(q)):
                 grad_rows, q_rows, out_rows, lse_rows, k_rows, v_rows = inputs.select(
                     call, batch, (grad, q, out, lse), (k, v)
                 )
                 grads = kernel_backward(
                     kernel, grad_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, call, scale, clean=clean
                 )
-                accumulate(dq[batch], call.heads, (call.q,), call, call.q_shift, grads[0])
-                accumulate(dk[batch], call.kv, call.k, call, call.k_shift, grads[1])
-                accumulate(dv[batch], call.kv, call.k, call, call.k_shift, grads[2])
+                accumulate(in_batch(dq, batch), call.heads, (call.q,), call, call.q_shift, grads[0])
+                accumulate(in_batch(dk, batch), call.kv, call.k, call, call.k_shift, grads[1])
+                accumulate(in_batch(dv, batch), call.kv, call.k, call, call.k_shift, grads[2])
 
     return run_backward if backward else run_forward
 
