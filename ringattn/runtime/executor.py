@@ -21,8 +21,8 @@ from ..transport.base import Program
 from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, in_batch
 from .head_exchange import ExchangeStep
 from .memory import empty
-from .message_buffers import Run, Tensors
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
+from .rank_run import Run, Tensors
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 KEPT_BY_EXCHANGE = 5
@@ -208,8 +208,10 @@ def _backward_by_queries(
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
             run.copy(visit.copies)
-            queries, queries_are_finite = _query_inputs(run.get(visit.block), run.get(visit.rows), job.lse)
-            clean = own_is_finite and not visit.is_dense and queries_are_finite
+            block, (lse, row_delta) = run.get(visit.block), run.get(visit.rows)
+            queries = _query_inputs(block, (lse, row_delta), job.lse)
+            clean = own_is_finite and not visit.is_dense
+            clean = clean and finite(*block, row_delta, lse.masked_fill(lse == -torch.inf, 0.0))
             sums = (*run.get(visit.sums), dk, dv)
             _differentiate(job, visit, inputs, queries, keys, sums, (visit.is_new, False, False), clean=clean)
         yield from run.finish(step.waits)
@@ -251,11 +253,9 @@ def _zeros(*like: Tensor) -> Tensors:
     return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
 
 
-def _query_inputs(block: Tensors, row: Tensors, lse_column: bool) -> tuple[Tensors, bool]:
-    """(dO, q, out, lse) of query rows as a kernel takes them, and whether all are finite."""
+def _query_inputs(block: Tensors, row: Tensors, lse_column: bool) -> Tensors:
+    """(dO, q, out, lse) of query rows as a kernel takes them."""
     (query, grad), (lse, row_delta) = block, row
-    sees_no_key = lse == -torch.inf
-    is_finite = finite(grad, query, row_delta, lse.masked_fill(sees_no_key, 0.0))
     grad, out = with_delta(grad, row_delta, wider=lse_column)
     query = with_column(query, 0.0) if lse_column else query
-    return (grad, query, out, lse.masked_fill(sees_no_key, torch.inf).squeeze(-1)), is_finite
+    return grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf).squeeze(-1)

@@ -11,17 +11,8 @@ from ..plan.plan import Plan
 from ..plan.row_overlap import RowCopy
 from ..plan.row_sets import as_range
 from ..plan.steps import Hop, Kind, Part, Step
-from .message_buffers import (
-    BatchPost,
-    BatchWait,
-    Buffer,
-    Copy,
-    Numbers,
-    Recorder,
-    StepMessages,
-    TensorSpec,
-    tensor_specs,
-)
+from .message_buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
+from .rank_run import BatchPost, BatchWait, Copy, Numbers
 
 #: Heads and rows of a tensor [B, heads, rows, D].
 Side = tuple[range, range | np.ndarray]

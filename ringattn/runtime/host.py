@@ -15,7 +15,8 @@ from ..plan.row_overlap import find_copies
 from ..plan.row_sets import ALL_ROWS
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Message, Post, Program, drive
-from .message_buffers import RowIndex, copy_rows, message_views
+from .message_buffers import message_views
+from .rank_run import RowIndex, copy_rows
 
 T = TypeVar("T")
 #: The names of the stored tensors whose rows a part of a message holds.

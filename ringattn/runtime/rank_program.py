@@ -13,7 +13,8 @@ from ..plan.steps import Kind, Part, Step
 from ..plan.work import Work
 from .head_exchange import ExchangeStep, HeadExchange
 from .merge_plan import VisitPart, make_merge_plan
-from .message_buffers import BatchPost, BatchWait, Copy, Memory, Numbers, Recorder, tensor_specs
+from .message_buffers import Recorder, tensor_specs
+from .rank_run import BatchPost, BatchWait, Copy, Memory, Numbers
 from .rank_state import RankState
 
 #: Query rows times heads times batch of one call at most: bounds what a kernel allocates for the call.

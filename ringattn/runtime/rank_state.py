@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from ..plan.plan import Plan
 from ..plan.row_overlap import RowCopy, find_copies
 from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
-from .message_buffers import BatchWait, Buffer, Numbers, Recorder, StepMessages, tensor_specs
+from .message_buffers import Buffer, Recorder, StepMessages, tensor_specs
+from .rank_run import BatchWait, Numbers
 
 
 class RankState(StepMessages):

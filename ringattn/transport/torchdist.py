@@ -30,6 +30,8 @@ LEAST = 0.01
 BETWEEN = ("torch.distributed", "contextlib")
 #: The numbers of the calls of a group, which all transports of the group share.
 _calls: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+#: What carries the records of a group that carries CUDA tensors only, see `TorchDist._record_carrier`.
+_record_carriers: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 class WeakGroup:
@@ -82,6 +84,10 @@ class TorchDist:
     be sent on the group between the first and the last message of a call. Give ring attention a group of its own if
     your program sends messages, too. Before the first message of every pass all ranks compare that they run the same
     pass.
+
+    Records never touch a GPU, so that no pass waits for its device. For an NCCL group they travel on Gloo, between the
+    same ranks: the first exchange connects every two ranks by TCP, with two threads per process, and makes the one
+    all-gather by which NCCL connects the ranks. The connections end with the group.
 
     `timeout` (seconds) bounds every wait on Gloo. The default is the group's timeout, as given to init_process_group or
     new_group. On NCCL a wait only orders streams, and the group's timeout aborts a hung message.
@@ -149,41 +155,52 @@ class TorchDist:
 
     def _exchange(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. All records are equally long."""
-        if "nccl" in str(self.backend):
-            return self._all_gather(record)
-        group = self.group
+        carrier = self._record_carrier()
         # Straight from rank to rank, so that a failing wait names the missing rank. An all-gather goes around a ring,
         # and its failure names nobody.
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         records = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        starts: list[tuple[str, Any, torch.Tensor, int]] = [("receive from", dist.irecv, records[p], p) for p in peers]
-        starts += [("send to", dist.isend, mine, p) for p in peers]
+        starts: list[tuple[str, Any, torch.Tensor, int]] = [
+            ("receive from", carrier.recv, records[p], p) for p in peers
+        ]
+        starts += [("send to", carrier.send, mine, p) for p in peers]
         works: list[tuple[Any, str]] = []
         deadline = time.monotonic() + self.timeout
         for verb, start, data, peer in starts:
             name = f"{RECORDS}: {verb} rank {peer}"
-            works.append((self._call(name, partial(start, data, None, group, RECORD_TAG, peer)), name))
+            works.append((self._call(name, partial(start, [data], peer, RECORD_TAG)), name))
         for work, name in works:
-            self._wait(work, name, deadline)
+            seconds = max(deadline - time.monotonic(), LEAST)
+            self._call(name, partial(work.wait, timedelta(seconds=seconds)))
         return [x.numpy().tobytes() for x in records]
 
-    def _all_gather(self, record: bytes) -> list[bytes]:
-        """`_exchange` on NCCL, where messages from rank to rank would need a connection between every two ranks."""
-        group = self.group
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to("cuda")
-        records = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self._call(RECORDS, partial(dist.all_gather, records, mine, group=group, async_op=True))
-        self._wait(work, RECORDS)
-        return [x.cpu().numpy().tobytes() for x in records]
+    def _record_carrier(self) -> Any:
+        """The group, or for an NCCL group a backend of Gloo between its ranks. The first call is collective.
 
-    def _wait(self, work: Any, name: str, deadline: float | None = None) -> None:
-        """Wait for a work: until `deadline` if that is given, else for the timeout."""
-        if "nccl" in str(self.backend):
-            self._call(name, work.wait)
-            return
-        seconds = self.timeout if deadline is None else max(deadline - time.monotonic(), LEAST)
-        self._call(name, partial(work.wait, timedelta(seconds=seconds)))
+        torch does not register the backend, which therefore lives as long as its entry in the table: as long as the
+        group.
+        """
+        group = self.group
+        if "nccl" not in str(self.backend):
+            return group
+        if group not in _record_carriers:
+            store = dist.PrefixStore("ringattn/records", group.get_group_store())
+            make = partial(dist.ProcessGroupGloo, store, self.rank, self.size, timedelta(seconds=self.timeout))
+            _record_carriers[group] = self._call(RECORDS, make)
+            self._connect()
+        return _record_carriers[group]
+
+    def _connect(self) -> None:
+        """Let NCCL connect the ranks, which it does in the first collective call; a step need not include all ranks."""
+        mine = torch.zeros(1, dtype=torch.uint8, device="cuda")
+        every = mine.new_empty(self.size)
+        self._call(RECORDS, dist.all_gather_into_tensor(every, mine, group=self.group, async_op=True).wait)
+
+    def _wait(self, work: Any, name: str) -> None:
+        """Wait for a work, on Gloo for the timeout at most."""
+        waits = work.wait if "nccl" in str(self.backend) else partial(work.wait, timedelta(seconds=self.timeout))
+        self._call(name, waits)
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         """`call()`, where an error of the backend becomes a CommFailure with the name of the messages.
