@@ -31,9 +31,9 @@ class Buffer:
         #: Parts that are still needed. A buffer without a live part is free.
         self.live = set(parts)
         used, places = place_parts(recorder.plan, parts, as_sent=as_sent)
-        self.data = recorder.number(View(store, first, (used,), torch.uint8))
+        self.data = recorder.number(View.at(store, first, (used,), torch.uint8))
         self._views = {
-            part: tuple(recorder.number(View(store, first + start, *spec)) for start, spec in places[part])
+            part: tuple(recorder.number(View.at(store, first + start, *spec)) for start, spec in places[part])
             for part in parts
         }
 

@@ -71,12 +71,19 @@ class BatchWait(NamedTuple):
 
 
 class View(NamedTuple):
-    """A contiguous tensor in a store of bytes: store 0 is shared by all buffers that are reused."""
+    """A contiguous tensor in a store of bytes, from element `start` on. Buffers that are reused share store 0."""
 
     store: int
     start: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def at(cls, store: int, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> View:
+        """The view that begins at byte `first`."""
+        strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        return cls(store, first // dtype.itemsize, shape, strides, dtype)
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,7 @@ class Run:
                 assert store is not None
                 size = store.numel() - store.numel() % view.dtype.itemsize
                 typed[key] = store[:size].view(view.dtype)
-            strides = [prod(view.shape[i + 1 :]) for i in range(len(view.shape))]
-            self.tensors.append(typed[key].as_strided(view.shape, strides, view.start // view.dtype.itemsize))
+            self.tensors.append(typed[key].as_strided(view.shape, view.strides, view.start))
         self._tickets: dict[int, Any] = {}
 
     def give(self, numbers: Numbers, tensors: Sequence[torch.Tensor]) -> None:

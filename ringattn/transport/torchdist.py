@@ -185,7 +185,7 @@ class TorchDist:
         if "nccl" not in str(self.backend):
             return group
         if group not in _record_carriers:
-            store = dist.PrefixStore("ringattn/records", group.get_group_store())
+            store = dist.PrefixStore("ringattn/records", group.get_group_store())  # type: ignore[attr-defined]
             make = partial(dist.ProcessGroupGloo, store, self.rank, self.size, timedelta(seconds=self.timeout))
             _record_carriers[group] = self._call(RECORDS, make)
             self._connect()
