@@ -22,7 +22,7 @@ from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_row
 from .head_exchange import ExchangeStep
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
-from .rank_run import Run, Tensors
+from .rank_run import RankRun, Tensors
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 KEPT_BY_EXCHANGE = 5
@@ -69,7 +69,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tenso
     `keep`: keep what the backward starts from. The result is written to `out` where that is given.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
-    run = Run(program.memory, q.device)
+    run = RankRun(program.memory, q.device)
     if program.enter is None or program.leave is None:
         return (yield from _forward_ring(job, program, run, q, k, v, out))
     q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
@@ -90,7 +90,7 @@ def backward(
     dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
     program = backward_program(job.plan, job.rank, job.kernel, q.device)
-    run = Run(program.memory, q.device)
+    run = RankRun(program.memory, q.device)
     run_ring = _backward_by_queries if program.rotates == "queries" else _backward_by_keys
     if program.enter is None or program.leave is None:
         return (yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result))
@@ -107,7 +107,7 @@ def backward(
     return dq, dk, dv
 
 
-def _exchange(run: Run, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:
+def _exchange(run: RankRun, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:
     """The tensors that this rank has after an exchange of tokens for heads, or back. `label` names it in errors."""
     run.give(exchange.given, tensors)
     run.give(exchange.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in exchange.specs])
@@ -118,7 +118,7 @@ def _exchange(run: Run, exchange: ExchangeStep, tensors: Tensors, label: str) ->
 
 
 def _forward_ring(
-    job: Job, program: RankProgram, run: Run, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
+    job: Job, program: RankProgram, run: RankRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
     """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
@@ -147,7 +147,7 @@ def _forward_ring(
 def _backward_by_keys(
     job: Job,
     program: RankProgram,
-    run: Run,
+    run: RankRun,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -186,7 +186,7 @@ def _backward_by_keys(
 def _backward_by_queries(
     job: Job,
     program: RankProgram,
-    run: Run,
+    run: RankRun,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
