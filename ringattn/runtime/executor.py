@@ -8,6 +8,7 @@ process.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from ..kernels.pad import delta, with_column, with_delta
 from ..plan.plan import Plan
 from ..transport.base import Program
 from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, in_batch
-from .head_exchange import ExchangeStep
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
-from .rank_run import RankRun, Tensors
+from .rank_run import PassTensors, Tensors
+
+if TYPE_CHECKING:
+    from .head_exchange import ExchangeStep
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 KEPT_BY_EXCHANGE = 5
@@ -69,7 +72,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tenso
     `keep`: keep what the backward starts from. The result is written to `out` where that is given.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
-    run = RankRun(program.memory, q.device)
+    run = PassTensors(program.memory, q.device)
     if program.enter is None or program.leave is None:
         return (yield from _forward_ring(job, program, run, q, k, v, out))
     q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
@@ -90,7 +93,7 @@ def backward(
     dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
     program = backward_program(job.plan, job.rank, job.kernel, q.device)
-    run = RankRun(program.memory, q.device)
+    run = PassTensors(program.memory, q.device)
     run_ring = _backward_by_queries if program.rotates == "queries" else _backward_by_keys
     if program.enter is None or program.leave is None:
         return (yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result))
@@ -107,7 +110,7 @@ def backward(
     return dq, dk, dv
 
 
-def _exchange(run: RankRun, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:
+def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:
     """The tensors that this rank has after an exchange of tokens for heads, or back. `label` names it in errors."""
     run.give(exchange.given, tensors)
     run.give(exchange.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in exchange.specs])
@@ -118,7 +121,7 @@ def _exchange(run: RankRun, exchange: ExchangeStep, tensors: Tensors, label: str
 
 
 def _forward_ring(
-    job: Job, program: RankProgram, run: RankRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
+    job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
     """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
@@ -147,7 +150,7 @@ def _forward_ring(
 def _backward_by_keys(
     job: Job,
     program: RankProgram,
-    run: RankRun,
+    run: PassTensors,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -186,7 +189,7 @@ def _backward_by_keys(
 def _backward_by_queries(
     job: Job,
     program: RankProgram,
-    run: RankRun,
+    run: PassTensors,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,

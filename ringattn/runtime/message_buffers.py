@@ -60,7 +60,7 @@ class Recorder:
         self._numbers: dict[View, int] = {}
 
     def given(self, *shapes: Sequence[int]) -> Numbers:
-        """Numbers of tensors of these shapes, which a `RankRun` is given."""
+        """Numbers of tensors of these shapes, which a `PassTensors` is given."""
         first = len(self._views)
         self._views += [None] * len(shapes)
         self._shapes += map(tuple, shapes)

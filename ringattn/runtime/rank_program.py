@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,11 +12,13 @@ from ..kernels.base import Kernel
 from ..plan.plan import Plan
 from ..plan.steps import Kind, Part, Step
 from ..plan.work import Work
-from .head_exchange import ExchangeStep, HeadExchange
 from .merge_plan import VisitPart, make_merge_plan
 from .message_buffers import Recorder, tensor_specs
 from .rank_run import BatchPost, BatchWait, Copy, Memory, Numbers
 from .rank_state import RankState
+
+if TYPE_CHECKING:
+    from .head_exchange import ExchangeStep
 
 #: Query rows times heads times batch of one call at most: bounds what a kernel allocates for the call.
 BATCH_ROWS = 1 << 18
@@ -163,6 +166,8 @@ def _resolve(
         enter = leave = None
         ring_steps = range(len(steps))
         if exchanges_heads(plan):
+            from .head_exchange import HeadExchange  # a ring without Ulysses groups does not load it
+
             ring_steps = range(1, len(steps) - 1)
             enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record(exchanged[0])
         state = RankState(recorder, ring_plan, owner, steps, own, kept, given=given)
@@ -171,7 +176,7 @@ def _resolve(
             posts = state.start(index)
             visits = [visit(state, block) for block in steps[index].visits]
             written.append(RingStep(posts, tuple(x for x in visits if x is not None), tuple(state.finish(index))))
-        if enter is not None:
+        if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record(exchanged[1])
     return RankProgram(
         recorder.memory,

@@ -19,7 +19,7 @@ from .memory import empty
 
 #: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
 Tensors = tuple[torch.Tensor, ...]
-#: The numbers of these tensors in a `RankRun`.
+#: The numbers of these tensors in a `PassTensors`.
 Numbers = tuple[int, ...]
 
 
@@ -94,7 +94,7 @@ class Memory:
     views: tuple[View | None, ...]
 
 
-class RankRun:
+class PassTensors:
     """The tensors of one execution of a pass, by number."""
 
     def __init__(self, memory: Memory, device: torch.device) -> None:

@@ -217,7 +217,7 @@ def test_only_two_receive_buffers_per_rank() -> None:
     kernel = get_kernel("auto", *[torch.zeros(1, 2, 128, 16)] * 3)
     program = forward_program(plan, 3, kernel, torch.device("cpu"), keep=False)
     message = plan.part_bytes(plan.for_rank(3).forward[0].sends[0].parts[0])
-    assert program.memory.stores == (2 * message,)
+    assert len(program.memory.stores) == 1 and 2 * message <= program.memory.stores[0] < 3 * message
 
 
 @pytest.mark.parametrize("rotate", ["keys", "queries"])
