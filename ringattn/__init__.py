@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from .plan.plan import Plan as Plan
     from .planner import make_plan as make_plan
     from .runtime.checkpointing import keep_attention as keep_attention
-    from .runtime.memory_pool import auto_batch_size as auto_batch_size
-    from .runtime.memory_pool import memory_pool as memory_pool
+    from .runtime.memory import auto_batch_size as auto_batch_size
     from .timing.forecast import predict as predict
     from .timing.simulation import simulate as simulate
     from .timing.solvers.recurrence import Stall as Stall
@@ -81,7 +80,7 @@ _NAMES = {
     "timing.solvers.recurrence": "Stall",
     "timing.timeline": "Timeline",
     "functional": "attention ring_attention virtual_attention",
-    "runtime.memory_pool": "auto_batch_size memory_pool",
+    "runtime.memory": "auto_batch_size",
     "runtime.checkpointing": "keep_attention",
     "compat": (
         "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse"

@@ -22,7 +22,7 @@ class LaunchLimit(Unsupported):
 
 
 class OutOfMemory(RingAttentionError, MemoryError):
-    """A device ran out of memory, even after cached memory was freed; `__cause__` is the device library's error."""
+    """A device ran out of memory; `__cause__` is the device library's error."""
 
 
 class Mismatch(RingAttentionError, ValueError):

@@ -20,7 +20,7 @@ from ..errors import InvalidInput
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 from ..plan.steps import Hop, Part, RankPlan, Step
-from ..runtime.message_buffers import Buffer
+from ..runtime.message_buffers import message_views
 from ..transport.base import Message, Post, Program
 from ..transport.virtual import WATCHED, in_turns
 
@@ -290,5 +290,5 @@ def _shifted(cohort: Cohort, parts: tuple[Part, ...], index: int) -> list[Part]:
 
 def _views(cohort: Cohort, hop: Hop, message: Message) -> list[torch.Tensor]:
     """The tensors of a batch of messages, [members, heads, rows, width] each."""
-    buffer = Buffer(message.data, hop.parts, cohort.plan, as_sent=True)
-    return [x for part in hop.parts for x in buffer.view(part)]
+    views = message_views(message.data, cohort.plan, hop.parts)
+    return [x for part in hop.parts for x in views[part]]

@@ -19,7 +19,6 @@ from ..kernels.base import Kernel
 from ..plan.plan import Plan
 from ..plan.work import Work
 from ..runtime.accumulators import KernelInputs
-from ..runtime.memory_pool import memory_pool
 from ..runtime.softmax import merge_
 from ..timing.options import check_seed
 from .faults import GRADIENT_FAULTS, Fault, with_fault
@@ -126,9 +125,8 @@ def sample(
     audited = AuditingKernel(inner, source, plan.layout, ledger, back)
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    sums = _Forward(audited, scale, q, out, lse, KernelInputs(memory_pool("cpu")))
+    sums = _Forward(audited, scale, q, out, lse, KernelInputs())
     walk.run(sums.compute)
-    sums.inputs.close()
     visits = sum(one.visits for one in walk.streams)
     gradients = _backward(true, plan, sums, walk, order, fault, seed) if grads else None
     wanted = PairLedger(np.array(order), plan.heads)
@@ -173,10 +171,9 @@ def _backward(
     grad = torch.cat([source.rows("grad", range(row, row + 1)) for row in order], 2)
     state = Backward(
         plan, kernel, sums.scale, grad * plan.pattern.output_scale, sums.q, sums.out, sums.lse, sorted(keys),
-        KernelInputs(memory_pool("cpu")), lost,
+        KernelInputs(), lost,
     )  # fmt: skip
     again.run(state.compute)
-    state.inputs.close()
     wanted = expected_hashes(true.pattern, true.layout, order, true.heads, true.kv_heads)
     exact = exact_gradients(true.pattern, source, order, state.keys, sums.scale)
     worst = 0.0

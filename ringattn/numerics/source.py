@@ -29,7 +29,6 @@ from ..errors import InvalidInput
 from ..layout.regular import Layout
 from ..plan.plan import Plan
 from ..plan.row_sets import AllRows, RowSet
-from ..runtime.memory_pool import memory_pool
 from .counter_random import counter_normal
 
 Name = Literal["q", "k", "v", "grad"]
@@ -92,22 +91,12 @@ class RowSource:
         self.live += 1
         self.made += 1
         self.peak = max(self.peak, self.live)
-        store = None
-        if len(rows) == 1 and self.period is not None and rows[0].step == 1:
-            r = rows[0]
-            start, table = r.start % self.period, self._table("v")
-            if start + len(r) <= table.shape[2]:
-                like = table[:, :, start : start + len(r)]
-                store = memory_pool("cpu").take(like.numel() * like.element_size())
-                k, v = self.rows("k", r), self._ramped(like, r, store.view(self.dtype).view(like.shape))
-        if store is None:
-            k, v = (torch.cat([self.rows(name, r) for r in rows], 2) for name in ("k", "v"))
+        runs = [[self.rows(name, r) for r in rows] for name in ("k", "v")]
+        k, v = (run[0] if len(run) == 1 else torch.cat(run, 2) for run in runs)
         try:
             yield k, v
         finally:
             self.live -= 1
-            if store is not None:
-                memory_pool("cpu").give(store)
 
     def block(self, layout: Layout, owner: int, row_set: RowSet | AllRows) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a row set of the block of `owner`, [1, heads, rows, D] each; a copy."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -13,25 +12,19 @@ from .row_sets import AllRows, Ranges, RowSet, as_range, to_numbers, to_ranges
 
 #: A copy of rows is written as slices up to this many, as an index list above.
 MAX_SLICES = 16
-Indices = TypeVar("Indices")
 
 
 @dataclass(frozen=True)
-class RowCopy(Generic[Indices]):
-    """Rows that are in the tensors of two row sets: the indices of their heads and rows in either tensor.
-
-    Rows are two ranges or two index lists.
-    """
+class RowCopy:
+    """Rows that are in the tensors of two row sets: the indices of their heads and rows in either tensor."""
 
     to_heads: range
-    to_rows: range | Indices
+    to_rows: range | np.ndarray
     from_heads: range
-    from_rows: range | Indices
+    from_rows: range | np.ndarray
 
 
-def find_copies(
-    target: RowSet | AllRows, source: RowSet | AllRows, heads: int, rows: int
-) -> tuple[RowCopy[np.ndarray], ...]:
+def find_copies(target: RowSet | AllRows, source: RowSet | AllRows, heads: int, rows: int) -> tuple[RowCopy, ...]:
     """The copies that bring all shared rows from the tensor of `source` to the tensor of `target`.
 
     Both are row sets of one block of `heads` heads and `rows` rows.
@@ -43,7 +36,7 @@ def find_copies(
         to_heads, of_heads = (as_range([side.index[head] for head in shared_heads]) for side in (to, of))
         if to_heads is not None and of_heads is not None:
             return tuple(RowCopy(to_heads, a, of_heads, b) for a, b in _shared_rows(to.rows[0], of.rows[0]))
-    copies: list[RowCopy[np.ndarray]] = []
+    copies: list[RowCopy] = []
     for head in shared_heads:
         x, y = to.index[head], of.index[head]
         rows_of_head = _shared_rows(to.rows_of(head), of.rows_of(head))

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from math import prod
 
 import torch
 
 from ..kernels.base import spread_marks, wide
 from ..plan.work import Work, shift_range
-from .memory_pool import Pool, empty, memory_pool
+from .memory import empty
 from .merge_plan import KernelCall, Section
 from .softmax import add_, merge_
 
-#: Query rows times heads times batch of one call at most: bounds what a kernel allocates for the call.
-BATCH_ROWS = 1 << 18
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64
 
 #: (out [B, H, n, Dv], lse [B, H, n]).
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def batches(work: Work, q: torch.Tensor) -> Iterator[slice]:
-    """The slices of the batch, one per kernel call. A work with repetitions takes one element of the batch per call."""
-    size = len(q) if work.repeat == 1 else 1
-    size = max(1, min(size, BATCH_ROWS // (len(work.q) * len(work.heads))))
-    for first in range(0, len(q), size):
-        yield slice(first, first + size)
 
 
 def align_rows(x: torch.Tensor) -> torch.Tensor:
@@ -45,24 +34,22 @@ def align_rows(x: torch.Tensor) -> torch.Tensor:
 class KernelInputs:
     """The rows that kernel calls read: views, or a copy in a workspace where the keys of a call are several runs."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self) -> None:
         self._workspaces: dict[int, torch.Tensor] = {}
 
     def select(
-        self, work: Work, batch: slice, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
+        self, work: Work, batch: slice | None, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The rows of a call in each tensor of query or key rows. Copied keys are valid until the next call."""
-        selected = [select(x[batch], work.heads, work.q, work) for x in by_query]
+        """The rows of a call in each tensor of query or key rows. Copied keys are valid until the next call.
+
+        `batch` None is the whole batch.
+        """
+        selected = [select(in_batch(x, batch), work.heads, work.q, work.repeat, work.q_shift) for x in by_query]
         for place, x in enumerate(by_key):
-            runs = [select(x[batch], work.kv, run, work, work.k_shift) for run in work.k]
+            of = in_batch(x, batch)
+            runs = [select(of, work.kv, run, work.repeat, work.k_shift) for run in work.k]
             selected.append(runs[0] if len(runs) == 1 else self._concatenate(place, runs, work.keys))
         return selected
-
-    def close(self) -> None:
-        """Give the workspaces back to the pool."""
-        while self._workspaces:
-            self.pool.give(self._workspaces.popitem()[1])
 
     def _concatenate(self, place: int, runs: list[torch.Tensor], keys: int) -> torch.Tensor:
         """Runs of key rows as one tensor in workspace number `place`."""
@@ -70,39 +57,46 @@ class KernelInputs:
         shape = (*like.shape[:2], keys, like.shape[3])
         size = prod(shape) * like.element_size()
         if place not in self._workspaces or self._workspaces[place].numel() < size:
-            if place in self._workspaces:
-                self.pool.give(self._workspaces[place])
-            # Powers of two: few sizes, so that the pool can reuse them.
-            self._workspaces[place] = self.pool.take(1 << (size - 1).bit_length())
+            self._workspaces[place] = empty((size,), torch.uint8, like.device)
         return torch.cat(runs, 2, out=self._workspaces[place][:size].view(like.dtype).view(shape))
 
 
-def select(x: torch.Tensor, heads: range, rows: range, work: Work, shift: int | None = None) -> torch.Tensor:
+def in_batch(x: torch.Tensor, batch: slice | None) -> torch.Tensor:
+    """Some elements of the batch of x; all of them for None."""
+    return x if batch is None else x[batch]
+
+
+def select(x: torch.Tensor, heads: range, rows: range, repeat: int = 1, shift: int = 0) -> torch.Tensor:
     """The view of x [B, H, n, ...] at these heads and rows.
 
-    If the work has repetitions, the view's batch dimension counts the repetitions, which are `shift` rows apart.
+    With repetitions the view's batch dimension counts them; repetitions are `shift` rows apart.
     """
-    first = x[:, heads.start : heads.stop : heads.step, rows.start : rows.stop : rows.step]
-    if work.repeat == 1:
-        return first
-    shift = work.q_shift if shift is None else shift
-    return first.as_strided((work.repeat, *first.shape[1:]), (shift * x.stride(2), *first.stride()[1:]))
+    row_stride = x.stride(2)
+    if len(heads) != x.size(1):
+        x = x[:, heads.start : heads.stop : heads.step]
+    if len(rows) != x.size(2):
+        x = x[:, :, rows.start : rows.stop : rows.step]
+    if repeat == 1:
+        return x
+    return x.as_strided((repeat, *x.shape[1:]), (shift * row_stride, *x.stride()[1:]))
 
 
 def accumulate(
     x: torch.Tensor, heads: range, runs: tuple[range, ...], work: Work, shift: int, part: torch.Tensor
 ) -> None:
     """Add `part` [B or repeat, heads, rows, D or more] to those rows of x [B, H, n, D] that the call has read."""
+    width = x.size(-1)
+    part = part if part.size(-1) == width else part[..., :width]
     first = 0
     for run in runs:
-        rows = part[:, :, first : first + len(run), : x.shape[-1]]
+        rows = part if len(runs) == 1 else part[:, :, first : first + len(run)]
         first += len(run)
         # Overlapping repetitions are added in turns, so that no call writes an element twice.
         turns = min(work.repeat, -(-(run[-1] + 1 - run[0]) // shift) if shift else work.repeat)
         for turn in range(turns):
             repetitions = rows[turn::turns] if turns > 1 else rows
-            disjoint = replace(work, repeat=len(repetitions) if work.repeat > 1 else 1)
-            add_(select(x, heads, shift_range(run, turn * shift), disjoint, turns * shift), repetitions)
+            repeat = len(repetitions) if work.repeat > 1 else 1
+            add_(select(x, heads, shift_range(run, turn * shift), repeat, turns * shift), repetitions)
 
 
 class OutputAccumulator:
@@ -116,18 +110,20 @@ class OutputAccumulator:
     def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
         self.lse = q.new_empty(0)
-        self.pool = memory_pool(q.device)
-        #: The accumulator of every open section, and the pool's tensor that the accumulator lives in, if any.
-        self._open: dict[Section, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        #: (out, lse) of every open section.
+        self._open: dict[Section, Pair] = {}
 
-    def add(self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice) -> None:
-        """Take in the partial of a kernel call for some elements of the batch."""
+    def add(
+        self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice | None
+    ) -> None:
+        """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
         if self.out is None and part.shape == self.shape and part.dtype == wide(self.q.dtype) == self.q.dtype:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
-            self._open[section] = part, None
+            self._open[section] = self.out, self.lse
             return
-        work = replace(call.work, q=shift_range(call.work.q, -section.rows.start))
-        out, lse = (select(x[batch], work.heads, work.q, work) for x in self._open_section(section))
+        work, rows = call.work, shift_range(call.work.q, -section.rows.start)
+        out, lse = self._open.get(section) or self._open_section(section)
+        out, lse = (select(in_batch(x, batch), work.heads, rows, work.repeat, work.q_shift) for x in (out, lse))
         if call.first:
             out.copy_(part)
             lse.copy_(part_lse)
@@ -136,10 +132,10 @@ class OutputAccumulator:
 
     def close(self, section: Section) -> None:
         """Write the accumulator of a section, which has all its partials, to the output."""
-        accumulator, store = self._open.pop(section)
-        if store is not None:
-            self._rows(self.out, section.rows).copy_(accumulator)
-            self.pool.give(store)
+        accumulator, _ = self._open.pop(section)
+        target = self._rows(self.out, section.rows)
+        if accumulator.dtype != target.dtype:
+            target.copy_(accumulator)
 
     def finish(self, empty: Sequence[range], bad: torch.Tensor | None = None) -> Pair:
         """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf; flagged rows get NaN.
@@ -161,18 +157,16 @@ class OutputAccumulator:
     def _open_section(self, section: Section) -> Pair:
         """The accumulators (out, lse) of a section, allocated and filled when it is first met."""
         self._allocate()
-        if section not in self._open:
-            target = self._rows(self.out, section.rows)
-            dtype, store = wide(self.q.dtype), None
-            if not section.single and target.dtype != dtype:
-                batch, heads, rows, width = target.shape
-                store = self.pool.take(target.numel() * dtype.itemsize)
-                target = store.view(dtype).view(batch, rows, heads, width).transpose(1, 2)
-            if section.filled:
-                target.zero_()
-                self._rows(self.lse, section.rows).fill_(-torch.inf)
-            self._open[section] = target, store
-        return self._open[section][0], self._rows(self.lse, section.rows)
+        out, lse = self._rows(self.out, section.rows), self._rows(self.lse, section.rows)
+        dtype = wide(self.q.dtype)
+        if not section.single and out.dtype != dtype:
+            batch, heads, rows, width = out.shape
+            out = empty((batch, rows, heads, width), dtype, self.q.device).transpose(1, 2)
+        if section.filled:
+            out.zero_()
+            lse.fill_(-torch.inf)
+        self._open[section] = out, lse
+        return out, lse
 
     def _rows(self, x: torch.Tensor | None, rows: range) -> torch.Tensor:
         assert x is not None

@@ -18,7 +18,7 @@ from .autocast import autocast_off
 from .checkpointing import run_or_replay
 from .executor import Forward, Job, backward, count_kept, forward
 from .handshake import agree_backward
-from .memory_pool import empty
+from .memory import empty, typed_errors
 
 Tensors = tuple[Tensor, ...]
 
@@ -124,7 +124,7 @@ class Attention(torch.autograd.Function):
                 result.lse.masked_fill_(empty, -torch.inf)
             return result
 
-        with autocast_off(q.device):
+        with autocast_off(q.device), typed_errors(q.device):
             result = run_or_replay(run)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
@@ -143,5 +143,5 @@ class Attention(torch.autograd.Function):
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
         result = Forward(out, lse, tuple(kept))
-        with autocast_off(q.device):
+        with autocast_off(q.device), typed_errors(q.device):
             return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)

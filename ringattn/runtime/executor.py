@@ -8,7 +8,7 @@ process.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,23 +27,14 @@ from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
 from ..kernels.pad import delta, with_column, with_delta
 from ..plan.plan import Plan
-from ..plan.steps import Part
-from ..plan.work import Work
 from ..transport.base import Program
-from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, batches
-from .head_exchange import HeadsToTokens, TokensToHeads
-from .memory_pool import memory_pool, retried
-from .merge_plan import has_band
-from .message_buffers import Buffers, Tensors
-from .rank_program import (
-    BackwardProgram,
-    ForwardProgram,
-    RankProgram,
-    backward_program,
-    exchanges_heads,
-    forward_program,
-)
-from .rank_state import RankState, zeros
+from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, in_batch
+from .memory import empty
+from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
+from .rank_run import PassTensors, Tensors
+
+if TYPE_CHECKING:
+    from .head_exchange import ExchangeStep
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 KEPT_BY_EXCHANGE = 5
@@ -89,16 +80,14 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tenso
 
     `keep`: keep what the backward starts from. The result is written to `out` where that is given.
     """
-    program = forward_program(job.plan, job.rank, job.kernel)
-    buffers = Buffers(program.plan, program.largest_message, q.device)
-    if not program.exchanges_heads:
-        return (yield from _forward_ring(job, program, buffers, q, k, v, keep=keep, out=out))
-    to_heads = TokensToHeads(program, buffers, job.rank, (q, k, v))
-    q, k, v = yield from to_heads.run("forward step 0, exchange of q, k and v")
-    ring = yield from _forward_ring(job, program, buffers, q, k, v, keep=keep, out=None)
-    to_tokens = HeadsToTokens(program, buffers, job.rank, (ring.lse.unsqueeze(-1), ring.out))
-    lse, all_heads = yield from to_tokens.run(f"forward step {to_tokens.index}, exchange of the output")
-    buffers.close()
+    program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
+    run = PassTensors(program.memory, q.device)
+    if program.enter is None or program.leave is None:
+        return (yield from _forward_ring(job, program, run, q, k, v, out))
+    q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
+    ring = yield from _forward_ring(job, program, run, q, k, v, None)
+    label = f"forward step {program.leave.index}, exchange of the output"
+    lse, all_heads = yield from _exchange(run, program.leave, (ring.lse.unsqueeze(-1), ring.out), label)
     kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
     return Forward(all_heads if out is None else out.copy_(all_heads), lse.squeeze(-1), kept)
 
@@ -112,69 +101,66 @@ def backward(
     keys rotate, this rank sums dq, and dk and dv travel to the owner of the block. Where queries rotate, this rank sums
     dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
-    program = backward_program(job.plan, job.rank, job.kernel)
-    buffers = Buffers(program.plan, program.largest_message, q.device)
-    run_ring = _backward_by_queries if program.ring_plan.rotates == "queries" else _backward_by_keys
-    if not program.exchanges_heads:
-        return (yield from run_ring(job, program, buffers, grad, grad_lse, q, k, v, result))
+    program = backward_program(job.plan, job.rank, job.kernel, q.device)
+    run = PassTensors(program.memory, q.device)
+    run_ring = _backward_by_queries if program.rotates == "queries" else _backward_by_keys
+    if program.enter is None or program.leave is None:
+        return (yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result))
     *kept, q, k, v, out, lse = result.kept
     # The plan counts the bytes of a gradient of lse, whether there is such a gradient or not.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
-    to_heads = TokensToHeads(program, buffers, job.rank, (column.unsqueeze(-1), grad))
-    column, grad = yield from to_heads.run("backward step 0, exchange of the output's gradient")
+    label = "backward step 0, exchange of the output's gradient"
+    column, grad = yield from _exchange(run, program.enter, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
     result = Forward(out, lse, tuple(kept))
-    gradients = yield from run_ring(job, program, buffers, grad, grad_lse, q, k, v, result)
-    to_tokens = HeadsToTokens(program, buffers, job.rank, gradients)
-    dq, dk, dv = yield from to_tokens.run(f"backward step {to_tokens.index}, exchange of dq, dk and dv")
-    buffers.close()
+    gradients = yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result)
+    label = f"backward step {program.leave.index}, exchange of dq, dk and dv"
+    dq, dk, dv = yield from _exchange(run, program.leave, gradients, label)
     return dq, dk, dv
 
 
+def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:
+    """The tensors that this rank has after an exchange of tokens for heads, or back. `label` names it in errors."""
+    run.give(exchange.given, tensors)
+    run.give(exchange.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in exchange.specs])
+    yield from run.start(exchange.posts, label)
+    run.copy(exchange.copies)
+    yield from run.finish(exchange.waits)
+    return run.get(exchange.received)
+
+
 def _forward_ring(
-    job: Job,
-    program: ForwardProgram,
-    buffers: Buffers,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    keep: bool,
-    out: Tensor | None,
+    job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
-    """The forward of the ring: rows of queries as `program.ring_plan` deals them out."""
-    visits = iter(program.merge_plan.visits)
+    """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
     query, bad = finite_rows(q)
-    state = RankState(program, buffers, {"kv": mark_bad_keys(k, v)}, keep=keep)
-    output, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs(memory_pool(q.device))
-    for index in program.ring_steps:
-        yield from state.start(index, f"forward step {index}")
-        for block in program.steps[index].visits:
-            marked = state.block(block)
-            if _is_rounded(program, block):
+    run.give(program.own["kv"], mark_bad_keys(k, v))
+    output, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs()
+    for index, step in enumerate(program.steps, program.first):
+        yield from run.start(step.posts, f"forward step {index}")
+        for visit in step.visits:
+            run.copy(visit.copies)
+            marked = run.get(visit.block)
+            if _is_rounded(job, visit):
                 marked = mark_bad_keys(*marked)
-            visit = next(visits)
-            hidden = hide_bad_keys(*marked) if has_band(visit) else marked
-            for part in visit:
+            hidden = marked if visit.is_dense else hide_bad_keys(*marked)
+            for part in visit.parts:
                 for call in part.calls:
-                    for batch in batches(call.work, q):
+                    for batch in batches(call.work, len(q)):
                         x, *keys = inputs.select(call.work, batch, (query,), marked if call.work.dense else hidden)
-                        run = partial(kernel_forward, job.kernel, x, keys, call.work, job.scale)
-                        output.add(part.section, call, *retried(run, q.device), batch)
+                        result = kernel_forward(job.kernel, x, keys, call.work, job.scale)
+                        output.add(part.section, call, *result, batch)
                 if part.last:
                     output.close(part.section)
-        yield from state.finish(index)
-    buffers.close()
-    inputs.close()
-    kept = tuple(x for part in state.kept for x in state.blocks[part])
-    return Forward(*output.finish(program.merge_plan.empty, bad), kept)
+        yield from run.finish(step.waits)
+    return Forward(*output.finish(program.empty, bad), run.get(program.kept))
 
 
 def _backward_by_keys(
     job: Job,
-    program: BackwardProgram,
-    buffers: Buffers,
+    program: RankProgram,
+    run: PassTensors,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -184,34 +170,31 @@ def _backward_by_keys(
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """`backward` of the ring where blocks of keys and values come to the queries of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
-    visits = iter(program.visits)
-    kept = tuple(zip(result.kept[::2], result.kept[1::2], strict=True))
-    state = RankState(program, buffers, {"kv": mark_bad_keys(k, v)}, kept=kept)
-    inputs = KernelInputs(memory_pool(q.device))
-    dq = retried(partial(torch.zeros, q.shape, dtype=wide(q.dtype), device=q.device), q.device)
-    query = q
+    dq, dk, dv = _zeros(q, k, v)
+    run.give(program.own["kv"], mark_bad_keys(k, v))
+    run.give(program.kept, result.kept)
+    run.give(program.sums["grad"], (dk, dv))
+    inputs, query = KernelInputs(), q
     if grad_lse is not None:
         query, out = with_column(q, 0.0), with_column(out, 0.0)
         grad = with_column(grad, grad_lse.to(grad.dtype))
     lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
     marked_rows = (grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf))
     hidden_rows = hide_bad_rows(*marked_rows)
-    for index in program.ring_steps:
-        yield from state.start(index, f"backward step {index}")
-        for block in program.steps[index].visits:
-            marked = state.block(block)
-            if _is_rounded(program, block):
+    for index, step in enumerate(program.steps, program.first):
+        yield from run.start(step.posts, f"backward step {index}")
+        for visit in step.visits:
+            run.copy(visit.copies)
+            marked = run.get(visit.block)
+            if _is_rounded(job, visit):
                 marked = mark_bad_keys(*marked)
             if grad_lse is not None:
                 marked = with_column(marked[0], 0.0), with_column(marked[1], 1.0)
-            dk, dv = state.sums(Part("grad", block.owner, block.row_set))
-            calls = next(visits)
-            hidden = hide_bad_keys(*marked) if _has_band(calls) else marked
-            _differentiate(job, calls, inputs, (marked_rows, marked), (hidden_rows, hidden), (dq, dk, dv))
-        yield from state.finish(index)
-    buffers.close()
-    inputs.close()
-    dk, dv = state.sums(Part("grad", program.owner))
+            hidden = marked if visit.is_dense else hide_bad_keys(*marked)
+            sums = (dq, *run.get(visit.sums))
+            is_new = (False, visit.is_new, visit.is_new)
+            _differentiate(job, visit, inputs, (marked_rows, marked), (hidden_rows, hidden), sums, is_new)
+        yield from run.finish(step.waits)
     spread_marks(lse.isnan(), dq)
     spread_marks(dv[..., 0].isnan(), dk, dv)
     return job.gradients((dq, dk, dv), (q, k, v))
@@ -219,8 +202,8 @@ def _backward_by_keys(
 
 def _backward_by_queries(
     job: Job,
-    program: BackwardProgram,
-    buffers: Buffers,
+    program: RankProgram,
+    run: PassTensors,
     grad: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -231,68 +214,70 @@ def _backward_by_queries(
     """`backward` of the ring where queries, with their dO, lse and delta, come to the keys of this rank."""
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
-    visits = iter(program.visits)
+    dq, dk, dv = _zeros(q, k, v)
     lse, query, grad, row_delta = mark_bad_rows(result.lse, q, grad, delta(grad, out, grad_lse))
-    state = RankState(program, buffers, {"q": (query, grad), "row": (lse.unsqueeze(-1), row_delta)}, keep=False)
-    inputs = KernelInputs(memory_pool(q.device))
-    dk, dv = retried(partial(zeros, (k, v)), q.device)
-    marked_keys = mark_bad_keys(k, v)
+    run.give(program.own["q"], (query, grad))
+    run.give(program.own["row"], (lse.unsqueeze(-1), row_delta))
+    run.give(program.sums["dq"], (dq,))
+    inputs, marked_keys = KernelInputs(), mark_bad_keys(k, v)
     if job.lse:
         marked_keys = with_column(marked_keys[0], 0.0), with_column(marked_keys[1], 0.0)
     hidden_keys = hide_bad_keys(*marked_keys)
-    for index in program.ring_steps:
-        yield from state.start(index, f"backward step {index}")
-        for block in program.steps[index].visits:
-            calls = next(visits)
-            if not calls:
-                continue
-            (dq,) = state.sums(Part("dq", block.owner, block.row_set))
-            row = state.block(Part("row", block.owner, block.row_set))
-            marked = _query_inputs(state.block(block), row, job.lse, rounded=_is_rounded(program, block))
-            hidden = hide_bad_rows(*marked) if _has_band(calls) else marked
-            _differentiate(job, calls, inputs, (marked, marked_keys), (hidden, hidden_keys), (dq, dk, dv))
-        yield from state.finish(index)
-    buffers.close()
-    inputs.close()
-    (dq,) = state.sums(Part("dq", program.owner))
+    for index, step in enumerate(program.steps, program.first):
+        yield from run.start(step.posts, f"backward step {index}")
+        for visit in step.visits:
+            run.copy(visit.copies)
+            rounded = _is_rounded(job, visit)
+            marked = _query_inputs(run.get(visit.block), run.get(visit.rows), job.lse, rounded=rounded)
+            hidden = marked if visit.is_dense else hide_bad_rows(*marked)
+            sums = (*run.get(visit.sums), dk, dv)
+            is_new = (visit.is_new, False, False)
+            _differentiate(job, visit, inputs, (marked, marked_keys), (hidden, hidden_keys), sums, is_new)
+        yield from run.finish(step.waits)
     spread_marks(lse.isnan(), dq)
     spread_marks(dv[..., 0].isnan(), dk, dv)
     return job.gradients((dq, dk, dv), (q, k, v))
 
 
-def _has_band(calls: tuple[Work, ...]) -> bool:
-    """Whether some call hides a key from some of its rows and not from others."""
-    return any(not work.dense for work in calls)
-
-
-def _is_rounded(program: RankProgram, block: Part) -> bool:
+def _is_rounded(job: Job, visit: Visit) -> bool:
     """Whether a block arrived in a narrower dtype, in which large numbers become infinite."""
-    return program.plan.comm_dtype is not None and block.owner != program.owner
+    return job.plan.comm_dtype is not None and not visit.is_own
 
 
 def _differentiate(
     job: Job,
-    calls: tuple[Work, ...],
+    visit: Visit,
     inputs: KernelInputs,
     marked: tuple[Tensors, Tensors],
     hidden: tuple[Tensors, Tensors],
     sums: Tensors,
+    is_new: tuple[bool, bool, bool],
 ) -> None:
-    """Add a visit's share of dq, dk and dv to `sums`. `marked` are (dO, q, out, lse) and (k, v), for dense calls;
-    `hidden` are their forms for calls with a band, from `hide_bad_rows` and `hide_bad_keys`.
+    """Add a visit's share of dq, dk and dv to `sums`.
+
+    `marked` are (dO, q, out, lse) and (k, v), for dense calls; `hidden` are their forms for calls with a band, from
+    `hide_bad_rows` and `hide_bad_keys`. `is_new`: for each of the sums, whether it is arbitrary, and the visit's only
+    call writes all of it.
     """
-    dq, dk, dv = sums
-    for work in calls:
-        for batch in batches(work, dq):
+    for work in visit.works:
+        of_query = work.heads, (work.q,), work, work.q_shift
+        of_key = work.kv, work.k, work, work.k_shift
+        for batch in batches(work, len(sums[0])):
             by_query, by_key = marked if work.dense else hidden
             selected = inputs.select(work, batch, by_query, by_key)
             rows, keys = selected[: len(by_query)], selected[len(by_query) :]
-            run = partial(kernel_backward, job.kernel, rows, keys, work, job.scale)
-            gradients = retried(run, dq.device)
-            accumulate(dq[batch], work.heads, (work.q,), work, work.q_shift, gradients[0])
-            accumulate(dk[batch], work.kv, work.k, work, work.k_shift, gradients[1])
-            accumulate(dv[batch], work.kv, work.k, work, work.k_shift, gradients[2])
-            del gradients  # free them before the next call allocates its own
+            gradients = kernel_backward(job.kernel, rows, keys, work, job.scale)
+            for total, new, of, part in zip(sums, is_new, (of_query, of_key, of_key), gradients, strict=True):
+                if new:
+                    total.copy_(part[..., : total.size(-1)])
+                else:
+                    accumulate(in_batch(total, batch), *of, part)
+            del gradients, part  # free them before the next call allocates its own
+
+
+def _zeros(*like: Tensor) -> Tensors:
+    """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
+    return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
 
 
 def _query_inputs(block: Tensors, row: Tensors, lse_column: bool, *, rounded: bool) -> Tensors:

@@ -2,109 +2,109 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ..plan.plan import Plan
-from ..plan.steps import Hop, Part
-from ..transport.base import Program
-from .message_buffers import Buffer, Buffers, StepMessages, Tensors
-from .rank_program import RankProgram
+from ..plan.row_overlap import RowCopy
+from ..plan.row_sets import as_range
+from ..plan.steps import Hop, Kind, Part, Step
+from .message_buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
+from .rank_run import BatchPost, BatchWait, Copy, Numbers
+
+#: Heads and rows of a tensor [B, heads, rows, D].
+Side = tuple[range, range | np.ndarray]
+
+
+@dataclass(frozen=True)
+class ExchangeStep:
+    """One exchange, written down. `given` are the tensors before the exchange, `received` those after it."""
+
+    index: int
+    given: Numbers
+    received: Numbers
+    specs: tuple[TensorSpec, ...]
+    posts: tuple[BatchPost, ...]
+    copies: tuple[Copy, ...]
+    waits: tuple[BatchWait, ...]
 
 
 class HeadExchange(StepMessages):
-    """One exchange of a rank with the other members of its group.
+    """One exchange of `rank` with the other members of its group.
 
-    `received` are the tensors that this rank has after the exchange. A subclass allocates `received` and says which
-    rows and heads each member gets (`outgoing`) and gives (`receive`).
+    `to_heads`: from this rank's rows of all heads [B, H, n, D] to the group's rows of this member's heads, as in the
+    first step; else back, as in the last step.
     """
 
-    received: Tensors
+    def __init__(self, recorder: Recorder, plan: Plan, rank: int, steps: Sequence[Step], *, to_heads: bool) -> None:
+        super().__init__(recorder, steps)
+        self.plan, self.rank, self.size, self.to_heads = plan, rank, plan.ulysses_size, to_heads
+        self.group = rank // self.size
 
-    def __init__(self, program: RankProgram, buffers: Buffers, rank: int, index: int) -> None:
-        super().__init__(program.steps, buffers)
-        self.index, self.size = index, program.plan.ulysses_size
-        self.member = rank % self.size
-        #: The local rows of each member, as places among the rows of the whole group.
-        self.places = _places(program.plan, program.owner, buffers.pool.device)
-
-    def run(self, label: str) -> Program[Tensors]:
-        """Exchange the messages, and return `received`. `label` names the exchange in errors."""
-        yield from self.start(self.index, label)
-        self.receive(self.member, self.outgoing(self.member))
-        yield from self.wait(self.index)
-        return self.received
+    def record(self, kind: Kind) -> ExchangeStep:
+        """The exchange of the tensors of a part of this kind."""
+        member = self.rank % self.size
+        ring_plan, owner = self.plan.ring_plan(self.rank)
+        group_rows = ring_plan.layout.rows(owner)
+        specs = tensor_specs(self.plan, Part(kind, self.rank), as_sent=True)
+        by_tokens = [((batch, heads * self.size, rows, width), dtype) for (batch, heads, rows, width), dtype in specs]
+        by_heads = [((batch, heads, group_rows, width), dtype) for (batch, heads, _, width), dtype in specs]
+        before, after = (by_tokens, by_heads) if self.to_heads else (by_heads, by_tokens)
+        self.given = self.recorder.given(*(shape for shape, _ in before))
+        self.received = self.recorder.given(*(shape for shape, _ in after))
+        self.heads = [spec[0][1] for spec in specs]
+        index = 0 if self.to_heads else len(self.steps) - 1
+        posts = self.start(index)
+        for i, (source, target) in enumerate(zip(self.given, self.received, strict=True)):
+            self.recorder.copy((target,), (source,), RowCopy(*self._to(member, i), *self._from(member, i)))
+        copies = self.recorder.collect()
+        return ExchangeStep(index, self.given, self.received, tuple(after), posts, copies, tuple(self.wait(index)))
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
         (part,) = hop.parts
-        buffer = self.buffers.take(hop.parts, as_sent=True)
-        for view, x in zip(buffer.view(part), self.outgoing(hop.peer % self.size), strict=True):
-            view.copy_(x)
+        buffer = self.recorder.take(hop.parts, as_sent=True)
+        for i, (target, source) in enumerate(zip(buffer.view(part), self.given, strict=True)):
+            side = self._from(hop.peer % self.size, i)
+            self.recorder.copy((target,), (source,), RowCopy(range(self.heads[i]), range(len(side[1])), *side))
         return buffer, [part]
 
     def unpack(self, hop: Hop, buffer: Buffer) -> None:
         (part,) = hop.parts
-        self.receive(hop.peer % self.size, buffer.view(part))
-        self.buffers.drop(buffer, part)
+        for i, (target, source) in enumerate(zip(self.received, buffer.view(part), strict=True)):
+            side = self._to(hop.peer % self.size, i)
+            self.recorder.copy((target,), (source,), RowCopy(*side, range(self.heads[i]), range(len(side[1]))))
+        self.recorder.drop(buffer, part)
 
-    @abstractmethod
-    def outgoing(self, member: int) -> Tensors:
-        """The tensors for a member of the group."""
+    def _from(self, member: int, tensor: int) -> Side:
+        """What a member of the group gets of tensor number `tensor`."""
+        return self._heads_of(member, tensor) if self.to_heads else self._rows_of(member, tensor)
 
-    @abstractmethod
-    def receive(self, member: int, tensors: Tensors) -> None:
-        """Copy the tensors of a member of the group into `received`."""
+    def _to(self, member: int, tensor: int) -> Side:
+        """Where what a member of the group gives belongs in tensor number `tensor`."""
+        return self._rows_of(member, tensor) if self.to_heads else self._heads_of(member, tensor)
 
+    def _heads_of(self, member: int, tensor: int) -> Side:
+        """The heads of a member, in all rows of this rank."""
+        heads = self.heads[tensor]
+        return range(member * heads, (member + 1) * heads), range(self.plan.layout.rows(self.rank))
 
-class TokensToHeads(HeadExchange):
-    """From this rank's rows of all heads [B, H, n, D] to the group's rows of this member's heads: the first step."""
-
-    def __init__(self, program: RankProgram, buffers: Buffers, rank: int, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(program, buffers, rank, 0)
-        rows = program.ring_plan.layout.rows(program.owner)
-        self._shares = [x.chunk(self.size, 1) for x in tensors]
-        own = [share[self.member] for share in self._shares]
-        self.received = tuple(x.new_empty(*x.shape[:2], rows, x.shape[3]) for x in own)
-
-    def outgoing(self, member: int) -> Tensors:
-        return tuple(share[member] for share in self._shares)
-
-    def receive(self, member: int, tensors: Tensors) -> None:
-        for target, x in zip(self.received, tensors, strict=True):
-            target.index_copy_(2, self.places[member], x)
+    def _rows_of(self, member: int, tensor: int) -> Side:
+        """The rows of a member among the rows of its group, in all heads of this member."""
+        places = _places(self.plan, self.group)[member]
+        ascending = bool((np.diff(places) > 0).all()) and len(places)
+        run = as_range(places.tolist()) if ascending else None
+        return range(self.heads[tensor]), places if run is None else run
 
 
-class HeadsToTokens(HeadExchange):
-    """From the group's rows of this member's heads to this rank's rows of all heads: the last step."""
+def _places(plan: Plan, group: int) -> list[np.ndarray]:
+    """Where the local rows of each member stand among the rows of its group, int64 [rows] each. Cached by the plan."""
 
-    def __init__(self, program: RankProgram, buffers: Buffers, rank: int, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(program, buffers, rank, len(program.steps) - 1)
-        rows = len(self.places[self.member])
-        self._tensors = tensors
-        self.received = tuple(x.new_empty(x.shape[0], x.shape[1] * self.size, rows, x.shape[3]) for x in tensors)
-
-    def outgoing(self, member: int) -> Tensors:
-        return tuple(x.index_select(2, self.places[member]) for x in self._tensors)
-
-    def receive(self, member: int, tensors: Tensors) -> None:
-        for target, x in zip(self.received, tensors, strict=True):
-            target.chunk(self.size, 1)[member].copy_(x)
-
-
-def _places(plan: Plan, group: int, device: torch.device) -> list[torch.Tensor]:
-    """Where the local rows of each member stand among the rows of its group, int64 [rows] each. Cached by the plan on
-    the device, to which a copy would make the host wait."""
-
-    def compute() -> list[torch.Tensor]:
+    def compute() -> list[np.ndarray]:
         positions = plan.layout.grouped(plan.ulysses_size).positions(group)
         order = np.argsort(positions)
         members = range(group * plan.ulysses_size, (group + 1) * plan.ulysses_size)
-        return [
-            torch.as_tensor(order[np.searchsorted(positions, plan.layout.positions(rank), sorter=order)], device=device)
-            for rank in members
-        ]
+        return [order[np.searchsorted(positions, plan.layout.positions(rank), sorter=order)] for rank in members]
 
-    return plan.cache.answer(("head_exchange.places", group, device), compute)
+    return plan.cache.answer(("head_exchange.places", group), compute)

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from ..kernels.base import mark_bad_keys, spread_marks
 from ..plan.plan import Plan
+from ..plan.row_overlap import find_copies
 from ..plan.row_sets import ALL_ROWS
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Post, Program, drive
-from .message_buffers import Buffer, copy_rows, row_copies
+from .message_buffers import message_views
+from .rank_run import RowIndex, copy_rows
 
 T = TypeVar("T")
 #: The names of the stored tensors whose rows a part of a message holds.
 STORED: dict[Kind, tuple[str, str]] = {"kv": ("k", "v"), "grad": ("dk", "dv")}
 #: Copies in each direction that may be under way while the host goes on. Bounds the pinned memory.
 UNDER_WAY = 2
-CPU = torch.device("cpu")
 
 
 class Storage(Protocol):
@@ -101,18 +102,19 @@ class Host:
 
     def _copy_stored(self, hop: Hop, data: Tensor, *, add: bool) -> None:
         """Copy stored rows to the bytes `data` of a message; with `add`, add the bytes to the stored rows."""
-        buffer = Buffer(data, hop.parts, self.plan, as_sent=True)
+        tensors = message_views(data, self.plan, hop.parts)
         for part in hop.parts:
             (rows,) = self.plan.layout.shard(part.owner)
             target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)
-            copies = row_copies(target, source, self.plan.part_heads(part.kind), len(rows), CPU)
-            views = buffer.view(part)
+            copies = find_copies(target, source, self.plan.part_heads(part.kind), len(rows))
+            views = tensors[part]
             if add:
                 spread_marks(views[-1][..., 0].isnan(), *views)
             for name, x in zip(STORED[part.kind], views, strict=True):
                 stored = self.storage.rows(name, rows)
+                to, of = (stored, x) if add else (x, stored)
                 for shared in copies:
-                    copy_rows(*((stored, x) if add else (x, stored)), shared, add=add)
+                    copy_rows(to, of, RowIndex.of(shared, to.shape, of.shape, to.device), add=add)
             if part.kind == "kv":
                 for x, marked in zip(views, mark_bad_keys(views[0], views[1]), strict=True):
                     if x is not marked:

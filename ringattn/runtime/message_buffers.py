@@ -1,55 +1,224 @@
-"""Message buffers of one rank: contiguous bytes, viewed as the tensors of their parts and reused from step to step."""
+"""Messages of one rank as bytes, and the copies into and out of them, written down before the first message."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
-import numpy as np
 import torch
 
 from ..plan.plan import Plan
-from ..plan.row_overlap import RowCopy, find_copies
-from ..plan.row_sets import AllRows, RowSet
+from ..plan.row_overlap import RowCopy
+from ..plan.row_sets import RowSet
 from ..plan.steps import BLOCKS, SUMS, Batch, Hop, Part, Step
-from ..transport.base import Message, Post, Program, Wait
-from .memory_pool import empty, memory_pool
+from .rank_run import ALL, BatchPost, BatchWait, Copy, Memory, Numbers, RowIndex, Tensors, View
 
-#: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
-Tensors = tuple[torch.Tensor, ...]
 #: Shape and dtype of one tensor of a part.
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 #: Bytes of the widest loads and stores of GPUs.
 ALIGNED = 16
+#: Message buffers begin at multiples of this many bytes.
+PAGE = 512
 
 
 class Buffer:
-    """One message: its parts in one contiguous uint8 tensor, aligned without a byte of padding.
+    """One message in a store: the number of its bytes, and of the tensors of each part. See `place_parts`."""
+
+    def __init__(self, recorder: Recorder, store: int, first: int, size: int, parts: Sequence[Part], *, as_sent: bool):
+        self.store, self.first, self.size, self.parts = store, first, size, tuple(parts)
+        #: Parts that are still needed. A buffer without a live part is free.
+        self.live = set(parts)
+        used, places = place_parts(recorder.plan, parts, as_sent=as_sent)
+        self.data = recorder.number(View.at(store, first, (used,), torch.uint8))
+        self._views = {
+            part: tuple(recorder.number(View.at(store, first + start, *spec)) for start, spec in places[part])
+            for part in parts
+        }
+
+    def view(self, part: Part) -> Numbers:
+        """The contiguous tensors of a part, [B, heads, rows, width] each."""
+        return self._views[part]
+
+
+class Recorder:
+    """Writes down the copies of a pass, gives tensors their numbers, and hands out message buffers for reuse.
+
+    Sizes of buffers are multiples of an eighth of the largest message (`largest_message`, bytes), so that messages of
+    nearly equal sizes share buffers.
+    """
+
+    def __init__(self, plan: Plan, largest_message: int, device: torch.device) -> None:
+        self.plan, self.device, self.unit = plan, device, max(1, -(-largest_message // 8))
+        self.tickets = 0
+        self._copies: list[Copy] = []
+        self._stores = [0]
+        self._free: list[tuple[int, int]] = []  # (first byte, bytes) in store 0
+        self._views: list[View | None] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._numbers: dict[View, int] = {}
+
+    def given(self, *shapes: Sequence[int]) -> Numbers:
+        """Numbers of tensors of these shapes, which a `PassTensors` is given."""
+        first = len(self._views)
+        self._views += [None] * len(shapes)
+        self._shapes += map(tuple, shapes)
+        return tuple(range(first, first + len(shapes)))
+
+    def number(self, view: View) -> int:
+        """The number of a tensor in a buffer."""
+        if view not in self._numbers:
+            self._numbers[view] = len(self._views)
+            self._views.append(view)
+            self._shapes.append(view.shape)
+        return self._numbers[view]
+
+    def take(self, parts: Sequence[Part], *, as_sent: bool = False, kept: bool = False) -> Buffer:
+        """A buffer for these parts, with arbitrary contents: a reused one, or of its own for what outlives the pass."""
+        size = sum(self.plan.part_bytes(part, as_sent=as_sent) for part in parts)
+        if kept:
+            self._stores.append(size)
+            return Buffer(self, len(self._stores) - 1, 0, size, parts, as_sent=as_sent)
+        size = -(-size // self.unit) * self.unit
+        fitting = [free for free in self._free if free[1] >= size]
+        if fitting:
+            first, size = min(fitting, key=lambda free: free[1])
+            self._free.remove((first, size))
+        else:
+            first = self._stores[0]
+            self._stores[0] += size + -size % PAGE
+        return Buffer(self, 0, first, size, parts, as_sent=as_sent)
+
+    def drop(self, buffer: Buffer, part: Part) -> None:
+        """Mark one part of a buffer as not needed any more; the buffer is free when no live part is left."""
+        buffer.live.discard(part)
+        if not buffer.live and not buffer.store:
+            self._free.append((buffer.first, buffer.size))
+
+    def copy(self, targets: Numbers, sources: Numbers, rows: RowCopy | None = None, *, add: bool = False) -> None:
+        """Write down a copy of the tensors of a part, or of some of their rows."""
+        for target, source in zip(targets, sources, strict=True):
+            index = ALL
+            if rows is not None:
+                index = RowIndex.of(rows, self._shapes[target], self._shapes[source], self.device)
+            self._copies.append(Copy(target, source, index, add))
+
+    def zero(self, targets: Numbers) -> None:
+        """Write down that tensors are set to 0."""
+        self._copies += [Copy(target, None, ALL, False) for target in targets]
+
+    def collect(self) -> tuple[Copy, ...]:
+        """The copies written down since the last call."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    @property
+    def memory(self) -> Memory:
+        """What the pass needs, when all of it is written down."""
+        return Memory(tuple(self._stores), tuple(self._views))
+
+
+class StepMessages(ABC):
+    """Writes down the messages of a rank's steps: each is posted in a step, and waited for when it is due.
+
+    A subclass says what is sent (`pack`), where messages arrive (`make_room`) and what becomes of them (`unpack`).
+    """
+
+    def __init__(self, recorder: Recorder, steps: Sequence[Step]) -> None:
+        self.recorder, self.steps = recorder, steps
+        #: Buffers that are being sent and must not change.
+        self.sending: list[Buffer] = []
+        self._open: list[_OpenBatch] = []
+
+    def start(self, index: int) -> tuple[BatchPost, ...]:
+        """The messages that step `index` posts."""
+        return tuple([self._post(batch) for batch in self.steps[index].posts])
+
+    def wait(self, index: int) -> Iterator[BatchWait]:
+        """The waits for messages that are due at the end of step `index`."""
+        due = [batch for batch in self._open if batch.until <= index]
+        self._open = [batch for batch in self._open if batch.until > index]
+        for batch in due:
+            for buffer, copies in batch.sent:
+                self.sending.remove(buffer)
+                for part in copies:
+                    self.recorder.drop(buffer, part)
+            for hop, buffer in batch.received:
+                self.unpack(hop, buffer)
+            yield BatchWait(batch.ticket, self.recorder.collect())
+
+    @abstractmethod
+    def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
+        """The buffer that holds the message to send, and those of its parts that are needed for the send only."""
+
+    def make_room(self, hop: Hop) -> Buffer:
+        """The buffer that a message is received in."""
+        return self.recorder.take(hop.parts, as_sent=True)
+
+    @abstractmethod
+    def unpack(self, hop: Hop, buffer: Buffer) -> None:
+        """Take in a message that has arrived."""
+
+    def _post(self, batch: Batch) -> BatchPost:
+        packed: list[tuple[Buffer, list[Part]]] = []
+        for hop in batch.sends:  # before the receives: packing can free buffers for them
+            packed.append(self.pack(hop))
+            self.sending.append(packed[-1][0])
+        received = [(hop, self.make_room(hop)) for hop in batch.recvs]
+        ticket = self.recorder.tickets
+        self.recorder.tickets += 1
+        self._open.append(_OpenBatch(batch.until, ticket, packed, received))
+        sends = tuple((hop.peer, hop.tag, b.data) for hop, (b, _) in zip(batch.sends, packed, strict=True))
+        recvs = tuple((hop.peer, hop.tag, buffer.data) for hop, buffer in received)
+        return BatchPost(self.recorder.collect(), sends, recvs, ticket)
+
+
+@dataclass(frozen=True)
+class _OpenBatch:
+    """Messages that are in flight until the end of step `until`.
+
+    Each sent buffer is listed with those of its parts that are copies and can be dropped after the send.
+    """
+
+    until: int
+    ticket: int
+    sent: list[tuple[Buffer, list[Part]]]
+    received: list[tuple[Hop, Buffer]]
+
+
+def place_parts(
+    plan: Plan, parts: Sequence[Part], *, as_sent: bool
+) -> tuple[int, dict[Part, list[tuple[int, TensorSpec]]]]:
+    """(bytes of a message, first byte and spec of each tensor of each part), aligned without a byte of padding.
 
     Parts whose sizes are multiples of ALIGNED bytes come first. Each of these parts then begins at a multiple of
     ALIGNED bytes, as GPU kernels require of blocks that they read in place. The other parts follow in descending order
-    of their item sizes, so that each part begins at a multiple of its item size.
-
-    `as_sent`: the parts have the dtypes of a message, else the dtypes that kernels compute with.
+    of their item sizes, so that each part begins at a multiple of its item size. `as_sent`: the parts have the dtypes
+    of a message, else the dtypes that kernels compute with.
     """
+    sizes = [plan.part_bytes(part, as_sent=as_sent) for part in parts]
+    specs = [tensor_specs(plan, part, as_sent=as_sent) for part in parts]
+    places: dict[Part, list[tuple[int, TensorSpec]]] = {}
+    start = 0
+    for i in sorted(range(len(parts)), key=lambda i: (sizes[i] % ALIGNED != 0, -specs[i][0][1].itemsize)):
+        places[parts[i]] = []
+        for spec in specs[i]:
+            places[parts[i]].append((start, spec))
+            start += prod(spec[0]) * spec[1].itemsize
+    return start, places
 
-    def __init__(self, store: torch.Tensor, parts: tuple[Part, ...], plan: Plan, *, as_sent: bool) -> None:
-        self.store, self.parts = store, parts
-        #: Parts that are still needed. A buffer without a live part is free.
-        self.live = set(parts)
-        sizes = [plan.part_bytes(part, as_sent=as_sent) for part in parts]
-        specs = [tensor_specs(plan, part, as_sent=as_sent) for part in parts]
-        self.data = store[: sum(sizes)]
-        self._views: dict[Part, Tensors] = {}
-        start = 0
-        for i in sorted(range(len(parts)), key=lambda i: (sizes[i] % ALIGNED != 0, -specs[i][0][1].itemsize)):
-            self._views[parts[i]] = _views(self.data[start : start + sizes[i]], specs[i])
-            start += sizes[i]
 
-    def view(self, part: Part) -> Tensors:
-        """The contiguous tensors of a part, [B, heads, rows, width] each."""
-        return self._views[part]
+def message_views(data: torch.Tensor, plan: Plan, parts: Sequence[Part]) -> dict[Part, Tensors]:
+    """The tensors of the parts of a message, as views of its bytes `data`."""
+    _, places = place_parts(plan, parts, as_sent=True)
+    return {
+        part: tuple(
+            data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for start, (shape, dtype) in places[part]
+        )
+        for part in parts
+    }
 
 
 def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
@@ -71,152 +240,3 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
     accumulated = torch.float64 if own == torch.float64 else torch.float32
     # lse or its gradient comes first: the wider dtype is then aligned.
     return [((plan.batch, heads, rows, 1), accumulated), ((plan.batch, heads, rows, plan.value_dim), own)]
-
-
-def _views(data: torch.Tensor, specs: Sequence[TensorSpec]) -> Tensors:
-    """Views of consecutive bytes of `data` as tensors of these shapes and dtypes."""
-    views, start = [], 0
-    for shape, dtype in specs:
-        stop = start + torch.Size(shape).numel() * dtype.itemsize
-        views.append(data[start:stop].view(dtype).view(shape))
-        start = stop
-    return tuple(views)
-
-
-class Buffers:
-    """Hands out message buffers and takes them back.
-
-    Sizes are multiples of an eighth of the largest message, so that the forward and the backward meet the same few
-    sizes again and again. `largest_message` is in bytes.
-    """
-
-    def __init__(self, plan: Plan, largest_message: int, device: torch.device) -> None:
-        unit = max(1, -(-largest_message // 8))
-        # Rounded up by at most a sixteenth, so that messages of nearly equal sizes share buffers.
-        self.plan, self.unit = plan, unit + -unit % (1 << max(unit.bit_length() - 5, 0))
-        self.pool = memory_pool(device)
-        self.free: list[torch.Tensor] = []
-
-    def take(self, parts: tuple[Part, ...], *, as_sent: bool = False) -> Buffer:
-        """A reused buffer for these parts, with arbitrary contents; see `Buffer` for `as_sent`."""
-        size = -(-self._size(parts, as_sent=as_sent) // self.unit) * self.unit
-        fitting = [i for i, store in enumerate(self.free) if store.numel() >= size]
-        if fitting:
-            store = self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))
-        else:
-            store = self.pool.take(size)
-        return Buffer(store, parts, self.plan, as_sent=as_sent)
-
-    def allocate(self, parts: tuple[Part, ...], *, as_sent: bool = False) -> Buffer:
-        """A newly allocated buffer for parts that outlive the run; the pool never reuses its memory."""
-        size = self._size(parts, as_sent=as_sent)
-        return Buffer(empty((size,), torch.uint8, self.pool.device), parts, self.plan, as_sent=as_sent)
-
-    def drop(self, buffer: Buffer, part: Part) -> None:
-        """Mark one part of a buffer as not needed any more; the buffer is free when no live part is left."""
-        buffer.live.discard(part)
-        if not buffer.live:
-            self.free.append(buffer.store)
-
-    def close(self) -> None:
-        """Give the free buffers back to the pool of the device."""
-        while self.free:
-            self.pool.give(self.free.pop())
-
-    def _size(self, parts: tuple[Part, ...], *, as_sent: bool) -> int:
-        return sum(self.plan.part_bytes(part, as_sent=as_sent) for part in parts)
-
-
-@dataclass(frozen=True)
-class _OpenBatch:
-    """Messages that are in flight until the end of step `until`.
-
-    Each sent buffer is listed with those of its parts that are copies and can be dropped after the send.
-    """
-
-    until: int
-    ticket: object
-    sent: list[tuple[Buffer, list[Part]]]
-    received: list[tuple[Hop, Buffer]]
-
-
-class StepMessages(ABC):
-    """Posts the messages of a rank's steps, and waits for each message at the end of the step that it is due in.
-
-    A subclass says what is sent (`pack`), where messages arrive (`make_room`) and what becomes of them (`unpack`).
-    """
-
-    def __init__(self, steps: Sequence[Step], buffers: Buffers) -> None:
-        self.steps, self.buffers = steps, buffers
-        #: Buffers that are being sent and must not change.
-        self.sending: list[Buffer] = []
-        self._open: list[_OpenBatch] = []
-
-    def start(self, index: int, label: str) -> Program[None]:
-        """Post the messages of step `index`. `label` names the step in errors."""
-        for batch in self.steps[index].posts:
-            self._open.append((yield from self._post(batch, label)))
-
-    def wait(self, index: int) -> Program[None]:
-        """Wait for the messages that are due at the end of step `index`, and unpack what has arrived."""
-        due = [batch for batch in self._open if batch.until <= index]
-        self._open = [batch for batch in self._open if batch.until > index]
-        for batch in due:
-            yield Wait(batch.ticket)
-            for buffer, copies in batch.sent:
-                self.sending.remove(buffer)
-                for part in copies:
-                    self.buffers.drop(buffer, part)
-            for hop, buffer in batch.received:
-                self.unpack(hop, buffer)
-
-    @abstractmethod
-    def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """The buffer that holds the message to send, and those of its parts that are needed for the send only."""
-
-    def make_room(self, hop: Hop) -> Buffer:
-        """The buffer that a message is received in."""
-        return self.buffers.take(hop.parts, as_sent=True)
-
-    @abstractmethod
-    def unpack(self, hop: Hop, buffer: Buffer) -> None:
-        """Take in a message that has arrived."""
-
-    def _post(self, batch: Batch, label: str) -> Program[_OpenBatch]:
-        packed: list[tuple[Buffer, list[Part]]] = []
-        for hop in batch.sends:  # before the receives: packing can free buffers for them
-            packed.append(self.pack(hop))
-            self.sending.append(packed[-1][0])
-        received = [(hop, self.make_room(hop)) for hop in batch.recvs]
-        sends = tuple(Message(hop.peer, hop.tag, b.data) for hop, (b, _) in zip(batch.sends, packed, strict=True))
-        recvs = tuple(Message(hop.peer, hop.tag, buffer.data) for hop, buffer in received)
-        return _OpenBatch(batch.until, (yield Post(sends, recvs, label)), packed, received)
-
-
-def row_copies(
-    target: RowSet | AllRows, source: RowSet | AllRows, heads: int, rows: int, device: torch.device
-) -> tuple[RowCopy[torch.Tensor], ...]:
-    """`find_copies` with index lists as tensors on `device`: to bring indices there makes the host wait."""
-
-    def indices(x: range | np.ndarray) -> range | torch.Tensor:
-        return x if isinstance(x, range) else torch.as_tensor(x, device=device)
-
-    copies = find_copies(target, source, heads, rows)
-    return tuple(RowCopy(x.to_heads, indices(x.to_rows), x.from_heads, indices(x.from_rows)) for x in copies)
-
-
-def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowCopy[torch.Tensor], *, add: bool) -> None:
-    """Copy rows of `source` [B, heads, rows, D] to rows of `target`, or add them to the rows of `target`."""
-    to = target[:, _slice(rows.to_heads)]
-    of = source[:, _slice(rows.from_heads)]
-    if isinstance(rows.from_rows, range) or isinstance(rows.to_rows, range):
-        assert isinstance(rows.from_rows, range) and isinstance(rows.to_rows, range)
-        to, of = to[:, :, _slice(rows.to_rows)], of[:, :, _slice(rows.from_rows)]
-        to.add_(of) if add else to.copy_(of)
-        return
-    selected = of.index_select(2, rows.from_rows).to(target.dtype)
-    to.index_add_(2, rows.to_rows, selected) if add else to.index_copy_(2, rows.to_rows, selected)
-
-
-def _slice(r: range) -> slice:
-    return slice(r.start, r.stop, r.step)

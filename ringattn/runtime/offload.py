@@ -27,7 +27,7 @@ from ..transport.base import Counters
 from .executor import Forward, Job, backward, forward
 from .handshake import Call, describe
 from .host import Host, Storage
-from .memory_pool import empty
+from .memory import empty
 
 #: The share of the device's free memory that chosen chunks take. Kernels need the rest for workspaces.
 SHARE = 0.5

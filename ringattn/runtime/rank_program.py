@@ -1,77 +1,90 @@
-"""A rank's forward and backward, resolved from its plan before the first message: steps, kernel calls and sizes."""
+"""A rank's forward and backward, resolved from its plan before the first message: copies, messages and kernel calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from ..kernels.base import Kernel
 from ..plan.plan import Plan
-from ..plan.steps import Part, Step
+from ..plan.steps import Kind, Part, Step
 from ..plan.work import Work
-from .merge_plan import MergePlan, make_merge_plan
+from .merge_plan import VisitPart, make_merge_plan
+from .message_buffers import Recorder, tensor_specs
+from .rank_run import BatchPost, BatchWait, Copy, Memory, Numbers
+from .rank_state import RankState
+
+if TYPE_CHECKING:
+    from .head_exchange import ExchangeStep
+
+#: Query rows times heads times batch of one call at most: bounds what a kernel allocates for the call.
+BATCH_ROWS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The kernel calls of one visit. `block` are the tensors of the visited block, `copies` make them ready.
+
+    A forward has `parts`. A backward has `works`, adds to `sums`, and reads lse and delta of visited queries from
+    `rows`. With `is_new` its one call is the first of `sums` and writes all of them. `is_own`: the rank visits its own
+    block. `is_dense`: no call hides a key from some of its rows.
+    """
+
+    copies: tuple[Copy, ...]
+    block: Numbers
+    is_own: bool
+    is_dense: bool
+    parts: tuple[VisitPart, ...] = ()
+    works: tuple[Work, ...] = ()
+    rows: Numbers = ()
+    sums: Numbers = ()
+    is_new: bool = False
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """What a rank does in one step of the ring: it posts, computes its visits, and waits."""
+
+    posts: tuple[BatchPost, ...]
+    visits: tuple[Visit, ...]
+    waits: tuple[BatchWait, ...]
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One pass of one rank. Kernel calls and sizes are cached by the plan, so that making a program costs no work.
+    """One pass of one rank. Tensors that the run is given have numbers: `own` by kind, `kept`, and `sums` by kind.
 
-    With the schedule ulysses the first and the last step exchange tokens for heads inside a group of ranks, and the
-    steps between them run the ring of `ring_plan`. Without the schedule ulysses `ring_plan` is `plan`.
+    With the schedule ulysses `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after
+    the ring. Without it they are None. Ring steps are numbered from `first` on. `empty` are the local rows that see no
+    key. `kept` are the tensors that the forward keeps for the backward to start from.
     """
 
-    plan: Plan
-    ring_plan: Plan
-    #: This rank's number in `ring_plan`, which is also its number among the owners of blocks.
-    owner: int
-    steps: tuple[Step, ...]
-    #: The steps of the ring, which are those that compute.
-    ring_steps: range
-    #: What the forward keeps for the backward to start from.
-    kept: tuple[Part, ...]
-    #: Bytes of the largest message, or of the largest part in the dtype that kernels compute with.
-    largest_message: int
-
-    @property
-    def exchanges_heads(self) -> bool:
-        """Whether the first and the last step exchange tokens for heads."""
-        return len(self.ring_steps) < len(self.steps)
+    memory: Memory
+    steps: tuple[RingStep, ...]
+    own: dict[Kind, Numbers]
+    sums: dict[Kind, Numbers]
+    kept: Numbers
+    rotates: str
+    first: int
+    empty: tuple[range, ...]
+    enter: ExchangeStep | None
+    leave: ExchangeStep | None
 
 
-@dataclass(frozen=True)
-class ForwardProgram(RankProgram):
-    """The forward of one rank."""
-
-    merge_plan: MergePlan
-
-
-@dataclass(frozen=True)
-class BackwardProgram(RankProgram):
-    """The backward of one rank: the kernel calls of every visit, in the order of the visits."""
-
-    visits: tuple[tuple[Work, ...], ...]
-
-
-def forward_program(plan: Plan, rank: int, kernel: Kernel) -> ForwardProgram:
-    """The forward of `rank` with the calls that `kernel` makes."""
-    ring_plan, owner = _ring_plan(plan, rank)
-    rank_plan = plan.for_rank(rank)
-    steps, kept = rank_plan.forward, rank_plan.kept
-    merge_plan = make_merge_plan(ring_plan, owner, kernel)
-    return ForwardProgram(
-        plan, ring_plan, owner, steps, _ring_steps(plan, steps), kept, _largest_message(plan, rank), merge_plan
+def forward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, keep: bool) -> RankProgram:
+    """The forward of `rank` with the calls that `kernel` makes. Cached by the plan."""
+    return plan.cache.answer(
+        (forward_program, rank, kernel.name, device, keep), lambda: _resolve_forward(plan, rank, kernel, device, keep)
     )
 
 
-def backward_program(plan: Plan, rank: int, kernel: Kernel) -> BackwardProgram:
-    """The backward of `rank` with the calls that `kernel` makes."""
-    ring_plan, owner = _ring_plan(plan, rank)
-    rank_plan = plan.for_rank(rank)
-    steps, kept = rank_plan.backward, rank_plan.kept
-    visits = ring_plan.cache.answer(
-        (_backward_calls, owner, kernel.name), lambda: _backward_calls(ring_plan, owner, kernel)
-    )
-    return BackwardProgram(
-        plan, ring_plan, owner, steps, _ring_steps(plan, steps), kept, _largest_message(plan, rank), visits
+def backward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
+    """The backward of `rank` with the calls that `kernel` makes. Cached by the plan."""
+    return plan.cache.answer(
+        (backward_program, rank, kernel.name, device), lambda: _resolve_backward(plan, rank, kernel, device)
     )
 
 
@@ -80,19 +93,123 @@ def exchanges_heads(plan: Plan) -> bool:
     return plan.ulysses_size > 1 and plan.batch > 0
 
 
+def batches(work: Work, count: int) -> Sequence[slice | None]:
+    """The slices of a batch of `count`, one per kernel call; None is the whole batch.
+
+    A work with repetitions takes one element of the batch per call.
+    """
+    size = count if work.repeat == 1 else 1
+    size = max(1, min(size, BATCH_ROWS // (len(work.q) * len(work.heads))))
+    if size >= count:
+        return (None,)
+    return [slice(first, first + size) for first in range(0, count, size)]
+
+
+def _resolve_forward(plan: Plan, rank: int, kernel: Kernel, device: torch.device, keep: bool) -> RankProgram:
+    ring_plan, owner = _ring_plan(plan, rank)
+    rank_plan = plan.for_rank(rank)
+    merge_plan = make_merge_plan(ring_plan, owner, kernel)
+    parts = iter(merge_plan.visits)
+
+    def visit(state: RankState, block: Part) -> Visit:
+        mine, numbers = next(parts), state.block(block)
+        dense = all(call.work.dense for part in mine for call in part.calls)
+        return Visit(state.recorder.collect(), numbers, block == Part("kv", owner), dense, parts=mine)
+
+    kept = rank_plan.kept if keep else ()
+    return _resolve(
+        plan, rank, rank_plan.forward, ("kv",), kept, visit, device, ("qkv", "out"), merge_plan.empty, given=False
+    )
+
+
+def _resolve_backward(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
+    ring_plan, owner = _ring_plan(plan, rank)
+    rank_plan = plan.for_rank(rank)
+    by_queries = ring_plan.rotates == "queries"
+    works = iter(_backward_works(ring_plan, owner, kernel))
+
+    def visit(state: RankState, block: Part) -> Visit | None:
+        mine = next(works)
+        if by_queries and not mine:
+            return None
+        numbers = state.block(block)
+        rows = state.block(Part("row", block.owner, block.row_set)) if by_queries else ()
+        part = Part("dq" if by_queries else "grad", block.owner, block.row_set)
+        is_new = state.is_new(part) and len(mine) == 1 and _covers(mine[0], part, ring_plan)
+        sums = state.sums(part, zero=not is_new)
+        dense = all(work.dense for work in mine)
+        copies = state.recorder.collect()
+        return Visit(copies, numbers, block.owner == owner, dense, works=mine, rows=rows, sums=sums, is_new=is_new)
+
+    own: tuple[Kind, ...] = ("q", "row") if by_queries else ("kv",)
+    kept = () if by_queries else rank_plan.kept
+    return _resolve(plan, rank, rank_plan.backward, own, kept, visit, device, ("dout", "dqkv"), (), given=True)
+
+
+def _resolve(
+    plan: Plan,
+    rank: int,
+    steps: tuple[Step, ...],
+    own: tuple[Kind, ...],
+    kept: tuple[Part, ...],
+    visit: Callable[[RankState, Part], Visit | None],
+    device: torch.device,
+    exchanged: tuple[Kind, Kind],
+    empty: tuple[range, ...],
+    *,
+    given: bool,
+) -> RankProgram:
+    """The program of these steps, with visits as `visit` writes them down. `exchanged`: what enters and leaves."""
+    ring_plan, owner = _ring_plan(plan, rank)
+    with torch.inference_mode(False):  # index tensors outlive the inference mode of the caller
+        recorder = Recorder(plan, _largest_message(plan, rank), device)
+        enter = leave = None
+        ring_steps = range(len(steps))
+        if exchanges_heads(plan):
+            from .head_exchange import HeadExchange  # a ring without Ulysses groups does not load it
+
+            ring_steps = range(1, len(steps) - 1)
+            enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record(exchanged[0])
+        state = RankState(recorder, ring_plan, owner, steps, own, kept, given=given)
+        written = []
+        for index in ring_steps:
+            posts = state.start(index)
+            visits = [visit(state, block) for block in steps[index].visits]
+            written.append(RingStep(posts, tuple(x for x in visits if x is not None), tuple(state.finish(index))))
+        if exchanges_heads(plan):
+            leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record(exchanged[1])
+    return RankProgram(
+        recorder.memory,
+        tuple(written),
+        {part.kind: numbers for part, numbers in state.own.items()},
+        {part.kind: numbers for part, numbers in state.own_sums.items()},
+        tuple(number for part in kept for number in state.blocks[part]),
+        ring_plan.rotates if given else "keys",
+        ring_steps.start,
+        empty,
+        enter,
+        leave,
+    )
+
+
 def _ring_plan(plan: Plan, rank: int) -> tuple[Plan, int]:
+    """(the plan of the ring, the rank's number there), which is also its number among the owners of blocks."""
     return plan.ring_plan(rank) if exchanges_heads(plan) else (plan, rank)
 
 
-def _ring_steps(plan: Plan, steps: tuple[Step, ...]) -> range:
-    return range(1, len(steps) - 1) if exchanges_heads(plan) else range(len(steps))
-
-
-def _backward_calls(plan: Plan, rank: int, kernel: Kernel) -> tuple[tuple[Work, ...], ...]:
+def _backward_works(plan: Plan, rank: int, kernel: Kernel) -> list[tuple[Work, ...]]:
+    """The calls of every visit."""
     demand = plan.query_demand if plan.rotates == "queries" else plan.demand
     blocks = [block for step in plan.for_rank(rank).backward for block in step.visits]
     works = [demand.batched(rank, block.owner, block.row_set) for block in blocks]
-    return tuple(tuple(call for work in visit for call in kernel.split(work)) for visit in works)
+    return [tuple(call for work in visit for call in kernel.split(work)) for visit in works]
+
+
+def _covers(work: Work, part: Part, plan: Plan) -> bool:
+    """Whether one call computes every row of a part of gradients."""
+    (_, heads, rows, _), _ = tensor_specs(plan, part, as_sent=False)[0]
+    of = (work.heads, (work.q,)) if part.kind == "dq" else (work.kv, work.k)
+    return work.repeat == 1 and of == (range(heads), (range(rows),)) and tuple(batches(work, plan.batch)) == (None,)
 
 
 def _largest_message(plan: Plan, rank: int) -> int:

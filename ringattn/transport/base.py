@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -12,8 +12,7 @@ from ..errors import InvalidInput, Mismatch
 from .records import Agreed
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A contiguous uint8 tensor to send to `peer`, or to receive from `peer`. Both sides use the same `tag`."""
 
     peer: int
@@ -21,8 +20,7 @@ class Message:
     data: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Post:
+class Post(NamedTuple):
     """Request to start these messages. The program resumes at once with a ticket.
 
     The tensors are in flight until the program has waited for the ticket. `label` names the messages in errors.
@@ -33,8 +31,7 @@ class Post:
     label: str
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """Request to resume when all messages of the ticket are done."""
 
     ticket: Any

@@ -33,6 +33,8 @@ NO_CUDA, UNCONNECTED, CONNECTED = b"\0", b"\1", b"\2"
 BETWEEN = ("torch.distributed", "contextlib")
 #: The numbers of the calls of a group, which all transports of the group share.
 _calls: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+#: What carries the records of a group that carries CUDA tensors only, see `TorchDist._record_carrier`.
+_record_carriers: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 class WeakGroup:
@@ -82,12 +84,16 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
 class TorchDist:
     """One rank of a ProcessGroup or of a one-dimensional DeviceMesh. The group is not kept alive, see `WeakGroup`.
 
-    Messages travel on the backend that the group has for the device of the tensors, and records on the backend for the
-    CPU if there is one. On Gloo the tags of messages are 2^30 and above; a program's own messages on the group may have
-    any lower tags. NCCL has no tags and matches messages between two ranks in the order in which they are posted: on
-    NCCL nothing else may be sent on the group between the first and the last message of a call. Give ring attention a
-    group of its own if your program sends messages, too. Before the first message of every pass all ranks compare that
-    they run the same pass.
+    Messages travel on the backend that the group has for the device of the tensors. On Gloo the tags of messages are
+    2^30 and above; a program's own messages on the group may have any lower tags. NCCL has no tags and matches messages
+    between two ranks in the order in which they are posted: on NCCL nothing else may be sent on the group between the
+    first and the last message of a call. Give ring attention a group of its own if your program sends messages, too.
+    Before the first message of every pass all ranks compare that they run the same pass.
+
+    Records travel on the group's backend for the CPU, so that no pass waits for its device. A group without such a
+    backend gets one of Gloo between the same ranks: the first exchange connects every two ranks by TCP, with two
+    threads per process, and the connections end with the group. Before the first message of CUDA tensors all ranks make
+    one all-gather, by which NCCL connects them: not every rank has a message in the first step.
 
     `timeout` (seconds) bounds every wait on Gloo. The default is the group's timeout, as given to init_process_group or
     new_group. On NCCL a wait only orders streams, and the group's timeout aborts a hung message.
@@ -170,48 +176,58 @@ class TorchDist:
 
     def gather(self, record: bytes) -> list[bytes]:
         """Every rank's record, in rank order. Collective."""
-        if "cpu" not in self._backends:
-            return gather_in_rounds(self._all_gather, record, SHORT)
         if "nccl" not in self._backends.values():
             return gather_in_rounds(self._exchange, record, SHORT)
         state = NO_CUDA if self._device is None else CONNECTED if self._device == self._connected else UNCONNECTED
         both = gather_in_rounds(self._exchange, state + record, SHORT)
         states = {raw[:1] for raw in both}
         if UNCONNECTED in states and states <= {UNCONNECTED, CONNECTED}:
-            # NCCL connects the ranks in the first call, which all ranks must make: the first step is not for all ranks.
-            self._all_gather(state)
+            self._connect()
             self._connected = self._device
         return [raw[1:] for raw in both]
 
     def _exchange(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in rank order, by the backend of the CPU. All records are equally long."""
-        group = self.group
+        """Every rank's record, in rank order. All records are equally long."""
+        carrier = self._record_carrier()
         # Straight from rank to rank, so that a failing wait names the missing rank. An all-gather goes around a ring,
         # and its failure names nobody.
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         records = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        starts: list[tuple[str, Any, torch.Tensor, int]] = [("receive from", dist.irecv, records[p], p) for p in peers]
-        starts += [("send to", dist.isend, mine, p) for p in peers]
+        starts: list[tuple[str, Any, torch.Tensor, int]] = [
+            ("receive from", carrier.recv, records[p], p) for p in peers
+        ]
+        starts += [("send to", carrier.send, mine, p) for p in peers]
         works: list[tuple[Any, str]] = []
         deadline = time.monotonic() + self.timeout
         for verb, start, data, peer in starts:
             name = f"{RECORDS}: {verb} rank {peer}"
-            works.append((self._call(name, partial(start, data, None, group, RECORD_TAG, peer)), name))
+            works.append((self._call(name, partial(start, [data], peer, RECORD_TAG)), name))
         for work, name in works:
             seconds = max(deadline - time.monotonic(), LEAST)
             self._call(name, partial(work.wait, timedelta(seconds=seconds)))
         return [x.numpy().tobytes() for x in records]
 
-    def _all_gather(self, record: bytes) -> list[bytes]:
-        """`_exchange` on NCCL, where messages from rank to rank would need a connection between every two ranks."""
+    def _record_carrier(self) -> Any:
+        """The group, or for a group without a backend for the CPU a backend of Gloo between its ranks.
+
+        The first call is collective. torch does not register the backend, which therefore lives as long as its entry in
+        the table: as long as the group.
+        """
         group = self.group
-        device = self._device or torch.device("cuda", torch.cuda.current_device())
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(device)
-        records = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self._call(RECORDS, partial(dist.all_gather, records, mine, group=group, async_op=True))
-        self._call(RECORDS, work.wait)
-        return [x.cpu().numpy().tobytes() for x in records]
+        if "cpu" in self._backends:
+            return group
+        if group not in _record_carriers:
+            store = dist.PrefixStore("ringattn/records", group.get_group_store())  # type: ignore[attr-defined]
+            make = partial(dist.ProcessGroupGloo, store, self.rank, self.size, timedelta(seconds=self.timeout))
+            _record_carriers[group] = self._call(RECORDS, make)
+        return _record_carriers[group]
+
+    def _connect(self) -> None:
+        """Let NCCL connect the ranks, in an all-gather of a byte of each."""
+        mine = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        every = mine.new_empty(self.size)
+        self._call(RECORDS, dist.all_gather_into_tensor(every, mine, group=self.group, async_op=True).wait)
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         """`call()`, where an error of the backend becomes a CommFailure with the name of the messages.

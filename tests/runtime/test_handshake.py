@@ -8,6 +8,7 @@ from typing import Any
 
 import handshake_cases
 import pytest
+import side_records
 
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
@@ -24,8 +25,21 @@ def test_equal_arguments_in_any_form_agree(run_ranks: Run) -> None:
         assert stages.count("call") == 4 and stages.count("arguments") == stages.count("plan") <= 3
 
 
-def test_tables_that_differ_are_emptied_together(run_ranks: Run) -> None:
-    assert run_ranks(handshake_cases.memories, SIZE, timeout=LOUD) == [[3, 1, 3, 1, 3, 1, 3, 1, 3, 3]] * SIZE
+@pytest.mark.parametrize("nccl", [False, True])
+def test_tables_that_differ_are_emptied_together(run_ranks: Run, nccl: bool) -> None:
+    run = (side_records.handshakes, SIZE, "memories") if nccl else (handshake_cases.memories, SIZE)
+    assert run_ranks(*run, timeout=LOUD) == [[3, 1, 3, 1, 3, 1, 3, 1, 3, 3]] * SIZE
+
+
+def test_records_of_an_nccl_group_touch_no_device(run_ranks: Run) -> None:
+    """Warm calls, forward and backward, wait for no device; a rank that diverges later is told by name."""
+    for rank, (told, connected) in enumerate(run_ranks(side_records.calls, SIZE, timeout=LOUD)):
+        assert told[:4] == ["fine"] * 4 and told[5] == "fine" and connected == 1
+        assert "the ranks disagree about pattern" in told[4] and "on rank 1" in told[4], (rank, told)
+
+
+def test_what_carries_records_ends_with_its_group(run_ranks: Run) -> None:
+    assert run_ranks(side_records.lifetimes, SIZE, timeout=LOUD) == [[False] * 3] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -57,8 +71,10 @@ def test_exceptions_in_an_adaptive_module(run_ranks: Run) -> None:
         assert blamed in told[rank][-1][0] and told[rank][-1][1] == "fine"
 
 
-def test_ranks_that_are_out_of_step_are_told_and_go_on(run_ranks: Run) -> None:
-    told = run_ranks(handshake_cases.out_of_step, SIZE, timeout=LOUD)
+@pytest.mark.parametrize("nccl", [False, True])
+def test_ranks_that_are_out_of_step_are_told_and_go_on(run_ranks: Run, nccl: bool) -> None:
+    run = (side_records.handshakes, SIZE, "out_of_step") if nccl else (handshake_cases.out_of_step, SIZE)
+    told = run_ranks(*run, timeout=LOUD)
     for number, stage in enumerate(("arguments", "plan")):
         for rank in (0, 2):
             now, after = told[rank][number]

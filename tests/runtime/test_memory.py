@@ -1,4 +1,4 @@
-"""The memory pool, running out of memory, and gradient checkpointing."""
+"""The memory of messages, running out of memory, and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import Causal, Dilated, Full, OutOfMemory, Window, memory_pool
-from ringattn.runtime import memory_pool as memory_pool_module
+from ringattn import Causal, Full, OutOfMemory, Window
+from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.runtime.autograd import AllRanks
-from ringattn.runtime.memory_pool import Pool, retried
+from ringattn.runtime.memory import empty, typed_errors
+from ringattn.runtime.rank_program import backward_program, forward_program
 from ringattn.timing.costs import memory
 
 
@@ -23,103 +24,25 @@ def inputs(tokens: int = 96, heads: int = 2, dtype: torch.dtype = torch.float32)
     return [torch.randn(1, heads, tokens, 16, generator=source).to(dtype).requires_grad_() for _ in range(3)]
 
 
-def test_the_pool_serves_receive_buffers_accumulators_and_workspaces() -> None:
-    """After one step of warm-up, 25 steps find what they need in the pool."""
-    pool = memory_pool()
-    q, k, v = inputs(512, dtype=torch.bfloat16)
-    longnet = Dilated((64, 256), (1, 2))
-    scattered = ra.dilated_blocks(16, offsets=(3, 6))
-
-    def step() -> None:
-        for pattern, ranks in ((longnet, 1), (longnet, 3), (scattered, 2), (Full(), 4)):
-            out = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
-            torch.autograd.grad(out.float().sum(), (q, k, v))
-
-    pool.clear()
-    step()
-    hits, misses = pool.hits, pool.misses
-    for _ in range(25):
-        step()
-    hits, misses = pool.hits - hits, pool.misses - misses
-    assert hits > 100 and hits / (hits + misses) > 0.95
-
-
 @pytest.mark.parametrize("rotate", ["keys", "queries"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_message_buffers_are_those_of_the_model(ranks: int, rotate: str) -> None:
-    """What the ranks took from the pool for messages is what the model of memory says, but for the rounding of
-    sizes."""
-    pool, tokens = memory_pool(), 256 * ranks
-    q, k, v = inputs(tokens)
-    pool.clear()
-    out = ra.virtual_attention(q, k, v, Full(), ranks=ranks, schedule="ring", rotate=rotate)
-    torch.autograd.grad(out.sum(), (q, k, v))
-    plan = ra.make_plan(Full(), tokens=tokens, ranks=ranks, heads=2, head_dim=16, schedule="ring", rotate=rotate)
-    taken = pool.idle_bytes / ranks
+    """What a rank takes for messages is what the model of memory says, but for the rounding of sizes."""
+    plan = ra.make_plan(Full(), tokens=256 * ranks, ranks=ranks, heads=2, head_dim=16, schedule="ring", rotate=rotate)
+    kernel, device = AtenCpu(), torch.device("cpu")
+    programs = (forward_program(plan, 0, kernel, device, keep=True), backward_program(plan, 0, kernel, device))
+    taken = max(program.memory.stores[0] for program in programs)
     wanted = memory(plan, backward=True)["message buffers"]
     assert 0.95 * wanted < taken < 1.1 * wanted, (taken, wanted)
 
 
-def test_forwards_do_not_grow_the_pool() -> None:
-    pool, held = memory_pool(), []
-    q, k, v = (x.detach() for x in inputs(64))
-    for turn in range(200):
-        ra.virtual_attention(q, k, v, Causal(), ranks=4)
-        if turn % 20 == 19:
-            held.append((pool.idle_bytes, len(pool._idle)))
-    assert len(set(held)) == 1 and pool.idle_bytes <= pool.limit
-
-
-def test_off_is_the_same_numbers() -> None:
-    pool = memory_pool()
-    q, k, v = inputs()
-    on = ra.virtual_attention(q, k, v, Causal(), ranks=3)
-    limit, pool.limit = pool.limit, 0
-    try:
-        pool.clear()
-        off = ra.virtual_attention(q, k, v, Causal(), ranks=3)
-        assert pool.idle_bytes == 0
-    finally:
-        pool.limit = limit
-    assert torch.equal(on, off)
-
-
-def test_the_limit_drops_what_was_used_least_recently() -> None:
-    pool = Pool(torch.device("cpu"), limit=100)
-    small, large = pool.take(40), pool.take(60)
-    pool.give(small)
-    pool.give(large)
-    assert pool.idle_bytes == 100
-    pool.give(pool.take(50))
-    assert pool.idle_bytes <= 100 and (pool.hits, pool.misses) == (0, 3)
-    assert pool.take(50).numel() == 50 and pool.hits == 1
-
-
-def test_out_of_memory_empties_the_pool_and_tries_once_more() -> None:
-    pool, calls = memory_pool(), []
-    pool.give(torch.empty(1000, dtype=torch.uint8))
-
-    def second() -> str:
-        calls.append(pool.idle_bytes)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("full")
-        return "done"
-
-    assert retried(second, torch.device("cpu")) == "done"
-    assert calls[0] >= 1000 and calls[1] == 0
-
-    def never() -> None:
+def test_lack_of_memory_is_told_with_its_cause() -> None:
+    with pytest.raises(OutOfMemory, match="still full") as caught, typed_errors(torch.device("cuda")):
         raise torch.OutOfMemoryError("still full")
-
-    with pytest.raises(OutOfMemory, match="still full") as caught:
-        retried(never, torch.device("cpu"))
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-
-    def broken() -> None:
+    with pytest.raises(RuntimeError, match="not about memory") as other, typed_errors(torch.device("cuda")):
         raise RuntimeError("not about memory at all")
-
-    with pytest.raises(RuntimeError, match="not about memory"):
-        retried(broken, torch.device("cpu"))
+    assert not isinstance(other.value, OutOfMemory)
 
 
 def test_a_real_lack_of_memory() -> None:
@@ -240,24 +163,6 @@ def test_a_multihead_keeps_what_the_functional_form_keeps_and_its_projections() 
     assert saved_bytes(lambda: module(x)) <= functional + x.nbytes + weights
 
 
-def test_what_calls_of_changing_shapes_leave_behind_is_bounded_by_what_one_of_them_uses() -> None:
-    from ringattn.runtime.memory_pool import FEW, WINDOW
-
-    pool = Pool(torch.device("cpu"))
-    for size in range(FEW // 4, FEW // 4 + 200):  # three buffers in use at once, of other sizes in every call
-        for store in [pool.take(size + i) for i in range(3)]:
-            pool.give(store)
-        assert pool.idle_bytes <= FEW
-    large = [pool.take(FEW) for _ in range(3)]
-    while large:
-        pool.give(large.pop())
-    assert pool.idle_bytes == 3 * FEW  # a call of the same shapes finds them all
-    for _ in range(2 * WINDOW):
-        pool.give(pool.take(100))
-    pool.give(pool.take(101))
-    assert pool.idle_bytes <= FEW
-
-
 def test_an_error_of_a_cuda_device_is_not_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that failed before shows in the next allocation, as a plain RuntimeError."""
 
@@ -266,5 +171,5 @@ def test_an_error_of_a_cuda_device_is_not_lack_of_memory(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(RuntimeError, match="misaligned address") as found:
-        memory_pool_module.empty((4,), torch.float32, torch.device("cuda"))
+        empty((4,), torch.float32, torch.device("cuda"))
     assert not isinstance(found.value, OutOfMemory)

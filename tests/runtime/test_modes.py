@@ -1,9 +1,8 @@
-"""What a caller's modes and threads leave behind: inference mode, default devices, and threads that share the pool."""
+"""What a caller's modes and threads leave behind: inference mode, default devices, and threads."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -12,9 +11,8 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn import Causal, Pattern, Window, memory_pool
+from ringattn import Causal, Pattern, Window
 from ringattn.kernels import aten_cpu, base
-from ringattn.runtime.memory_pool import Pool
 
 #: Functions of torch that make a tensor on the default device where none is named.
 MAKERS = (
@@ -55,7 +53,7 @@ CALLS: dict[str, Callable[[Leaves], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
 def test_inference_then_training_and_back(name: str, dtype: torch.dtype) -> None:
-    """Each call meets a pool and caches that were filled in the other mode."""
+    """Each call meets caches that were filled in the other mode."""
     call, x = CALLS[name], leaves(dtype=dtype)
     for make in (aten_cpu._mask, base.band):
         make.cache_clear()
@@ -64,13 +62,11 @@ def test_inference_then_training_and_back(name: str, dtype: torch.dtype) -> None
         out = call(x)
         return [out.detach(), *torch.autograd.grad(out.float().square().sum(), x)]
 
-    memory_pool().clear()
     with torch.inference_mode():
         first = call(x)
     trained = train()
     with torch.inference_mode():
         second = call(x)
-    memory_pool().clear()
     again = train()
     assert torch.equal(first, second) and torch.equal(first, trained[0])
     assert all(torch.equal(a, b) for a, b in zip(trained, again, strict=True))
@@ -98,31 +94,6 @@ def test_a_thread_in_inference_mode_beside_one_that_trains() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-
-
-def test_threads_share_a_pool() -> None:
-    pool, failures = Pool(torch.device("cpu"), limit=3000), []
-
-    def work(seed: int) -> None:
-        try:
-            for turn in range(1500):
-                pool.give(pool.take((100, 200, 300, 400, 1000)[(turn * 7 + seed * 3) % 5]))
-        except (KeyError, IndexError, RuntimeError) as error:
-            failures.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
-    assert pool.idle_bytes == sum(x.numel() for stores in pool._idle.values() for x in stores) <= pool.limit
-    assert pool.hits + pool.misses == 6 * 1500
 
 
 @pytest.mark.parametrize("pattern", [Window(300), ra.local_window(32, blocks=1)], ids=repr)

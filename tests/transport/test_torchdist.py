@@ -48,21 +48,21 @@ def test_each_device_has_its_backend(
                 transport.check(device)
 
 
-def test_records_travel_from_the_device_of_the_tensors(
+def test_nccl_connects_the_ranks_on_the_device_of_the_tensors(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     devices: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: devices.append(device) or self)  # type: ignore[func-returns-value]
+    honest = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: devices.append(device) or honest(*a, **k))  # type: ignore[func-returns-value]
     transport = TorchDist()
-    assert transport.gather(b"before any tensor") == [b"before any tensor"]
+    assert transport.gather(b"before any tensor") == [b"before any tensor"] and devices == []
     transport.check(CUDA)
-    assert transport.gather(b"after") == [b"after"]
+    assert transport.gather(b"after") == [b"after"] == transport.gather(b"after") and devices == [CUDA]
     group.bound_device_id = CUDA
     bound = TorchDist()
     bound.gather(b"bound")
-    assert devices == [torch.device("cuda", 0), CUDA, CUDA]
+    assert devices == [CUDA, CUDA]
     with pytest.raises(ra.InvalidInput, match=r"on cuda:0 but device_id= .* has bound the group to cuda:1"):
         bound.check(torch.device("cuda", 0))
 

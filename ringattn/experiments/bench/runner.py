@@ -20,7 +20,6 @@ from ... import __version__
 from ...errors import LaunchFailure
 from ...reporting import peak_memory
 from ...reporting.provenance import git, source
-from ...runtime.memory_pool import memory_pool
 from ...transport.base import Transport
 from ...transport.launcher import run_local
 from . import get_cases, get_suite
@@ -141,7 +140,6 @@ def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str,
             run()
         rises.append(peak_memory.peak() - base)
         del run
-        memory_pool().clear()
     return {"bytes": rises, "allowed": case.formula_bytes(context), "errors": {}}
 
 

@@ -11,8 +11,8 @@ from ...kernels.base import Kernel, hide_bad_keys, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
 from ...plan.work import Work
-from ...runtime.accumulators import KernelInputs, accumulate, batches
-from ...runtime.memory_pool import memory_pool
+from ...runtime.accumulators import KernelInputs, accumulate, in_batch
+from ...runtime.rank_program import batches
 from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
@@ -67,7 +67,7 @@ def make_call(
     lse = torch.full((1, heads, len(work.q)), float(work.keys), device=device, dtype=wide(dtype))
     scale = head_dim**-0.5
     kernel_calls = list(kernel.split(work))
-    inputs = KernelInputs(memory_pool(device))
+    inputs = KernelInputs()
     by_row = (grad, q, out, lse)
 
     def keys_of_visit() -> tuple[torch.Tensor, ...]:
@@ -77,7 +77,7 @@ def make_call(
     def run_forward() -> None:
         keys = keys_of_visit()
         for call in kernel_calls:
-            for batch in batches(call, q):
+            for batch in batches(call, len(q)):
                 q_rows, *key_rows = inputs.select(call, batch, (q,), keys)
                 kernel_forward(kernel, q_rows, key_rows, call, scale)
 
@@ -86,12 +86,12 @@ def make_call(
     def run_backward() -> None:
         keys = keys_of_visit()
         for call in kernel_calls:
-            for batch in batches(call, q):
+            for batch in batches(call, len(q)):
                 selected = inputs.select(call, batch, by_row, keys)
                 grads = kernel_backward(kernel, selected[:4], selected[4:], call, scale)
-                accumulate(dq[batch], call.heads, (call.q,), call, call.q_shift, grads[0])
-                accumulate(dk[batch], call.kv, call.k, call, call.k_shift, grads[1])
-                accumulate(dv[batch], call.kv, call.k, call, call.k_shift, grads[2])
+                accumulate(in_batch(dq, batch), call.heads, (call.q,), call, call.q_shift, grads[0])
+                accumulate(in_batch(dk, batch), call.kv, call.k, call, call.k_shift, grads[1])
+                accumulate(in_batch(dv, batch), call.kv, call.k, call, call.k_shift, grads[2])
 
     return run_backward if backward else run_forward
 

@@ -11,13 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from ....dtypes import ITEM_BYTES
-from ....functional import attention, virtual_attention
+from ....functional import attention
 from ....nn import MultiheadRingAttention
 from ....numerics.row_oracle import oracle_rows, sampled_rows
 from ....pattern import parse_pattern
 from ....planner import make_plan
 from ....runtime.checkpointing import keep_attention
-from ....runtime.memory_pool import LIMIT, memory_pool
 from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_inputs, make_settings
 
 HEADS, HEAD_DIM, TOKENS = 8, 64, 8192
@@ -56,21 +55,17 @@ MEMORY_NOTE = (
     "formula: q, k, v and the output"
 )
 SCALING_NOTE = "linear: time of 8,192 tokens, times the ratio of lengths, over the time of the long sequence"
-POOL_NOTE = "pool: one process, columns with the memory pool on and off (limit 0); above 1 the pool helps"
 CHECKPOINT_NOTE = (
     "checkpoint: forward and backward of 4 layers, formula: input, q, k, v, output and result of every layer"
 )
 
 
 def list_cases() -> list[BenchCase]:
-    """Rates, scaling, memory, the memory pool and checkpointing; targets are the project's promises."""
+    """Rates, scaling, memory and checkpointing; targets are the project's promises."""
     return [
         *(_rate_case(*row) for row in RATES),
         *(_scaling_case(name, pattern) for name, pattern in LONG[:2]),  # the third would take minutes per round
         *(_memory_case(name, pattern) for name, pattern in LONG),
-        _pool_case("pool_longnet_4", f"Dilated({DILATED})", ranks=4, dtype="float32"),
-        _pool_case("pool_longnet_bfloat16", f"Dilated({DILATED})", ranks=1, dtype="bfloat16"),
-        _pool_case("pool_window_8", "Window(255)", ranks=8, dtype="float32"),
         *(_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
     ]
 
@@ -167,33 +162,6 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
         limit=1.25,
         rounds=2,
         notes=(MEMORY_NOTE,),
-    )
-
-
-def _pool_case(name: str, pattern: str, *, ranks: int, dtype: str) -> BenchCase:
-    def make_step(limit: int) -> Callable[[Context], Run]:
-        def make(context: Context) -> Run:
-            q, k, v, grad = make_inputs(context.settings, 4)
-            inputs, parsed = [x.requires_grad_() for x in (q, k, v)], parse_pattern(pattern)
-
-            def run() -> tuple[torch.Tensor, ...]:
-                memory_pool().limit = limit
-                if not limit:
-                    memory_pool().clear()
-                out = virtual_attention(q, k, v, parsed, ranks=ranks)
-                return torch.autograd.grad(out, inputs, grad)
-
-            return run
-
-        return make
-
-    return BenchCase(
-        name,
-        1,
-        _settings(TOKENS, pattern, dtype, virtual_ranks=ranks),
-        (BenchColumn("on", 1, make_step(LIMIT)), BenchColumn("off", 1, make_step(0))),
-        (Ratio("off", "on"),),
-        notes=(POOL_NOTE,),
     )
 
 
