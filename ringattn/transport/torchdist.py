@@ -226,8 +226,8 @@ class TorchDist:
     def _connect(self) -> None:
         """Let NCCL connect the ranks, in an all-gather of a byte of each."""
         mine = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        every = mine.new_empty(self.size)
-        self._call(RECORDS, dist.all_gather_into_tensor(every, mine, group=self.group, async_op=True).wait)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        self._call(RECORDS, dist.all_gather(every, mine, group=self.group, async_op=True).wait)
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         """`call()`, where an error of the backend becomes a CommFailure with the name of the messages.
