@@ -10,10 +10,7 @@ from weakref import ref
 import pytest
 import torch
 
-from ringattn.plan.steps import Part
-from ringattn.runtime import autograd
-from ringattn.runtime.memory_pool import Pool
-from ringattn.runtime.message_buffers import Buffer, Buffers
+from ringattn.runtime import autograd, rank_run
 from ringattn.transport.base import Message, Post, Program
 from ringattn.transport.virtual import in_turns
 
@@ -106,16 +103,8 @@ class LateVirtual:
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all virtual ranks send late, and poison what is taken from the memory pool or freed."""
-    take, give, drop = Pool.take, Pool.give, Buffers.drop
-
-    def poisoned_drop(self: Buffers, buffer: Buffer, part: Part) -> None:
-        drop(self, buffer, part)
-        if not buffer.live:
-            buffer.store.fill_(POISON)
-
+    """Let all virtual ranks send late, and poison the memory that a pass begins with."""
+    honest = rank_run.empty
     monkeypatch.setattr(LateVirtual, "runs", [])
     monkeypatch.setattr(autograd, "Virtual", LateVirtual)
-    monkeypatch.setattr(Pool, "take", lambda self, size: take(self, size).fill_(POISON))
-    monkeypatch.setattr(Pool, "give", lambda self, store: give(self, store.fill_(POISON)))
-    monkeypatch.setattr(Buffers, "drop", poisoned_drop)
+    monkeypatch.setattr(rank_run, "empty", lambda *arguments: honest(*arguments).fill_(POISON))
