@@ -91,12 +91,14 @@ def accumulate(
     for run in runs:
         rows = part if len(runs) == 1 else part[:, :, first : first + len(run)]
         first += len(run)
+        if work.repeat == 1:
+            add_(select(x, heads, run), rows)
+            continue
         # Overlapping repetitions are added in turns, so that no call writes an element twice.
-        turns = min(work.repeat, -(-(run[-1] + 1 - run[0]) // shift) if shift else work.repeat)
+        turns = min(work.repeat, -(-(run[-1] + 1 - run[0]) // shift)) if shift else work.repeat
         for turn in range(turns):
             repetitions = rows[turn::turns] if turns > 1 else rows
-            repeat = len(repetitions) if work.repeat > 1 else 1
-            add_(select(x, heads, shift_range(run, turn * shift), repeat, turns * shift), repetitions)
+            add_(select(x, heads, shift_range(run, turn * shift), len(repetitions), turns * shift), repetitions)
 
 
 class OutputAccumulator:

@@ -136,7 +136,7 @@ def _forward_ring(
     q, k, v = map(align_rows, (q, k, v))
     query, bad = finite_rows(q)
     run.give(program.own["kv"], mark_bad_keys(k, v))
-    output, inputs = OutputAccumulator(q, v.shape[-1], out), KernelInputs()
+    output, inputs, count = OutputAccumulator(q, v.shape[-1], out), KernelInputs(), q.size(0)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"forward step {index}")
         for visit in step.visits:
@@ -147,7 +147,7 @@ def _forward_ring(
             hidden = marked if visit.is_dense else hide_bad_keys(*marked)
             for part in visit.parts:
                 for call in part.calls:
-                    for batch in batches(call.work, len(q)):
+                    for batch in batches(call.work, count):
                         x, *keys = inputs.select(call.work, batch, (query,), marked if call.work.dense else hidden)
                         result = kernel_forward(job.kernel, x, keys, call.work, job.scale)
                         output.add(part.section, call, *result, batch)
@@ -259,10 +259,11 @@ def _differentiate(
     `hide_bad_rows` and `hide_bad_keys`. `is_new`: for each of the sums, whether it is arbitrary, and the visit's only
     call writes all of it.
     """
+    count = sums[0].size(0)
     for work in visit.works:
         of_query = work.heads, (work.q,), work, work.q_shift
         of_key = work.kv, work.k, work, work.k_shift
-        for batch in batches(work, len(sums[0])):
+        for batch in batches(work, count):
             by_query, by_key = marked if work.dense else hidden
             selected = inputs.select(work, batch, by_query, by_key)
             rows, keys = selected[: len(by_query)], selected[len(by_query) :]

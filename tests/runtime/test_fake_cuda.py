@@ -42,17 +42,17 @@ def options(**named: Any) -> tuple[tuple[str, Any], ...]:
 #: Ceilings: all launches of a pass, those of a call's start and end among them, over its visits. Lower them when a
 #: change makes fewer.
 RINGS = {
-    "causal": Ring(ra.Causal(), 23.25, 28),
-    "causal, queries travel": Ring(ra.Causal(), 23.25, 41.75, options=options(rotate="queries")),
-    "causal, fp32": Ring(ra.Causal(), 22, 31.25, dtype=FP32),
-    "causal, gradient of lse": Ring(ra.Causal(), 23.25, 33.75, lse=True),
-    "grouped heads": Ring(ra.Causal(), 23.25, 28, kv_heads=2),
-    "window": Ring(ra.Causal() & ra.Window(1024), 38.25, 56.5),
-    "documents": Ring(ra.Documents((1500, 500, 96, 2000)) & ra.Causal(), 40.25, 58.5),
-    "dilated": Ring(ra.Dilated((1024, 4096), (1, 4)), 49.25, 35.75),
-    "16 bits travel": Ring(ra.Causal(), 24.5, 34.25, dtype=FP32, options=options(comm_dtype="bfloat16")),
-    "index lists": Ring(ra.Causal() & ra.Window(1000), 48.5, 75),
-    "ulysses": Ring(ra.Causal(), 47, 52.5, options=options(schedule="ulysses(2)")),
+    "causal": Ring(ra.Causal(), 14, 20),
+    "causal, queries travel": Ring(ra.Causal(), 14, 33.75, options=options(rotate="queries")),
+    "causal, fp32": Ring(ra.Causal(), 12.75, 23.25, dtype=FP32),
+    "causal, gradient of lse": Ring(ra.Causal(), 14, 25.75, lse=True),
+    "grouped heads": Ring(ra.Causal(), 14, 20, kv_heads=2),
+    "window": Ring(ra.Causal() & ra.Window(1024), 18, 22.25),
+    "documents": Ring(ra.Documents((1500, 500, 96, 2000)) & ra.Causal(), 17.5, 23.75),
+    "dilated": Ring(ra.Dilated((1024, 4096), (1, 4)), 46.25, 38.75),
+    "16 bits travel": Ring(ra.Causal(), 20.5, 31.5, dtype=FP32, options=options(comm_dtype="bfloat16")),
+    "index lists": Ring(ra.Causal() & ra.Window(1000), 22.75, 27.75),
+    "ulysses": Ring(ra.Causal(), 27.5, 38, options=options(schedule="ulysses(2)")),
 }
 #: Rings whose first call brings index lists to the device.
 WITH_INDICES = ("index lists", "ulysses")
