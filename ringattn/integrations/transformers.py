@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import ring_attention, telling
-from ..layout.regular import Layout, make_layout
+from ..layout.regular import make_layout
 from ..pattern import Causal, Documents, Full, Pattern, Window
 from ..runtime.options import AttentionOptions, check_option_names
 from ..transport.torchdist import WeakGroup
@@ -77,8 +77,8 @@ def parallelize(
     Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
     softcap and the scale of each layer are honoured. Raises Unsupported, with the name of the feature, for models whose
     attention is not all in transformers' attention function: linear or chunked attention, position bias, ALiBi,
-    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with attention dropout, a mask
-    that is not padding, or a cache of earlier tokens.
+    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with attention dropout, a
+    mask that is not padding, or a cache of earlier tokens.
     """
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap"}))
     layers = _find_attention(model)
@@ -164,9 +164,7 @@ class Collator:
         return shard_batch(self.inner(examples), self.group, layout=self.layout)
 
 
-def gather_logits(
-    logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str
-) -> torch.Tensor:
+def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str) -> torch.Tensor:
     """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes], on every rank. Collective.
 
     Not differentiable: a loss is computed on the rows of each rank.
@@ -413,9 +411,7 @@ def _find_documents(
     return starts
 
 
-def _count_positions(
-    tokens: torch.Tensor, mask: torch.Tensor | None, starts: list[int] | None
-) -> torch.Tensor:
+def _count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, starts: list[int] | None) -> torch.Tensor:
     """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if starts is not None:

@@ -92,7 +92,8 @@ class Call(AttentionOptions):
         if (self.return_lse or self.sinks) and differentiable and most is not None and width + EXTRA > most:
             raise Unsupported(
                 f"a head dim of {width} with return_lse or sinks, and gradients: the gradient of lse takes {EXTRA} "
-                f"more columns, and kernel {kernel.name} computes {most} at most; leave these out, or try kernel=reference"
+                f"more columns, and kernel {kernel.name} computes {most} at most; leave these out, or try "
+                "kernel=reference"
             )
         return kernel
 
