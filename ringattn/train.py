@@ -29,6 +29,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = NO_LABEL,
+    total: torch.Tensor | None = None,
     chunk: int = 512,
 ) -> torch.Tensor:
     """Cross entropy of `hidden @ weight.T + bias` over the tokens of all ranks; a scalar. Collective, differentiable.
@@ -43,11 +44,14 @@ def linear_cross_entropy(
     wrapper averages over: of a dp x cp mesh all dp * cp ranks. None: the default group, or one process without one.
     A program that sums gradients instead divides the result by the number of ranks.
 
-    With gradient accumulation sum the results of the micro-batches, each times its share of the labels of the step; see
-    `count_labels`. Raises InvalidInput for shapes that do not fit, before the ranks communicate.
+    total: the labels of all ranks to divide by, instead of those of this call: with gradient accumulation
+        `count_labels` of all micro-batches of the step. The results of the micro-batches then add up.
+
+    Raises InvalidInput for shapes that do not fit, before the ranks communicate.
     """
     _check(hidden, weight, labels, bias, chunk)
-    total = count_labels(labels, group=group, ignore_index=ignore_index)
+    if total is None:
+        total = count_labels(labels, group=group, ignore_index=ignore_index)
     losses = _sum_losses(hidden.flatten(0, -2), weight, labels.flatten(), bias, ignore_index, chunk)
     return losses * (_count_ranks(group) / total.clamp(min=1).to(losses.dtype))
 
