@@ -109,7 +109,8 @@ def shard_batch(
 
     The result has `input_ids` and `position_ids` of the rank's rows; `labels` and `shift_labels`, shifted before the
     cut so that no label is lost at a border; `attention_mask` only if some rank has padding; `cu_seq_lens_q` for
-    documents. position_ids count from the first token that is not padding, and in each document from 0.
+    documents. Padding has no label. position_ids count from the first token that is not padding, and in each document
+    from 0.
     """
     place = _place(group)
     batch = dict(batch)
@@ -139,8 +140,10 @@ def shard_batch(
         labels = batch["labels"].clone()
         if starts is not None:
             labels[:, [start for start in starts[1:-1] if start < tokens.shape[1]]] = NO_LABEL
-        result["labels"] = nn.functional.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
-        result["shift_labels"] = result["labels"]
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+        if mask is not None:
+            labels = labels.masked_fill(mask == 0, NO_LABEL)
+        result["labels"] = result["shift_labels"] = labels
     result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in result.items()}
     if starts is not None:
         result["cu_seq_lens_q"] = torch.tensor(starts, dtype=torch.int32, device=tokens.device)

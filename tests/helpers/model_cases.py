@@ -40,9 +40,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     ),
     "Gemma 3, hybrid": ("Gemma3ForCausalLM", "Gemma3TextConfig", MIXED),
-    "GPT-OSS, sinks": ("GptOssForCausalLM", "GptOssConfig", {**MIXED, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "GPT-OSS, sinks": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**MIXED, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
-}  # fmt: skip
+}
 
 
 def make(name: str, **changes: Any) -> Any:
@@ -129,4 +133,4 @@ def refusals(rank: int) -> dict[str, str]:
     found["option"] = told(lambda: parallelize(make("Llama"), layout="zigzag", softcap=3.0))  # type: ignore[call-arg]
     small = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
     found["alibi"] = told(lambda: parallelize(hf.BloomForCausalLM(hf.BloomConfig(**small)), layout="zigzag"))
-    return found  # fmt: skip
+    return found
