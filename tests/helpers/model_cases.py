@@ -124,11 +124,9 @@ def refusals(rank: int) -> dict[str, str]:
     llama = parallelize(make("Llama"), layout="zigzag")
     found["positions"] = told(lambda: llama(batch["input_ids"]))
     found["cache"] = told(lambda: llama.generate(**batch, max_new_tokens=2))
-    found["layers"] = told(
-        lambda: parallelize(
-            make("Gemma 3, hybrid", layer_types=["full_attention", "chunked_attention"]), layout="zigzag"
-        )
-    )
+    chunked = make("Gemma 3, hybrid")
+    chunked.config.layer_types = ["full_attention", "chunked_attention"]
+    found["layers"] = told(lambda: parallelize(chunked, layout="zigzag"))
     found["router"] = told(lambda: parallelize(make("Mixtral", output_router_logits=True), layout="zigzag"))
     found["option"] = told(lambda: parallelize(make("Llama"), layout="zigzag", softcap=3.0))  # type: ignore[call-arg]
     small = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
