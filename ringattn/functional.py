@@ -106,6 +106,7 @@ def ring_attention(
     mesh: DeviceMesh | None = None,
     transport: Transport | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -123,8 +124,10 @@ def ring_attention(
         one-dimensional DeviceMesh, such as mesh["cp"], or a Transport.
     key_padding_mask: bool [B, n] for the local shard, on all ranks or on none; True marks padding. No query attends a
         padded key, whatever the key holds. The mask costs 8 more columns of the head dim.
-    return_lse: also return the log-sum-exp of the scaled logits.
-    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype` and `rotate`, see
+    sinks: [H], on all ranks or on none: the logit of one more key per head, which every row sees and whose value is 0,
+        as in gpt-oss. Finite and differentiable; not the pattern `Sinks`, which lets rows see first tokens.
+    return_lse: also return the log-sum-exp of the scaled logits, of the sink's among them.
+    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate` and `softcap`, see
         `runtime.options.AttentionOptions`.
 
     All ranks call with equal arguments and matching shapes. Every call compares a digest of the arguments before the
@@ -139,18 +142,19 @@ def ring_attention(
     ring = _get_transport(group, mesh, transport)
     with Telling(ring, "call"):
         q, k, v = cast_inputs(q, k, v)
-        call = _make_call(q, pattern, layout, options, return_lse=return_lse)
+        call = _make_call(q, pattern, layout, options, return_lse=return_lse, sinks=sinks is not None)
     floor: float | None = None
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         nonlocal q, k, v, floor
+        _check_sinks(sinks, q)
         q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
         return q, k, v
 
     plan, kernel = agree(ring, call, prepare)
     q, scale = _make_scale_positive(q, call.scale)
-    runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse), ring, next(ring.calls))
-    out, lse = _apply(q, k, v, runner, plan.pattern.output_scale, floor)
+    runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse or call.sinks), ring, next(ring.calls))
+    out, lse = _attend_sinks(*_apply(q, k, v, runner, plan.pattern.output_scale, floor), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -248,6 +252,7 @@ def virtual_attention(
     ranks: int,
     layout: str | Layout = DEFAULT_LAYOUT,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -257,12 +262,14 @@ def virtual_attention(
     out [B, H, N, Dv], and with `return_lse` lse [B, H, N]. Plan, executor and kernels are those of real ranks, and the
     results equal those of real ranks bit for bit. `layout` decides which rank computes which rows, and changes the
     result by rounding only; layout="auto" lets the planner choose layout and schedule together. `key_padding_mask` is
-    bool [B, N], True for padding. `options`, dtypes and errors are those of `ring_attention`.
+    bool [B, N], True for padding. `sinks`, `options`, dtypes and errors are those of `ring_attention`.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
     q, k, v = cast_inputs(q, k, v)
-    call = _make_call(q, pattern, DEFAULT_LAYOUT if layout == "auto" else layout, options, return_lse=return_lse)
+    local = DEFAULT_LAYOUT if layout == "auto" else layout
+    call = _make_call(q, pattern, local, options, return_lse=return_lse, sinks=sinks is not None)
+    _check_sinks(sinks, q)
     q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
     kernel = call.check(q, k, v)
     plan = make_plan(
@@ -277,8 +284,8 @@ def virtual_attention(
         **describe(q, k, v),
     )
     q, scale = _make_scale_positive(q, call.scale)
-    runner = AllRanks(plan, kernel, scale, return_lse)
-    out, lse = _apply(q, k, v, runner, plan.pattern.output_scale, floor)
+    runner = AllRanks(plan, kernel, scale, return_lse or call.sinks)
+    out, lse = _attend_sinks(*_apply(q, k, v, runner, plan.pattern.output_scale, floor), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -328,7 +335,9 @@ def attention(
     kernel: str = "auto",
     scale: float | None = None,
     deterministic: bool = False,
+    softcap: float | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     stream: str | None = None,
     chunk: int | None = None,
@@ -346,7 +355,12 @@ def attention(
     memory does not grow with N. dK and dV are summed in host memory in fp32 (fp64 for fp64). A `key_padding_mask` costs
     copies of q, k and v in host memory.
     """
-    options: AttentionKeywords = {"kernel": kernel, "scale": scale, "deterministic": deterministic}
+    options: AttentionKeywords = {
+        "kernel": kernel,
+        "scale": scale,
+        "deterministic": deterministic,
+        "softcap": softcap,
+    }
     if stream is None:
         for name, value in (("chunk", chunk), ("device", device)):
             if value is not None:
@@ -355,7 +369,15 @@ def attention(
                     f"computes everything; leave out {name}=, or add stream='host'"
                 )
         return virtual_attention(
-            q, k, v, pattern, ranks=1, key_padding_mask=key_padding_mask, return_lse=return_lse, **options
+            q,
+            k,
+            v,
+            pattern,
+            ranks=1,
+            key_padding_mask=key_padding_mask,
+            sinks=sinks,
+            return_lse=return_lse,
+            **options,
         )
     if stream != "host":
         raise InvalidInput(
@@ -364,8 +386,9 @@ def attention(
         )
     q, k, v = cast_inputs(q, k, v)
     options["schedule"] = "direct"
-    call = _make_call(q, pattern, "contiguous", options, return_lse=return_lse)
-    out, lse = _stream_from_host(q, k, v, call, key_padding_mask, chunk, device)
+    call = _make_call(q, pattern, "contiguous", options, return_lse=return_lse, sinks=sinks is not None)
+    _check_sinks(sinks, q)
+    out, lse = _attend_sinks(*_stream_from_host(q, k, v, call, key_padding_mask, chunk, device), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -427,13 +450,14 @@ def _make_call(
     options: AttentionKeywords,
     *,
     return_lse: bool = False,
+    sinks: bool = False,
 ) -> Call:
     """The arguments of a call. Only the names of the options are checked here: `Call.check` reports to all ranks."""
     check_option_names(options, OPTION_NAMES)
     shared = AttentionOptions(**options)
     scale = _default_scale(q) if shared.scale is None else shared.scale
     call_options = {**vars(shared), "scale": scale}
-    return Call(pattern=_read_pattern(pattern), layout=layout, return_lse=return_lse, **call_options)
+    return Call(pattern=_read_pattern(pattern), layout=layout, return_lse=return_lse, sinks=sinks, **call_options)
 
 
 def _read_pattern(pattern: Any) -> Any:
@@ -476,6 +500,34 @@ def _apply(
         shared = out.requires_grad or keeping()
         out = out * output_scale if shared else out.mul_(output_scale)
     return out, lse
+
+
+def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
+    """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
+    if sinks is None or not isinstance(q, torch.Tensor) or q.ndim != 4:  # a wrong q is reported by `Call.check`
+        return
+    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
+        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
+        raise InvalidInput(
+            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
+            "tokens that all rows see use the pattern Sinks"
+        )
+    if sinks.device != q.device:
+        raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
+
+
+def _attend_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of softmaxes with one more key per head, of logit `sinks` [H] and value 0.
+
+    The weights of all other keys shrink by exp(lse) / (exp(lse) + exp(sink)), the sigmoid of lse - sink.
+    """
+    if sinks is None:
+        return out, lse
+    sink = sinks.to(lse.dtype).unsqueeze(-1)
+    share = (lse - sink).sigmoid().unsqueeze(-1)
+    return (out * share).to(out.dtype), torch.logaddexp(lse, sink)
 
 
 #: One transport per process group, so that its handshakes are remembered. An entry ends with its group.

@@ -19,6 +19,7 @@ from ..errors import InvalidInput, Unsupported
 from ..registry import Registry
 from ..text import did_you_mean
 from .base import Kernel
+from .reference import Reference
 
 #: Kernels by name. An installed package adds a subclass of `Kernel` by an entry point of the group "ringattn.kernels".
 KERNELS: Registry[type[Kernel]] = Registry(
@@ -33,18 +34,31 @@ KERNELS: Registry[type[Kernel]] = Registry(
 AUTO = {"cpu": "aten_cpu", "cuda": "aten_cuda"}
 
 
-def get_kernel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, deterministic: bool = False) -> Kernel:
+def get_kernel(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    deterministic: bool = False,
+    softcap: float | None = None,
+) -> Kernel:
     """The kernel called `name`, checked against q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv].
 
-    "auto" chooses one of this package's kernels by the device, see `AUTO`. A name is never replaced by another kernel:
-    raises InvalidInput for an unknown name, Unsupported if the kernel cannot compute the tensors.
+    "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" for a `softcap`. A name is
+    never replaced by another kernel: raises InvalidInput for an unknown name, Unsupported if the kernel cannot compute
+    the tensors.
     """
     if name == "auto":
-        name = AUTO.get(q.device.type, "reference")
+        name = AUTO.get(q.device.type, "reference") if softcap is None else "reference"
     base, colon, choice = name.partition(":")
     if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
         names = ["auto", *available()]
         raise InvalidInput(f"unknown kernel {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
+    if softcap is not None:
+        if base != "reference":
+            raise Unsupported(f"kernel {name} has no softcap (softcap={softcap}); try kernel='reference' or 'auto'")
+        return Reference(softcap)
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
     return kernel

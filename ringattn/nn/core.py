@@ -127,17 +127,20 @@ class RingAttention(nn.Module):
         *,
         is_causal: bool = False,
         key_padding_mask: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """out in the order of the inputs; with `return_lse` (out, lse [B, H, N]).
 
-        `is_causal` attends `pattern & Causal()`. `key_padding_mask` is bool [B, N], True for padding. Shapes, dtypes
-        and errors are those of `ring_attention`.
+        `is_causal` attends `pattern & Causal()`. `key_padding_mask` is bool [B, N], True for padding. `sinks`,
+        shapes, dtypes and errors are those of `ring_attention`.
         """
         transposed = self.order == "BNHD"
         if transposed:
             q, k, v = _transpose(q), _transpose(k), _transpose(v)
-        out, lse = self.attend(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, return_lse=return_lse)
+        out, lse = self.attend(
+            q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse
+        )
         out = out.transpose(1, 2) if transposed else out
         return (out, lse) if return_lse else out
 
@@ -150,11 +153,12 @@ class RingAttention(nn.Module):
         *,
         is_causal: bool = False,
         key_padding_mask: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], for either `order`; (out, None) without lse."""
         pattern = self._pattern(is_causal)
-        out, *lse = self._run(q, k, v, pattern, self.options, key_padding_mask, return_lse=return_lse)
+        out, *lse = self._run(q, k, v, pattern, self.options, key_padding_mask, sinks=sinks, return_lse=return_lse)
         return out, lse[0] if lse else None
 
     def _run(
@@ -166,6 +170,7 @@ class RingAttention(nn.Module):
         options: AttentionOptions,
         key_padding_mask: torch.Tensor | None,
         *,
+        sinks: torch.Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, ...]:
         """(out, lse), or (out,) without `return_lse`, of one call of the functional form."""
@@ -177,6 +182,7 @@ class RingAttention(nn.Module):
                 pattern,
                 layout=self.layout,
                 key_padding_mask=key_padding_mask,
+                sinks=sinks,
                 return_lse=return_lse,
                 **self._place.keywords,
                 **options.keywords(),
@@ -190,6 +196,7 @@ class RingAttention(nn.Module):
                 ranks=1 if self.ranks is None else self.ranks,
                 layout=self.layout,
                 key_padding_mask=key_padding_mask,
+                sinks=sinks,
                 return_lse=return_lse,
                 **options.keywords(),
             )

@@ -70,6 +70,8 @@ class Call(AttentionOptions):
     layout: str | Layout
     scale: float
     return_lse: bool = False
+    #: Whether every head has one more key with a learned logit.
+    sinks: bool = False
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
         """The kernel to use. Raises an error that says what is wrong with this rank's arguments."""
@@ -80,16 +82,18 @@ class Call(AttentionOptions):
         self._check_names()
         if self.scale != self.scale or self.scale in (inf, -inf):
             raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
+        _check_softcap(self.softcap)
         resolve(self.schedule)
         check_rotate(self.rotate)
         check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
-        kernel = get_kernel(self.kernel, q, k, v, deterministic=self.deterministic)
+        kernel = get_kernel(self.kernel, q, k, v, deterministic=self.deterministic, softcap=self.softcap)
         width, differentiable = max(q.shape[-1], v.shape[-1]), any(x.requires_grad for x in (q, k, v))
         most = kernel.max_head_dim
-        if self.return_lse and differentiable and most is not None and width + EXTRA > most:
+        if (self.return_lse or self.sinks) and differentiable and most is not None and width + EXTRA > most:
             raise Unsupported(
-                f"a head dim of {width} with return_lse and gradients: the gradient of lse takes {EXTRA} more columns, "
-                f"and kernel {kernel.name} computes {most} at most; leave return_lse out, or try kernel=reference"
+                f"a head dim of {width} with return_lse or sinks, and gradients: the gradient of lse takes {EXTRA} "
+                f"more columns, and kernel {kernel.name} computes {most} at most; leave these out, or try "
+                "kernel=reference"
             )
         return kernel
 
@@ -110,6 +114,14 @@ class Call(AttentionOptions):
         if not isinstance(self.machine, Machine | str | None):
             raise InvalidInput(f"machine must be a ringattn.Machine or a name such as 'cpu', got {self.machine!r}")
         get_machine(self.machine)
+
+
+def _check_softcap(softcap: Any) -> None:
+    """Raise InvalidInput unless the softcap is None or a finite number > 0."""
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap < inf:
+        raise InvalidInput(f"softcap must be a finite number > 0, such as 50.0, got {softcap!r}; None caps nothing")
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -254,7 +266,9 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
         "deterministic": bool(call.deterministic),
         "comm_dtype": None if comm_dtype is None else dtype_name(comm_dtype),
         "rotate": call.rotate,
+        "softcap": None if call.softcap is None else float(call.softcap),
         "return_lse": bool(call.return_lse),
+        "sinks": call.sinks,
         "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }
 

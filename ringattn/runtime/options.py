@@ -30,6 +30,7 @@ class AttentionKeywords(TypedDict, total=False):
     deterministic: bool
     comm_dtype: torch.dtype | str | None
     rotate: str
+    softcap: float | None
 
 
 class RankKeywords(TypedDict, total=False):
@@ -45,6 +46,7 @@ class RingKeywords(AttentionKeywords, RankKeywords, total=False):
 
     layout: Required[str | Layout]
     key_padding_mask: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 class VirtualKeywords(AttentionKeywords, total=False):
@@ -53,6 +55,7 @@ class VirtualKeywords(AttentionKeywords, total=False):
     ranks: Required[int]
     layout: str | Layout
     key_padding_mask: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 class StreamKeywords(TypedDict, total=False):
@@ -61,7 +64,9 @@ class StreamKeywords(TypedDict, total=False):
     kernel: str
     scale: float | None
     deterministic: bool
+    softcap: float | None
     key_padding_mask: torch.Tensor | None
+    sinks: torch.Tensor | None
     stream: str | None
     chunk: int | None
     device: torch.device | str | None
@@ -69,7 +74,7 @@ class StreamKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """How attention is computed. No option changes the result by more than rounding, except `scale`.
+    """How attention is computed. No option but `scale` and `softcap` changes the result by more than rounding.
 
     schedule: what travels between ranks and when: "ring", "direct", "allgather", "double_ring(n)", "ulysses(n)",
         "ulysses(n, schedule)", or "auto", the schedule with the shortest time by the timing model on `machine`.
@@ -80,6 +85,8 @@ class AttentionOptions:
     deterministic: repeated runs give equal bits.
     comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.
     rotate: what travels in the backward: "keys", "queries", or "auto" by bytes, see `make_plan`.
+    softcap: a number c > 0 by which the scaled logits s become c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
+        the logits stay as they are. Only kernel "reference" computes a softcap, and "auto" then chooses this kernel.
     """
 
     schedule: str = "auto"
@@ -89,6 +96,7 @@ class AttentionOptions:
     deterministic: bool = False
     comm_dtype: torch.dtype | str | None = None
     rotate: str = "auto"
+    softcap: float | None = None
 
     def keywords(self) -> AttentionKeywords:
         """All options as keyword arguments."""

@@ -1,0 +1,39 @@
+"""Packed documents of bytes: the topics of Python's help, which every CPython has."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+
+import numpy as np
+import torch
+
+
+class Text:
+    """Sequences of `tokens` bytes, packed from whole topics; the last topic of a sequence is cut."""
+
+    def __init__(self, tokens: int, seed: int) -> None:
+        self.tokens, self.seed = tokens, seed
+        topics = pydoc_data.topics.topics
+        self.documents = [np.frombuffer(topics[name].encode(), dtype=np.uint8) for name in sorted(topics)]
+
+    def row(self, step: int, row: int) -> tuple[torch.Tensor, list[int]]:
+        """(bytes int64 [1, tokens], lengths of the documents), which depend on seed, step and row alone."""
+        order = np.random.default_rng((self.seed, step, row)).permutation(len(self.documents))
+        parts: list[np.ndarray] = []
+        left = self.tokens
+        while left:
+            for index in order:
+                part = self.documents[index][:left]
+                parts.append(part)
+                left -= len(part)
+                if not left:
+                    break
+        ids = torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        return ids.unsqueeze(0), [len(part) for part in parts]
+
+
+def shift(ids: torch.Tensor, lengths: list[int], ignored: int) -> torch.Tensor:
+    """The next byte of each position [1, tokens], `ignored` at the end of each document. Made before the cut."""
+    labels = ids.roll(-1, 1)
+    labels[:, torch.tensor(lengths).cumsum(0) - 1] = ignored
+    return labels

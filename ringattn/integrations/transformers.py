@@ -1,0 +1,467 @@
+"""Hugging Face transformers: `parallelize` makes a model attend over a sequence that is sharded over ranks.
+
+    model = parallelize(AutoModelForCausalLM.from_pretrained(...), group, layout="zigzag")
+    batch = shard_batch({"input_ids": ids, "labels": labels}, group, layout="zigzag")
+    logits = gather_logits(model(**batch).logits, group, layout="zigzag")
+
+Every rank holds the whole model and its rows of every sequence. transformers calls `_attend` in each layer, as it calls
+its own attention functions (transformers.AttentionInterface).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..errors import InvalidInput, Mismatch, Unsupported
+from ..functional import ring_attention, telling
+from ..layout.regular import make_layout
+from ..pattern import Causal, Documents, Full, Pattern, Window
+from ..runtime.options import AttentionOptions, check_option_names
+from ..transport.torchdist import WeakGroup
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+    from typing_extensions import Unpack
+
+    from ..runtime.options import AttentionKeywords
+
+    Batch = Mapping[str, torch.Tensor]
+
+#: The name under which transformers finds `_attend` and `_pass_padding`.
+NAME = "ringattn"
+#: The kinds of layers whose whole attention is in the attention function.
+LAYER_TYPES = ("full_attention", "sliding_attention")
+#: The label of positions that have no loss, as in transformers.
+NO_LABEL = -100
+#: Attribute of an attention module that holds its `_Ring`.
+_STATE = "_ringattn"
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Where the attention of a model runs, and how the sequence was cut."""
+
+    place: WeakGroup
+    layout: str
+    options: AttentionOptions
+
+    def __deepcopy__(self, memo: object) -> _Ring:
+        return self
+
+
+def parallelize(
+    model: PreTrainedModel,
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    layout: str,
+    **options: Unpack[AttentionKeywords],
+) -> PreTrainedModel:
+    """The model itself, whose attention now runs over the ranks of `group`; collective calls from then on.
+
+    group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
+    layout: the name of the layout by which `shard_batch` or `Collator` cuts sequences, such as "zigzag".
+    options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
+        `runtime.options.AttentionOptions`. Scale and softcap are those of the model.
+
+    Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
+    softcap and the scale of each layer are honoured. Raises Unsupported, with the name of the feature, for models whose
+    attention is not all in transformers' attention function: linear or chunked attention, position bias, ALiBi,
+    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with attention dropout, a
+    mask that is not padding, or a cache of earlier tokens.
+    """
+    check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap"}))
+    layers = _find_attention(model)
+    _check_model(model, layers)
+    make_layout(layout, tokens=1, ranks=1)  # raises for a name that is wrong, or that needs a pattern
+    ring = _Ring(_place(group), layout, AttentionOptions(**options))
+    if not hasattr(layers[0], _STATE):
+        model.register_forward_pre_hook(_demand_positions, with_kwargs=True)
+    for layer in layers:
+        setattr(layer, _STATE, ring)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def shard_batch(
+    batch: Batch,
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    layout: str,
+    cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """This rank's part of a batch of whole sequences, as keyword arguments of the model.
+
+    batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
+        `position_ids`, all [B, N] and equal on all ranks.
+    cu_seqlens: the borders of packed documents, [0, ..., N], for B = 1; default: `cu_seq_lens_q` of the batch, or where
+        position_ids begin anew.
+
+    The result has `input_ids` and `position_ids` of the rank's rows; `labels` and `shift_labels`, shifted before the
+    cut so that no label is lost at a border; `attention_mask` only if some rank has padding; `cu_seq_lens_q` for
+    documents. Padding has no label. position_ids count from the first token that is not padding, and in each document
+    from 0.
+    """
+    place = _place(group)
+    batch = dict(batch)
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        batch.pop(name, None)
+    borders = batch.pop("cu_seq_lens_q", None)
+    cu_seqlens = borders if cu_seqlens is None else cu_seqlens
+    tokens = batch["input_ids"]
+    if tokens.ndim != 2:
+        raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
+    unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
+    if unknown:
+        raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
+    sizes = {name: tuple(x.shape) for name, x in batch.items()}
+    if len(set(sizes.values())) > 1:
+        raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
+    rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
+    cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    starts = _find_documents(tokens, None if mask is not None else positions, cu_seqlens)
+    if positions is None:
+        positions = _count_positions(tokens, mask, starts)
+    result = {"input_ids": tokens, "position_ids": positions}
+    if mask is not None and not bool(mask.all()):
+        result["attention_mask"] = mask
+    if "labels" in batch:
+        labels = batch["labels"].clone()
+        if starts is not None:
+            labels[:, [start for start in starts[1:-1] if start < tokens.shape[1]]] = NO_LABEL
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+        if mask is not None:
+            labels = labels.masked_fill(mask == 0, NO_LABEL)
+        result["labels"] = result["shift_labels"] = labels
+    result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in result.items()}
+    if starts is not None:
+        result["cu_seq_lens_q"] = torch.tensor(starts, dtype=torch.int32, device=tokens.device)
+    return result
+
+
+@dataclass(frozen=True)
+class Collator:
+    """A data collator: `inner` makes a batch of whole sequences, and each rank gets its rows of the batch.
+
+    All ranks of `group` must be given the same examples; let the sampler shard by data-parallel rank only. Examples
+    whose position_ids begin anew in one row are packed documents.
+    """
+
+    inner: Any
+    group: ProcessGroup | DeviceMesh | None = None
+    layout: str = "zigzag"
+
+    def __call__(self, examples: Any) -> dict[str, torch.Tensor]:
+        """`shard_batch` of the batch that `inner` makes of these examples."""
+        return shard_batch(self.inner(examples), self.group, layout=self.layout)
+
+
+def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str) -> torch.Tensor:
+    """The logits [B, N, classes] of whole sequences from the ranks' [B, n, classes], on every rank. Collective.
+
+    Not differentiable: a loss is computed on the rows of each rank.
+    """
+    place = _place(group)
+    ranks = dist.get_world_size(place.group)
+    rows: list[int] = [0] * ranks
+    dist.all_gather_object(rows, logits.shape[1], group=place.group)
+    cut = make_layout(layout, tokens=sum(rows), ranks=ranks)
+    most = max(rows)
+    mine = nn.functional.pad(logits.detach(), (0, 0, 0, most - logits.shape[1])).contiguous()
+    shards = [torch.empty_like(mine) for _ in rows]
+    dist.all_gather(shards, mine, group=place.group)
+    return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, rows, strict=True)], dim=1)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a parallelized model is from its eager self: the largest differences of logits and of gradients.
+
+    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is what rounding explains.
+    """
+
+    logits: float
+    gradients: float
+    bound: float
+    tokens: int
+
+
+def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
+    """Compare a parallelized model with its eager self on the ranks at hand, forward and backward. Collective.
+
+    Two random packed documents of together `tokens` tokens run through the ring, and each document alone through the
+    model's own eager attention, which is computed whole on every rank. Takes the memory of two copies of the gradients.
+    A sliding window of W keys is tested only where the first document has more than W tokens: raises InvalidInput for
+    fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ by more than rounding.
+    """
+    ring = _get_ring(model)
+    long = _longest_window(model)
+    first = max(tokens * 2 // 3, 1)
+    if first <= long or tokens < 3:
+        raise InvalidInput(
+            f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens; "
+            f"try tokens={3 * (long + 2) // 2 + 1}"
+        )
+    config, device = model.config.get_text_config(), next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)
+    weights = torch.randn((1, tokens, config.vocab_size), generator=generator).to(device)
+    starts = [0, first, tokens]
+    batch = shard_batch({"input_ids": ids}, ring.place.group, layout=ring.layout, cu_seqlens=starts)
+    group = ring.place.group
+    cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
+    with _evaluating(model):
+        local = model(**batch, use_cache=False).logits
+        mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
+        gradients = _gradients(model, (local.float() * mine).sum() / tokens)
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+        logits = gather_logits(local, group, layout=ring.layout)
+        model.set_attn_implementation("eager")
+        try:
+            parts = [model(ids[:, a:b], use_cache=False).logits for a, b in ((0, first), (first, tokens))]
+            whole = torch.cat(parts, 1)
+            expected = _gradients(model, (whole.float() * weights).sum() / tokens)
+        finally:
+            model.set_attn_implementation(NAME)
+    bound = 256 * torch.finfo(whole.dtype).eps
+    result = Agreement(_difference([logits], [whole.detach()]), _difference(gradients, expected), bound, tokens)
+    worst: list[float] = [0.0] * dist.get_world_size(group)
+    dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
+    if not max(worst) <= bound:
+        raise Mismatch(
+            f"the parallelized model is not its eager self: logits differ by {result.logits:.2g}, gradients by "
+            f"{result.gradients:.2g} of the largest, rounding explains {bound:.2g}; do not train with this model"
+        )
+    return result
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """(out [B, n, H, Dv], None) of query [B, H, n, D], key [B, K, n, D] and value [B, K, n, Dv], the rows of this rank.
+
+    The arguments are those that transformers passes to attention functions. `unused` are for other functions.
+    """
+    ring = cast("_Ring | None", getattr(module, _STATE, None))
+    if ring is None:
+        raise InvalidInput(
+            f"{type(module).__name__} uses attn_implementation={NAME!r} but belongs to no parallelized model; call "
+            "ringattn.integrations.transformers.parallelize(model, group, layout=...)"
+        )
+    with telling("call", group=ring.place.group):
+        if dropout:
+            raise Unsupported(f"attention_dropout={dropout}: dropout of attention weights; set it to 0 in the config")
+        if position_bias is not None:
+            raise Unsupported(f"{type(module).__name__} adds a position bias to its logits, which ringattn does not")
+        if query.shape[2] != key.shape[2]:
+            raise Unsupported(
+                f"a cache of earlier tokens: {query.shape[2]} queries, {key.shape[2]} keys; pass use_cache=False, and "
+                "generate with attn_implementation='sdpa'"
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        pattern = _make_pattern(_check_window(module, sliding_window), causal, cu_seq_lens_q)
+        padding = None if attention_mask is None else ~attention_mask.to(device=key.device, dtype=torch.bool)
+    out = ring_attention(
+        query,
+        key,
+        value,
+        pattern,
+        layout=ring.layout,
+        group=ring.place.group,
+        key_padding_mask=padding,
+        sinks=s_aux,
+        **{**ring.options.keywords(), "scale": scaling, "softcap": softcap},
+    )
+    return out.transpose(1, 2), None
+
+
+def _demand_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise InvalidInput where a model would count the positions of its rows from 0, whatever the rank."""
+    config = cast("PreTrainedModel", model).config
+    if config._attn_implementation == NAME and kwargs.get("position_ids") is None:
+        raise InvalidInput(
+            "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
+            "batch that shard_batch or Collator has made"
+        )
+
+
+def _pass_padding(
+    *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **unused: Any
+) -> torch.Tensor | None:
+    """The padding mask [B, n] for `_attend`. Raises Unsupported for a mask that a model lays over its causal mask."""
+    if use_vmap:
+        raise Unsupported(
+            "this model lays a mask of its own over the causal one (bidirectional image tokens, for example), which "
+            "ringattn cannot read; write the mask as a Pattern, or use attn_implementation='sdpa'"
+        )
+    return attention_mask
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _pass_padding)
+
+
+def _check_window(module: nn.Module, window: int | None) -> int | None:
+    """The number of keys that a row of the layer sees; None: all. Raises Unsupported where the layer contradicts it."""
+    kind = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
+    if (kind == "sliding_attention" and window is None) or (kind == "full_attention" and window is not None):
+        raise Unsupported(
+            f"layer {getattr(module, 'layer_idx', '?')} is {kind}, but transformers passes sliding_window={window}; "
+            "this version of transformers cannot be read"
+        )
+    return window
+
+
+#: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
+_borders: WeakIdKeyDictionary[torch.Tensor, Documents] = WeakIdKeyDictionary()
+
+
+def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None) -> Pattern:
+    """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal on both sides."""
+    pattern: Pattern = Causal() if causal else Full()
+    if window is not None:
+        pattern = pattern & Window(window - 1)
+    if borders is None:
+        return pattern
+    if borders not in _borders:
+        _borders[borders] = Documents(cu_seqlens=borders.tolist())
+    return pattern & _borders[borders]
+
+
+def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
+    """A weak reference to the group."""
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        return WeakGroup(mesh=group)
+    return WeakGroup(dist.group.WORLD if group is None else group)
+
+
+def _find_attention(model: nn.Module) -> list[nn.Module]:
+    """The attention modules that call transformers' attention functions."""
+    return [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
+
+
+def _get_ring(model: nn.Module) -> _Ring:
+    """The state of a parallelized model."""
+    for layer in _find_attention(model):
+        if hasattr(layer, _STATE):
+            return cast(_Ring, getattr(layer, _STATE))
+    raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
+
+
+def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Raise Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    refused = {
+        f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
+        "an encoder and a decoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "attention in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
+        "ALiBi": bool(getattr(config, "alibi", False)),
+        "an auxiliary loss of its routers (output_router_logits), which is not a sum over tokens": bool(
+            getattr(config, "output_router_logits", False)
+        ),
+        "attention outside of transformers' attention functions": not layers or not model._supports_attention_backend,
+    }
+    for feature, present in refused.items():
+        if present:
+            raise Unsupported(f"{name} has {feature}; ringattn cannot compute its attention over ranks")
+    if config is not model.config:
+        raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
+
+
+def _find_documents(
+    tokens: torch.Tensor, positions: torch.Tensor | None, cu_seqlens: Sequence[int] | torch.Tensor | None
+) -> list[int] | None:
+    """The borders of packed documents, [0, ..., N]; None for one document per row."""
+    if cu_seqlens is None:
+        if positions is None:
+            return None
+        begins = positions[:, 1:] != positions[:, :-1] + 1
+        if not bool(begins.any()):
+            return None
+        starts = [0, *(begins[0].nonzero().flatten() + 1).tolist(), tokens.shape[1]]
+        if len(tokens) > 1 and not bool((begins == begins[:1]).all()):
+            raise Unsupported("the rows of this batch have documents of different lengths; pack them into one row")
+        return starts
+    starts = list(map(int, cu_seqlens))
+    Documents(cu_seqlens=starts).check(tokens.shape[1], 1)
+    return starts
+
+
+def _count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, starts: list[int] | None) -> torch.Tensor:
+    """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if starts is not None:
+        begin = torch.zeros(tokens.shape[1], dtype=torch.long)
+        for start in starts[:-1]:
+            begin[start:] = start
+        return positions - begin.to(tokens.device)
+    if mask is not None:
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return positions
+
+
+def _longest_window(model: nn.Module) -> int:
+    """The most keys that a sliding window of the model lets a row see; 0 without windows."""
+    config = cast("PreTrainedModel", model).config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in kinds if kinds is not None else getattr(config, "use_sliding_window", True)
+    return int(getattr(config, "sliding_window", None) or 0) if slides else 0
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A context without dropout, in which gradients are not those of the program: they come back after it."""
+    was = model.training
+    model.eval()
+    kept = [(p, p.grad) for p in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        model.train(was)
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """d loss / d parameter of every parameter that the loss reaches or could reach."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest difference of a tensor, as a fraction of the largest value of its partner or of all."""
+    largest = max(float(x.abs().max()) for x in theirs)
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / max(largest, 1e-30)
+
+
+__all__ = ["Agreement", "Collator", "check", "gather_logits", "parallelize", "shard_batch"]
