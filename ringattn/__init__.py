@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import nn as nn
+    from . import train as train
     from .compat import BlockSparseAdaptive as BlockSparseAdaptive
     from .compat import create_block_sparse_attention as create_block_sparse_attention
     from .compat import create_dilated_attention as create_dilated_attention
@@ -92,15 +93,15 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return import_module(".nn", __name__)
+    if name in ("nn", "train"):
+        return import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, "nn"})
+    return sorted({*globals(), *_HOMES, "nn", "train"})
 
 
 __all__ = sorted(_HOMES)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,11 +16,12 @@ from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
 from .planner import make_plan
 from .runtime.autocast import cast_inputs
-from .runtime.autograd import AllRanks, Attention, OneRank, Runner
+from .runtime.autograd import AllRanks, Attention, OneRank, Runner, uncompiled
 from .runtime.checkpointing import keeping
 from .runtime.executor import Job
 from .runtime.handshake import Call, agree, describe
 from .runtime.options import OPTION_NAMES, AttentionOptions, check_option_names
+from .runtime.softmax import attend_sinks, check_sinks
 from .transport.records import Exchange, Telling
 from .transport.torchdist import TorchDist
 
@@ -34,28 +32,6 @@ if TYPE_CHECKING:
 
     from .runtime.options import AttentionKeywords, RankKeywords, RingKeywords, StreamKeywords, VirtualKeywords
     from .transport.base import Transport
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, at which torch.compile breaks its graph: plans and messages cannot be traced.
-
-    torch.compiler.disable imports the compiler, which takes over a second. A program that has not imported the compiler
-    compiles nothing, so the import waits until the compiler is there.
-    """
-    disabled: list[Callable[P, R]] = []
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
-
-    return call
 
 
 @overload
@@ -147,14 +123,14 @@ def ring_attention(
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         nonlocal q, k, v, floor
-        _check_sinks(sinks, q)
+        check_sinks(sinks, q)
         q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
         return q, k, v
 
     plan, kernel = agree(ring, call, prepare)
     q, scale = _make_scale_positive(q, call.scale)
     runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse or call.sinks), ring, next(ring.calls))
-    out, lse = _attend_sinks(*_apply(q, k, v, runner, plan.pattern.output_scale, floor), sinks)
+    out, lse = attend_sinks(*_apply(q, k, v, runner, plan.pattern.output_scale, floor), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -269,7 +245,7 @@ def virtual_attention(
     q, k, v = cast_inputs(q, k, v)
     local = DEFAULT_LAYOUT if layout == "auto" else layout
     call = _make_call(q, pattern, local, options, return_lse=return_lse, sinks=sinks is not None)
-    _check_sinks(sinks, q)
+    check_sinks(sinks, q)
     q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
     kernel = call.check(q, k, v)
     plan = make_plan(
@@ -285,7 +261,7 @@ def virtual_attention(
     )
     q, scale = _make_scale_positive(q, call.scale)
     runner = AllRanks(plan, kernel, scale, return_lse or call.sinks)
-    out, lse = _attend_sinks(*_apply(q, k, v, runner, plan.pattern.output_scale, floor), sinks)
+    out, lse = attend_sinks(*_apply(q, k, v, runner, plan.pattern.output_scale, floor), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -387,8 +363,8 @@ def attention(
     q, k, v = cast_inputs(q, k, v)
     options["schedule"] = "direct"
     call = _make_call(q, pattern, "contiguous", options, return_lse=return_lse, sinks=sinks is not None)
-    _check_sinks(sinks, q)
-    out, lse = _attend_sinks(*_stream_from_host(q, k, v, call, key_padding_mask, chunk, device), sinks)
+    check_sinks(sinks, q)
+    out, lse = attend_sinks(*_stream_from_host(q, k, v, call, key_padding_mask, chunk, device), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -500,34 +476,6 @@ def _apply(
         shared = out.requires_grad or keeping()
         out = out * output_scale if shared else out.mul_(output_scale)
     return out, lse
-
-
-def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
-    if sinks is None or not isinstance(q, torch.Tensor) or q.ndim != 4:  # a wrong q is reported by `Call.check`
-        return
-    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
-        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
-        raise InvalidInput(
-            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
-            "tokens that all rows see use the pattern Sinks"
-        )
-    if sinks.device != q.device:
-        raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
-
-
-def _attend_sinks(
-    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of softmaxes with one more key per head, of logit `sinks` [H] and value 0.
-
-    The weights of all other keys shrink by exp(lse) / (exp(lse) + exp(sink)), the sigmoid of lse - sink.
-    """
-    if sinks is None:
-        return out, lse
-    sink = sinks.to(lse.dtype).unsqueeze(-1)
-    share = (lse - sink).sigmoid().unsqueeze(-1)
-    return (out * share).to(out.dtype), torch.logaddexp(lse, sink)
 
 
 #: One transport per process group, so that its handshakes are remembered. An entry ends with its group.

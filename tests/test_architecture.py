@@ -35,6 +35,8 @@ ORDER = (
     "numerics",
     "functional",
     "nn",
+    "train",
+    "integrations",
     "compat",
     "config",
     "experiments",

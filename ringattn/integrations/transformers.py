@@ -287,6 +287,7 @@ def _attend(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         pattern = _make_pattern(_check_window(module, sliding_window), causal, cu_seq_lens_q)
         padding = None if attention_mask is None else ~attention_mask.to(device=key.device, dtype=torch.bool)
+    options = cast("AttentionKeywords", {**ring.options.keywords(), "scale": scaling, "softcap": softcap})
     out = ring_attention(
         query,
         key,
@@ -296,7 +297,7 @@ def _attend(
         group=ring.place.group,
         key_padding_mask=padding,
         sinks=s_aux,
-        **{**ring.options.keywords(), "scale": scaling, "softcap": softcap},
+        **options,
     )
     return out.transpose(1, 2), None
 
@@ -339,7 +340,7 @@ def _check_window(module: nn.Module, window: int | None) -> int | None:
 
 
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
-_borders: WeakIdKeyDictionary[torch.Tensor, Documents] = WeakIdKeyDictionary()
+_borders: Any = WeakIdKeyDictionary()
 
 
 def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None) -> Pattern:

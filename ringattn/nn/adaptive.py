@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput, Mismatch
-from ..functional import exchange, uncompiled
+from ..functional import exchange
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from ..runtime.autocast import cast_inputs
-from ..runtime.softmax import merge
+from ..runtime.autograd import uncompiled
+from ..runtime.softmax import attend_sinks, check_sinks, merge
 from .core import CoreKeywords, RingAttention
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class AdaptiveAttention(RingAttention):
         *,
         is_causal: bool = False,
         key_padding_mask: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
@@ -127,6 +129,7 @@ class AdaptiveAttention(RingAttention):
         query_block = -(-positions // self.block) if causal else key_block
         queries, keys, seed = self._block_means(q, k, query_block, key_block, key_padding_mask)
         with self.telling():
+            check_sinks(sinks, q)
             a = torch.einsum("bhnd,hdr->bhnr", queries.to(self.query.dtype), self.query)
             b = torch.einsum("bhnd,hdr->bhnr", keys.to(self.key.dtype), self.key)
             b_of_query_heads = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -144,11 +147,11 @@ class AdaptiveAttention(RingAttention):
             own_block = local_window(self.block, blocks=0) & Causal()
         if not causal:
             out, lse = self._run(wide_q, wide_k, v, biased, options, key_padding_mask)
-            return out, lse
+            return attend_sinks(out, lse, sinks)
         out, lse = self._run(q, k, v, own_block, options, key_padding_mask)
-        if not biased_table.any():
-            return out, lse
-        return merge(out, lse, *self._run(wide_q, wide_k, v, biased, options, key_padding_mask))
+        if biased_table.any():
+            out, lse = merge(out, lse, *self._run(wide_q, wide_k, v, biased, options, key_padding_mask))
+        return attend_sinks(out, lse, sinks)
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
         """Selected key blocks of the last call as a fraction of all, counted; 0 before the first call.

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput, RingAttentionError
-from ..functional import check_arguments, positions, ring_attention, telling, uncompiled, virtual_attention
+from ..functional import check_arguments, positions, ring_attention, telling, virtual_attention
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
 from ..planner import make_plan
+from ..runtime.autograd import uncompiled
 from ..runtime.options import AttentionKeywords, AttentionOptions, RankKeywords, check_option_names
 from ..text import did_you_mean
 from ..transport.torchdist import WeakGroup

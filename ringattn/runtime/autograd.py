@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from .handshake import agree_backward
 from .memory import empty, typed_errors
 
 Tensors = tuple[Tensor, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Runner(Protocol):
@@ -145,3 +150,22 @@ class Attention(torch.autograd.Function):
         result = Forward(out, lse, tuple(kept))
         with autocast_off(q.device), typed_errors(q.device):
             return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, at which torch.compile breaks its graph: plans and messages cannot be traced.
+
+    torch.compiler.disable imports the compiler, which takes over a second. A program that has not imported the compiler
+    compiles nothing, so the import waits until the compiler is there.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ..errors import InvalidInput
 from ..kernels import fused_kernels
 
 
@@ -41,3 +44,29 @@ def merge(
     lse, part_lse = lse.masked_fill(empty, 0.0), part_lse.masked_fill(empty, 0.0)  # -inf minus -inf is NaN
     gate = torch.sigmoid(part_lse - lse).unsqueeze(-1).to(out.dtype)
     return torch.lerp(out, part, gate), torch.logaddexp(lse, part_lse).masked_fill(empty, -torch.inf)
+
+
+def check_sinks(sinks: Any, q: torch.Tensor) -> None:
+    """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
+    if sinks is None or not isinstance(q, torch.Tensor) or q.ndim != 4:  # a wrong q is reported by `Call.check`
+        return
+    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
+        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
+        raise InvalidInput(
+            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
+            "tokens that all rows see use the pattern Sinks"
+        )
+    if sinks.device != q.device:
+        raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
+
+
+def attend_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of softmaxes with one more key per head, of logit `sinks` [H] and value 0.
+
+    The weights of all other keys shrink by exp(lse) / (exp(lse) + exp(sink)), the sigmoid of lse - sink.
+    """
+    if sinks is None:
+        return out, lse
+    sink = sinks.to(lse.dtype).unsqueeze(-1)
+    share = (lse - sink).sigmoid().unsqueeze(-1)
+    return (out * share).to(out.dtype), torch.logaddexp(lse, sink)

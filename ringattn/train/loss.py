@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .errors import InvalidInput
-from .kernels.base import wide
-from .transport.torchdist import WeakGroup
+from ..errors import InvalidInput
+from ..kernels.base import wide
+from ..transport.torchdist import WeakGroup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
