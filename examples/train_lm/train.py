@@ -166,7 +166,10 @@ def main(cfg: DictConfig) -> None:
     torch.set_num_threads(1)
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo")
+    # After a restart of torchrun the store still says where the earlier ranks listened: see docs/launching.md.
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore("restart_" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     run = Run(cfg)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.load()

@@ -19,7 +19,6 @@ from ..errors import InvalidInput, Unsupported
 from ..registry import Registry
 from ..text import did_you_mean
 from .base import Kernel
-from .reference import Reference
 
 #: Kernels by name. An installed package adds a subclass of `Kernel` by an entry point of the group "ringattn.kernels".
 KERNELS: Registry[type[Kernel]] = Registry(
@@ -58,6 +57,8 @@ def get_kernel(
     if softcap is not None:
         if base != "reference":
             raise Unsupported(f"kernel {name} has no softcap (softcap={softcap}); try kernel='reference' or 'auto'")
+        from .reference import Reference  # few calls have a softcap
+
         return Reference(softcap)
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
