@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ EXTRAS = {
 }
 #: Works of 4,096 rows and keys with 8 heads of 128 columns, as rings of a decoder make them.
 TYPICAL = {
-    name: Work(range(8), range(kv_heads), range(4096), (range(4096),), lo, hi)
-    for name, kv_heads, lo, hi in (
-        ("dense", 8, None, None),
-        ("causal", 8, 0, None),
-        ("grouped heads", 2, 0, None),
-        ("window", 8, 0, 1023),
+    name: [Work(range(8), range(kv_heads), range(a, b), (range(a, b),), lo, hi) for a, b in pairwise(cuts)]
+    for name, kv_heads, lo, hi, cuts in (
+        ("dense", 8, None, None, (0, 4096)),
+        ("causal", 8, 0, None, (0, 4096)),
+        ("grouped heads", 2, 0, None, (0, 4096)),
+        ("window", 8, 0, 1023, (0, 4096)),
+        ("documents", 8, 0, None, (0, 1000, 3000, 4096)),
     )
 }
 
@@ -68,7 +70,7 @@ def _kernel_choices(capability: str | None) -> list[Number]:
     cuda_device: Any = importlib.import_module("ringattn.kernels.cuda_device")
     aten_cpu: Any = importlib.import_module("ringattn.kernels.aten_cpu")
     if capability is None and not torch.cuda.is_available():
-        return [Number(f"auto for {name}", str(aten_cpu.AtenCpu().explain(work))) for name, work in TYPICAL.items()]
+        return [Number(f"auto for {name}", str(aten_cpu.AtenCpu().explain(*works))) for name, works in TYPICAL.items()]
     if capability is None:
         device, place = cuda_device.CudaDevice.read(), "here"
     else:
@@ -87,7 +89,7 @@ def _kernel_choices(capability: str | None) -> list[Number]:
         except Unsupported as error:
             numbers.append(Number(f"auto, {label}", str(error)))
             continue
-        numbers += [Number(f"auto for {name}, {label}", str(kernel.explain(work))) for name, work in TYPICAL.items()]
+        numbers += [Number(f"auto for {name}, {label}", str(kernel.explain(*works))) for name, works in TYPICAL.items()]
     return numbers
 
 

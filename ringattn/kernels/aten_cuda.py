@@ -17,6 +17,7 @@ from ..plan.work import Work
 from .bands import cut, efficient_mask, efficient_reads, flash_reads, flash_window
 from .base import Kernel, OpChoice
 from .cuda_device import HALF_DTYPES, OPS, CudaDevice
+from .packing import cumulative, pack
 from .pad import crop_to, pad_to
 
 #: Largest second or third dimension of a CUDA grid, where the ops put heads, or batch times heads.
@@ -34,6 +35,9 @@ class AtenCuda(Kernel):
     neither by `deterministic` nor by torch.use_deterministic_algorithms. With the choice "cudnn" the op of the bands
     computes the other calls. An implementation that torch.nn.attention.activate_flash_attention_impl has put in place
     of FlashAttention 2 takes the calls of flash, and those of cuDNN. Head dims up to 256.
+
+    Short documents that follow one another are one call of flash with cumulative lengths, "varlen". With the choice
+    "cudnn" they are calls of their own.
 
     What the device and torch's switches allow is read once, in `check`; the backward keeps to it.
     """
@@ -107,22 +111,30 @@ class AtenCuda(Kernel):
         for batch in work.batches(GRID // len(work.heads)):
             yield from cut(batch, flash_reads if self.band_op == "flash" else efficient_reads)
 
+    def pack(self, calls: list[Work]) -> list[Work]:
+        if self.band_op != "flash" or self.choice == "cudnn":
+            return calls
+        return [part for work in pack(calls) for part in work.batches(GRID // len(work.heads))]
+
     def op_of(self, call: Work, head_dim: int) -> str:
+        if call.cuts:
+            return "varlen flash"
         if self.choice in ("flash", "efficient"):
             return self.choice
         return self.band_op if self._refuses_cudnn(call, head_dim) else "cudnn"
 
-    def explain(self, work: Work, head_dim: int = 128) -> OpChoice:
-        taken = super().explain(work, head_dim)
-        first = next(iter(self.split(work)))
+    def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
+        taken = super().explain(*works, head_dim=head_dim)
+        calls = self.calls_of(works)
+        packs = any(call.cuts for call in calls)
         reasons = {
-            "cudnn": self._refuses_cudnn(first, head_dim),
+            "cudnn": "it gets one document per call" if packs else self._refuses_cudnn(calls[0], head_dim),
             "flash": self.device.refuses("flash", self.dtype, head_dim) or "cudnn is faster here",
             "efficient": self.device.refuses("efficient", self.dtype, head_dim) or "it is slower in 16 bits",
         }
         if self.choice in reasons:
             reasons = {op: f"kernel={self.name} is asked for" for op in reasons}
-        used = [op for op, _ in taken.calls]
+        used = " ".join(op for op, _ in taken.calls)
         return OpChoice(self.name, taken.calls, tuple((op, str(reasons[op])) for op in OPS if op not in used))
 
     def _refuses_cudnn(self, call: Work, head_dim: int) -> str | None:
@@ -146,17 +158,18 @@ class AtenCuda(Kernel):
         value_dim = v.shape[-1]
         width = self.device.padded(max(q.shape[-1], value_dim))
         q, k, v = (_ready(pad_to(x, width)) for x in (q, k, v))
-        op = self.op_of(work, width)
-        if op == "flash":
+        op, batch = self.op_of(work, width), len(q)
+        if op.endswith("flash"):
             left, right = flash_window(work)
             out, lse, *_ = _aten._flash_attention_forward(
-                *(x.transpose(1, 2) for x in (q, k, v)),
-                *(None, None, len(work.q), work.keys, 0.0, False, False),
+                *(_tokens(x, work) for x in (q, k, v)),
+                *(*_lengths(work, q), 0.0, False, False),
                 scale=scale,
                 window_size_left=left,
                 window_size_right=right,
             )
-            out = out.transpose(1, 2)
+            out = _of_tokens(out, work, batch)
+            lse = lse.unflatten(1, (batch, -1)).transpose(0, 1) if work.cuts else lse
         elif op == "cudnn":
             out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
                 q, k, v, None, True, 0.0, not work.dense, False, scale=scale
@@ -193,16 +206,17 @@ class AtenCuda(Kernel):
         op = self.op_of(work, width)
         seed = q.new_empty((), dtype=torch.int64)  # of dropout, which is off: no op reads it
         with _deterministic(self.deterministic):
-            if op == "flash":
+            if op.endswith("flash"):
                 left, right = flash_window(work)
                 grads = _aten._flash_attention_backward(
-                    *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
-                    *(lse, None, None, rows, keys, 0.0, False, seed, seed),
+                    *(_tokens(x, work) for x in (grad, q, k, v, out)),
+                    lse.transpose(0, 1).flatten(1).contiguous() if work.cuts else lse,
+                    *(*_lengths(work, q), 0.0, False, seed, seed),
                     scale=scale,
                     window_size_left=left,
                     window_size_right=right,
                 )
-                dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
+                dq, dk, dv = (_of_tokens(x, work, len(q)) for x in grads[:3])
             elif op == "cudnn":
                 # cuDNN plans are kept by keys without the strides of dO and out (cudnn/MHA.cpp): one layout for all.
                 grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
@@ -237,6 +251,21 @@ def _ready(x: torch.Tensor) -> torch.Tensor:
     size = x.element_size()
     aligned = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
     return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _tokens(x: torch.Tensor, work: Work) -> torch.Tensor:
+    """x [B, H, n, D] as flash takes it: [B, n, H, D], or [B * n, H, D] for a packed work."""
+    return x.transpose(1, 2).flatten(0, 1) if work.cuts else x.transpose(1, 2)
+
+
+def _of_tokens(x: torch.Tensor, work: Work, batch: int) -> torch.Tensor:
+    """A result of flash as [B, H, n, D]."""
+    return (x.unflatten(0, (batch, -1)) if work.cuts else x).transpose(1, 2)
+
+
+def _lengths(work: Work, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+    """(cum_seq_q, cum_seq_k, max_q, max_k) of flash, for q [B, H, n, D]."""
+    return cumulative(work, len(q), q.device) if work.cuts else (None, None, len(work.q), work.keys)
 
 
 def _turned(tensors: Sequence[torch.Tensor], flip: bool) -> Sequence[torch.Tensor]:

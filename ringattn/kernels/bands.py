@@ -38,7 +38,7 @@ def is_causal(work: Work) -> bool:
 
 def flash_window(work: Work) -> tuple[int, int]:
     """(window_size_left, window_size_right) of the flash op, in which -1 is unbounded."""
-    left, right = (-1 if bound is None else bound for bound in _bounds(work))
+    left, right = (-1 if bound is None else bound for bound in window_bounds(work))
     return left, right
 
 
@@ -49,7 +49,7 @@ def flash_reads(work: Work) -> bool:
     reads an unbounded side as a bound of as many keys as there are (flash_api.cpp; flash-attention issue 895).
     """
     rows, keys = len(work.q), work.keys
-    left, right = _bounds(work)
+    left, right = window_bounds(work)
     read_left = left if left is not None and 0 <= left < keys else None
     read_right = right if right is not None and 0 <= right < keys else None
     if read_left is None and read_right is not None:
@@ -96,10 +96,10 @@ def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bo
     return all(hides_nothing) or (not any(hides_nothing) and read == needed)
 
 
-def _bounds(work: Work) -> tuple[int | None, int | None]:
+def window_bounds(work: Work) -> tuple[int | None, int | None]:
     """(left, right) of the band as a window that is anchored at the last row and the last key; None is unbounded.
 
     Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
     """
-    shift = work.keys - len(work.q)
+    shift = 0 if work.cuts else work.keys - len(work.q)
     return None if work.hi is None else work.hi + shift, None if work.lo is None else -work.lo - shift

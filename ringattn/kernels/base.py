@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import ClassVar
@@ -72,14 +72,22 @@ class Kernel(ABC):
         """The op that computes a call of `split`."""
         return self.name
 
-    def explain(self, work: Work, head_dim: int = 128) -> OpChoice:
-        """Which ops compute a work, and why the others do not."""
-        calls = Counter(self.op_of(call, head_dim) for call in self.split(work))
+    def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
+        """Which ops compute the works of a visit, and why the others do not."""
+        calls = Counter(self.op_of(call, head_dim) for call in self.calls_of(works))
         return OpChoice(self.name, tuple(calls.items()))
 
     @abstractmethod
     def split(self, work: Work) -> Iterator[Work]:
         """The calls that this kernel makes for a work. Together the calls hold every pair of the work once."""
+
+    def pack(self, calls: list[Work]) -> list[Work]:
+        """The calls of `split` for the works of one visit, or fewer calls that hold the same pairs."""
+        return calls
+
+    def calls_of(self, works: Iterable[Work]) -> list[Work]:
+        """The calls that this kernel makes for the works of one visit."""
+        return self.pack([call for work in works for call in self.split(work)])
 
     @abstractmethod
     def forward(
@@ -131,7 +139,7 @@ def forward(
     k, v, *bad_keys = keys
     out, lse = kernel.forward(q, k, v, work, scale)
     for bad in bad_keys:
-        bad_rows = _rows_seeing(bad.squeeze(-1), work.lo, work.hi, len(work.q))
+        bad_rows = _seeing(bad.squeeze(-1), work)
         out[..., 0].unflatten(1, (k.shape[1], -1)).masked_fill_(bad_rows.unsqueeze(2), torch.nan)
     return out, lse
 
@@ -148,9 +156,7 @@ def backward(
     k, v, *_ = keys
     dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, work, scale)
     for bad in bad_rows:
-        # Row i sees key j iff -hi <= j - i <= -lo: the same band with rows and keys exchanged.
-        lo, hi = (None if bound is None else -bound for bound in (work.hi, work.lo))
-        bad_keys = _rows_seeing(bad.unflatten(1, (k.shape[1], -1)).any(2), lo, hi, work.keys)
+        bad_keys = _seeing(bad.unflatten(1, (k.shape[1], -1)).any(2), work, by_key=True)
         dv[..., 0].masked_fill_(bad_keys, torch.nan)
     return dq, dk, dv
 
@@ -249,6 +255,24 @@ def _bad_rows(*tensors: torch.Tensor) -> torch.Tensor:
     # The largest magnitude of a row reads the tensor once and is NaN if any entry is.
     peaks = [torch.linalg.vector_norm(x, torch.inf, -1) for x in tensors]
     return ~(reduce(torch.maximum, peaks) < torch.inf)
+
+
+def _seeing(flagged: torch.Tensor, work: Work, *, by_key: bool = False) -> torch.Tensor:
+    """Bool [B, K, rows or 1], True for a row that sees a key that `flagged` [B, K, keys] flags.
+
+    `by_key`: bool [B, K, keys or 1], True for a key that a flagged row sees.
+    """
+    if work.cuts:
+        from .packing import visible_runs  # only what packs loads it
+
+        first, stop = visible_runs(work, flagged.device, by_key=by_key)
+        count = torch.nn.functional.pad(flagged.cumsum(-1, dtype=torch.int32), (1, 0))
+        return count.index_select(-1, stop) > count.index_select(-1, first)
+    if not by_key:
+        return _rows_seeing(flagged, work.lo, work.hi, len(work.q))
+    # Row i sees key j iff -hi <= j - i <= -lo: the same band with rows and keys exchanged.
+    lo, hi = (None if bound is None else -bound for bound in (work.hi, work.lo))
+    return _rows_seeing(flagged, lo, hi, work.keys)
 
 
 def _rows_seeing(flagged: torch.Tensor, lo: int | None, hi: int | None, rows: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..cache import Value
 
@@ -22,6 +23,9 @@ class Work(Value):
     one after another. Query heads `heads` share the key/value heads `kv`. Every row of `q` sees a key. The work is
     repeated `repeat` times, with query rows q_shift and key rows k_shift further each time; the query rows of
     different repetitions are disjoint, their keys may overlap.
+
+    `cuts`, of works that `kernels.packing` makes, holds (rows, keys) of one sequence after another: a row attends keys
+    of its own sequence only, and i and j count from the end of their sequence.
     """
 
     heads: range
@@ -33,18 +37,24 @@ class Work(Value):
     repeat: int = 1
     q_shift: int = 0
     k_shift: int = 0
+    cuts: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.heads, self.kv, self.q, self.k, self.lo, self.hi, self.repeat, self.q_shift, self.k_shift))
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     def __hash__(self) -> int:  # kept, as works are keys of many tables
         return self._hash
 
     @property
     def dense(self) -> bool:
-        """Whether every query row sees every key row."""
+        """Whether every query row sees every key row, or every key row of its sequence."""
         return self.lo is None and self.hi is None
+
+    @cached_property
+    def kept(self) -> dict[object, Any]:
+        """What kernels keep for the work as long as it lives, such as index tensors on a device."""
+        return {}
 
     @property
     def keys(self) -> int:

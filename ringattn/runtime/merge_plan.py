@@ -108,13 +108,12 @@ def _mark_calls(
 ) -> tuple[tuple[KernelCall, ...], bool]:
     """The kernel calls of works, counted in `partials`, and whether a call has rows with and rows without a partial."""
     calls, mixed = [], False
-    for work in join_repetitions(join_keys(works)):
-        for call in kernel.split(work):
-            counts = _counts(partials, call, origin)
-            first = not counts.any()
-            mixed |= not first and not counts.all()
-            counts += 1
-            calls.append(KernelCall(call, first))
+    for call in kernel.calls_of(join_repetitions(join_keys(works))):
+        counts = _counts(partials, call, origin)
+        first = not counts.any()
+        mixed |= not first and not counts.all()
+        counts += 1
+        calls.append(KernelCall(call, first))
     return tuple(calls), mixed
 
 

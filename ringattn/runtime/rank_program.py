@@ -96,10 +96,11 @@ def exchanges_heads(plan: Plan) -> bool:
 def batches(work: Work, count: int) -> Sequence[slice | None]:
     """The slices of a batch of `count`, one per kernel call; None is the whole batch.
 
-    A work with repetitions takes one element of the batch per call.
+    A work with repetitions takes one element of the batch per call. 5 for each sequence of a packed work bounds the
+    sequences of a call by 52,428: CUDA grids have at most 65,535.
     """
     size = count if work.repeat == 1 else 1
-    size = max(1, min(size, BATCH_ROWS // (len(work.q) * len(work.heads))))
+    size = max(1, min(size, BATCH_ROWS // max(len(work.q) * len(work.heads), 5 * len(work.cuts))))
     if size >= count:
         return (None,)
     return [slice(first, first + size) for first in range(0, count, size)]
@@ -201,8 +202,7 @@ def _backward_works(plan: Plan, rank: int, kernel: Kernel) -> list[tuple[Work, .
     """The calls of every visit."""
     demand = plan.query_demand if plan.rotates == "queries" else plan.demand
     blocks = [block for step in plan.for_rank(rank).backward for block in step.visits]
-    works = [demand.batched(rank, block.owner, block.row_set) for block in blocks]
-    return [tuple(call for work in visit for call in kernel.split(work)) for visit in works]
+    return [tuple(kernel.calls_of(demand.batched(rank, block.owner, block.row_set))) for block in blocks]
 
 
 def _covers(work: Work, part: Part, plan: Plan) -> bool:

@@ -13,6 +13,8 @@ The numbers are computed in fp64 and rounded to the dtype of the inputs. Sources
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -97,6 +99,31 @@ def flash_window(rows: int, keys: int, left: int, right: int, most_keys: int | N
     return hide(visible)
 
 
+def packed_sequences(
+    q: Tensor, k: Tensor, lengths: tuple[Tensor, Tensor, int, int], window: dict[str, int]
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, keys, bias) of every sequence of a packed call with q [total, H, D]."""
+    cum_q, cum_k, max_q, max_k = lengths
+    # [flash_api] mha_varlen_fwd: "cu_seqlens_q must have dtype int32", CHECK_DEVICE, CHECK_CONTIGUOUS, CHECK_SHAPE of
+    # both with batch_size + 1, "batch size must be positive"; max_seqlen_q and max_seqlen_k are ints of the host.
+    for x in (cum_q, cum_k):
+        if x.dtype != torch.int32 or x.device != q.device or not x.is_contiguous() or x.dim() != 1:
+            raise RuntimeError("cu_seqlens must be contiguous, on the device, and have dtype int32")
+    if q.dim() != 3 or k.dim() != 3 or cum_q.shape != cum_k.shape or len(cum_q) < 2:
+        raise RuntimeError("q, k and v must be [total, H, D], and cu_seqlens [sequences + 1]")
+    assert type(max_q) is type(max_k) is int
+    # csrc/flash_attn/src/flash_fwd_launch_template.h: the grid is (blocks of max_seqlen_q, sequences, heads).
+    if len(cum_q) > 65_536:
+        raise RuntimeError("invalid configuration argument: more than 65,535 sequences")
+    # Nothing checks the numbers: rows beyond max_q are not computed, and keys beyond the last length are read.
+    rows, keys = (x.diff().tolist() for x in (cum_q, cum_k))
+    assert (cum_q[0], cum_q[-1], cum_k[0], cum_k[-1]) == (0, len(q), 0, len(k)) and min(*rows, *keys) > 0
+    assert max(rows) <= max_q and max(keys) <= max_k
+    for row, key, n, m in zip(cum_q.tolist(), cum_k.tolist(), rows, keys, strict=False):
+        bias = flash_window(n, m, window["window_size_left"], window["window_size_right"], max_k)
+        yield slice(row, row + n), slice(key, key + m), bias
+
+
 def top_left(rows: int, keys: int, causal: bool) -> Tensor:
     # [MHA] set_causal_mask: cuDNN's causal mask begins at the first row and the first key.
     return hide(distances(rows, keys) >= 0 if causal else torch.ones(rows, keys, dtype=torch.bool))
@@ -128,13 +155,15 @@ class EmulatedOps:
 
     def __init__(self, device: CudaDevice = HOPPER, *, any_dtype: bool = False) -> None:
         self.device, self.any_dtype = device, any_dtype
-        self.calls: dict[str, int] = {}
+        self.calls = Counter[str]()
+        #: How many calls had cumulative lengths.
+        self.packed = 0
         #: The strides of dO and out by the key of cuDNN's cache of backward plans.
         self.plans: dict[object, tuple[object, object]] = {}
 
     def _begin(self, op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Count a call, and refuse what the op refuses of its device and tensors. q [B, H, N, D] or any other order."""
-        self.calls[op] = self.calls.get(op, 0) + 1
+        self.calls[op] += 1
         assert q.shape[-1] == k.shape[-1], "q and k have the same head dim"
         efficient = op.startswith("efficient")
         # [sdp_utils] check_tensor_dtype and check_dtypes_low_precision; bf16 needs sm80 for the efficient op, too.
@@ -147,7 +176,16 @@ class EmulatedOps:
     def _flash_attention_forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float, **window: int) -> Any:
         self._begin("flash", q, k, v)
         check_readable(q, k, v)
-        assert rest == (None, None, q.shape[1], k.shape[1], 0.0, False, False)
+        assert rest[4:] == (0.0, False, False)
+        if rest[0] is not None:
+            self.packed += 1
+            out, lse = torch.empty_like(q), torch.full((q.shape[1], len(q)), torch.nan)
+            for rows, keys, bias in packed_sequences(q, k, rest[:4], window):
+                one = (x[None, run].transpose(1, 2) for x, run in ((q, rows), (k, keys), (v, keys)))
+                part, part_lse = attend(*one, bias, scale)
+                out[rows], lse[:, rows] = part[0].transpose(0, 1).to(q.dtype), part_lse[0].float()
+            return out, lse, None, None
+        assert rest[:4] == (None, None, q.shape[1], k.shape[1])
         bias = flash_window(q.shape[1], k.shape[1], window["window_size_left"], window["window_size_right"])
         out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), bias, scale)
         # [flash_api] out is empty_like(q) in [B, N, H, D], lse is [B, H, N] in fp32.
@@ -170,9 +208,21 @@ class EmulatedOps:
         # [sdp_utils] check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
         if 192 < q.shape[-1] <= 224 and ((8, 6) <= self.device.capability <= (8, 9) or self.device.capability[0] == 12):
             raise RuntimeError("Flash attention currently doesn't support training with head_dim in (192, 224] here")
-        # [flash_api] the kernel reads lse as [B, H, N] in fp32 without strides.
-        assert lse.is_contiguous() and rest[:6] == (None, None, q.shape[1], k.shape[1], 0.0, False)
-        assert lse.dtype == torch.float32 and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        # [flash_api] the kernel reads lse as [B, H, N], of packed calls as [H, total], in fp32 without strides.
+        assert lse.is_contiguous() and lse.dtype == torch.float32 and rest[4:6] == (0.0, False)
+        if rest[0] is not None:
+            assert lse.shape == (q.shape[1], len(q))
+            # [flash_api] dq, dk and dv are empty_like: what no sequence holds stays arbitrary.
+            results = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+            for rows, keys, bias in packed_sequences(q, k, rest[:4], window):
+                runs = (rows, rows, keys, keys, rows)
+                one = (x[None, run].transpose(1, 2) for x, run in zip((grad, q, k, v, out), runs, strict=True))
+                parts = differentiate(*one, lse[None, :, rows], bias, scale)
+                for x, run, part in zip(results, (rows, keys, keys), parts, strict=True):
+                    x[run] = part[0].transpose(0, 1).to(x.dtype)
+            return results
+        assert rest[:4] == (None, None, q.shape[1], k.shape[1])
+        assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         bias = flash_window(q.shape[1], k.shape[1], window["window_size_left"], window["window_size_right"])
         grads = differentiate(*(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse, bias, scale)
         return [x.to(q.dtype).transpose(1, 2) for x in grads]

@@ -215,7 +215,7 @@ def taken(
         kernel.use(CudaDevice(capability, **facts), dim)
     except ra.Unsupported as error:
         return str(error)
-    return " ".join(dict(kernel.explain(work, dim).calls))
+    return " ".join(dict(kernel.explain(work, head_dim=dim).calls))
 
 
 def test_the_op_is_one_that_the_device_runs() -> None:
@@ -342,7 +342,8 @@ def test_bad_numbers_on_emulated_ops(ops: EmulatedOps, monkeypatch: pytest.Monke
     monkeypatch.setattr(base, "finite", lambda *tensors: False)
     monkeypatch.setattr(base, "none", lambda flags: False)
     place = 17
-    for text in ("Causal()", "Causal() & (Window(5) | Sinks(3))"):
+    documents = "Documents([9, 1, 14, 0, 16])"
+    for text in ("Causal()", "Causal() & (Window(5) | Sinks(3))", f"Causal() & {documents}", documents):
         mask = torch.from_numpy(ra.parse_pattern(text).mask(40)[0] > 0)
         for choice, rotate, which in itertools.product(("flash", "efficient"), ("keys", "queries"), range(4)):
             q, k, v, grad = (torch.randn(1, 1, 40, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))
