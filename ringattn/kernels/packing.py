@@ -74,12 +74,13 @@ def pack(calls: list[Work]) -> list[Work]:
             continue
         number = ending.pop((work.heads, work.kv, work.q.start, work.k[0].start), len(chains))
         works, window = chains[number] if number < len(chains) else ([], _Window.of(work))
-        joined = window.join(_Window.of(work)) if len(works) < MOST_SEQUENCES else None
-        if not works or joined is None:
+        joined = window.join(_Window.of(work)) if 0 < len(works) < MOST_SEQUENCES else None
+        if joined is None:
             number = len(chains)
             chains.append(([work], _Window.of(work)))
         else:
-            chains[number] = [*works, work], joined
+            works.append(work)
+            chains[number] = works, joined
         ending[work.heads, work.kv, work.q.stop, work.k[0].stop] = number
     packed = [_packed(works, window) for works, window in chains if len(works) > 1]
     alone = [works[0] for works, _ in chains if len(works) == 1]

@@ -15,12 +15,13 @@ from oracle import dense, error, make_case
 from works import trimmed
 
 import ringattn as ra
-from ringattn.kernels.aten_cuda import AtenCuda
+from ringattn.kernels.aten_cuda import GRID, AtenCuda
 from ringattn.kernels.bands import flash_reads, flash_window
 from ringattn.kernels.base import band
 from ringattn.kernels.packing import ALONE_ROWS, cumulative, pack, visible_runs
 from ringattn.plan.work import Work
 from ringattn.planner import make_plan
+from ringattn.runtime.rank_program import batches
 
 CPU = torch.device("cpu")
 #: Odd lengths, empty documents, single tokens, and documents over the borders of shards.
@@ -137,6 +138,13 @@ def test_one_call_for_each_visit(ops: EmulatedOps, text: str, layout: str, rotat
     visits = sum(len(step.visits) for rank in range(3) for step in plan.for_rank(rank).forward)
     backwards = sum(count for op, count in ops.calls.items() if op.endswith("backward"))
     assert ops.calls.total() == 2 * backwards == 2 * visits and ops.packed >= 3
+
+
+def test_a_call_has_no_more_sequences_than_a_grid() -> None:
+    work = Work(range(1), range(1), range(999), (range(999),), cuts=((1, 1),) * 999)
+    slices = batches(work, 1000)
+    assert slices[-1] is not None and slices[-1].stop >= 1000
+    assert all(part is not None and 999 * (part.stop - part.start) <= GRID for part in slices)
 
 
 def test_lengths_are_made_once(ops: EmulatedOps) -> None:
