@@ -24,6 +24,7 @@ from ..transport.launcher import detect
 EXTRAS = {
     "mpi4py": ("the MPI transport", "pip install 'ringattn[mpi]'"),
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
+    "transformers": ("models of Hugging Face", "pip install 'ringattn[transformers]'"),
     "triton": ("fused merges on CUDA", "pip install 'ringattn[triton]'"),
 }
 #: Works of 4,096 rows and keys with 8 heads of 128 columns, as rings of a decoder make them.
