@@ -138,7 +138,6 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("run", "--cfg", "job", "--resolve"), 0, "spec: Causal()"),
         (("plan", "--help"), 0, "pattern=causal | dilated | "),
         (("plan", "ranks=four"), 2, "ranks=four: not a whole number"),
-        (("plan", "tokens=1e30"), 2, "is larger than 2^63 - 1"),
         (("plan", "output.path=/proc/p.json"), 2, "no file can be made in /proc"),
         (("plan", "output.path=/dev/null"), 2, "is not an ordinary file"),
         (("run", "input=file", "input.path=./x.npz", "output.path=x.npz"), 2, "is the input, which would be lost"),
@@ -148,7 +147,6 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
             2,
             "needs tensors on a cuda device",
         ),
-        (("plan", "tokens=12x"), 2, "tokens=12x: not a whole number"),
         (("plan", "pattern=Causal() & Windw(3)"), 2, "did you mean 'Window'"),
         (("plan", "pattern=documents"), 2, "needs pattern.lengths=..., such as"),
         (("plan", "experiment=window_64k"), 0, "over 65,536 tokens, contiguous on 4 ranks"),
@@ -193,12 +191,11 @@ def test_doctor(inside: Inside, tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-def test_run_on_local_ranks_equals_torchrun_and_virtual(tmp_path: Path) -> None:
+def test_run_on_local_ranks_equals_torchrun_and_virtual(inside: Inside, tmp_path: Path) -> None:
+    save_file(inputs(600), tmp_path / "x.safetensors")
     common = (
-        "tokens=600",
-        "heads=4",
-        "kv_heads=2",
-        "head_dim=16",
+        "input=file",
+        "input.path=x.safetensors",
         "repeat=1",
         "layout=zigzag",
         "pattern=window",
@@ -206,17 +203,18 @@ def test_run_on_local_ranks_equals_torchrun_and_virtual(tmp_path: Path) -> None:
     )
     outs = {}
     for name, arguments, launcher in (
-        ("local", ("ranks=2", "threads=1"), ()),
-        ("torchrun", (), torchrun(2)),
-        ("virtual", ("ranks=2", "transport=virtual", "threads=1"), ()),
+        ("local", ("ranks=2", "threads=1"), {}),
+        ("torchrun", (), {"launcher": torchrun(2)}),
+        ("virtual", ("ranks=2", "transport=virtual", "threads=1"), {}),
     ):
-        done = ringattn("run", *common, *arguments, f"output.path={name}.safetensors", cwd=tmp_path, launcher=launcher)
+        call = inside if name == "virtual" else ringattn
+        done = call("run", *common, *arguments, f"output.path={name}.safetensors", cwd=tmp_path, **launcher)
         assert done.returncode == 0, done.stderr
         assert "[measured]" in done.stdout and "as planned" in done.stdout
         assert done.stdout.count("forward time") == 1, "only rank 0 prints"
         outs[name] = load_file(tmp_path / f"{name}.safetensors")
     assert all(torch.equal(outs["local"][key], outs[name][key]) for name in outs for key in ("out", "lse"))
-    assert outs["local"]["out"].shape == (1, 4, 600, 16)
+    assert outs["local"]["out"].shape == (1, 4, 600, 8)
     runs = [p for p in tmp_path.glob("outputs/**/.hydra")]
     assert len(runs) == 3, "one run directory per job, whatever the launcher"
 
@@ -226,15 +224,16 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
     return {name: torch.randn(1, h, tokens, 8).to(dtype) for name, h in (("q", 4), ("k", 2), ("v", 2))}
 
 
-@pytest.mark.multi
-def test_run_on_a_file(tmp_path: Path) -> None:
+def test_run_on_a_file(inside: Inside, tmp_path: Path) -> None:
     tensors = inputs(77, torch.bfloat16)
     save_file(tensors, tmp_path / "x.safetensors")
-    done = ringattn(
+    done = inside(
         "run",
         "input=file",
         "input.path=x.safetensors",
         "ranks=2",
+        "transport=virtual",
+        "threads=1",
         "backward=true",
         "layout=striped",
         "repeat=1",
@@ -273,14 +272,6 @@ def test_wrong_files_are_refused_and_nothing_is_written(inside: Inside, tmp_path
         assert done.returncode == 2 and words in done.stderr, (name, done.stderr)
         assert "Traceback" not in done.stderr
         assert not (tmp_path / "y.safetensors").exists()
-
-
-@pytest.mark.multi
-def test_an_error_under_torchrun_is_told_by_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "cut.safetensors").write_bytes(b"12345678901234567890")
-    done = ringattn("run", "input=file", "input.path=cut.safetensors", cwd=tmp_path, launcher=torchrun(2))
-    assert done.returncode != 0
-    assert "not a whole safetensors file" in done.stderr
 
 
 def test_an_unwritable_output_is_refused_before_the_run(inside: Inside, tmp_path: Path) -> None:

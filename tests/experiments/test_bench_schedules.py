@@ -29,10 +29,6 @@ def small() -> list[BenchCase]:
     ]
 
 
-def measure_small(rank: int, transport: Transport) -> dict[str, dict[str, Any]]:
-    return {case.name: runner.measure_case(case, rank, transport, 2) for case in small()}
-
-
 class Heard:
     """A transport that notes what it is asked for."""
 
@@ -60,9 +56,22 @@ def warm_start(rank: int, transport: Transport) -> list[str]:
     return heard.events
 
 
+def measure_small(rank: int, transport: Transport) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    events = warm_start(rank, transport)
+    return events, {case.name: runner.measure_case(case, rank, transport, 2) for case in small()}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[tuple[list[str], dict[str, dict[str, Any]]]]:
+    """What each rank said in a case of two rounds, and what it measured, by case; one start for all tests."""
+    return run_nodes(measure_small, LINKS, timeout=90)
+
+
 @pytest.mark.multi
-def test_plans_are_compared_and_links_opened_before_the_timing() -> None:
-    for events in run_nodes(warm_start, LINKS, timeout=60):
+def test_plans_are_compared_and_links_opened_before_the_timing(
+    measured: list[tuple[list[str], dict[str, dict[str, Any]]]],
+) -> None:
+    for events, _ in measured:
         warm, timed = events[: events.index("timing")], events[events.index("timing") + 1 :]
         talk = [event for event in warm if event != "messages"]
         assert talk == ["call", "arguments", "plan"] * 2  # one of each column
@@ -96,11 +105,6 @@ def test_a_run_is_not_timed_before_it_is_warm() -> None:
     assert run.events == ["attend"] * 4 and len(seen.forward) == 3
 
 
-@pytest.fixture(scope="module")
-def measured() -> list[dict[str, dict[str, Any]]]:
-    return run_nodes(measure_small, LINKS, timeout=90)
-
-
 @pytest.mark.multi
 @pytest.mark.parametrize(
     ("name", "columns"),
@@ -110,14 +114,16 @@ def measured() -> list[dict[str, dict[str, Any]]]:
         ("overlap", ["compute", "ring", "ring_messages"]),
     ],
 )
-def test_what_is_timed_is_right(name: str, columns: list[str], measured: list[dict[str, dict[str, Any]]]) -> None:
-    for rank in measured:
-        found = rank[name]
+def test_what_is_timed_is_right(
+    name: str, columns: list[str], measured: list[tuple[list[str], dict[str, dict[str, Any]]]]
+) -> None:
+    for _, cases in measured:
+        found = cases[name]
         assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
         whole = [column for column in columns if column != "compute" and not column.endswith("_messages")]
         assert list(found["errors"]) == whole and max(found["errors"].values()) < schedules.TOLERANCE
     (case,) = [case for case in small() if case.name == name]
-    record = runner.summarise_case(case, [rank[name] for rank in measured])
+    record = runner.summarise_case(case, [cases[name] for _, cases in measured])
     assert len(record["ratios"]) == len(case.ratios)
     assert record["links"]["bandwidth"] == 1e9 and any(note.startswith("network: ") for note in record["notes"])
 

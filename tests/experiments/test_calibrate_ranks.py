@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from command_line import ringattn
+from command_line import Inside, ringattn
 
 import ringattn as ra
 from ringattn.cli.calibrate import main as calibrate
@@ -47,7 +47,7 @@ def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
 
 
 @pytest.mark.multi
-def test_two_gloo_ranks_make_a_machine_that_plan_and_simulate_use(tmp_path: Path) -> None:
+def test_two_gloo_ranks_make_a_machine_that_plan_and_simulate_use(inside: Inside, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     done = ringattn("calibrate", *SIZES, MESSAGES, f"output.path={path}", "machine.watts=5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -62,15 +62,13 @@ def test_two_gloo_ranks_make_a_machine_that_plan_and_simulate_use(tmp_path: Path
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.yaml"], "nothing else is left behind"
     file = ("machine=file", f"machine.path={path}", "heads=2", "head_dim=16", "tokens=128", "ranks=2")
-    assert ringattn("plan", *file, cwd=tmp_path).returncode == 0
-    told = ringattn("simulate", *file, cwd=tmp_path)
+    assert inside("plan", *file, cwd=tmp_path).returncode == 0
+    told = inside("simulate", *file, cwd=tmp_path)
     assert told.returncode == 0 and "measured" in told.stdout, told.stderr
-    far = ringattn("simulate", *file[:4], "tokens=4k", "ranks=2", cwd=tmp_path)
+    far = inside("simulate", *file[:4], "tokens=4k", "ranks=2", cwd=tmp_path)
     assert far.returncode == 2 and "machine.extrapolate=true" in far.stderr
-    assert (
-        ringattn("simulate", *file[:4], "tokens=4k", "ranks=2", "machine.extrapolate=true", cwd=tmp_path).returncode
-        == 0
-    )
+    farther = inside("simulate", *file[:4], "tokens=4k", "ranks=2", "machine.extrapolate=true", cwd=tmp_path)
+    assert farther.returncode == 0
 
 
 @pytest.mark.multi
@@ -109,11 +107,10 @@ def test_what_was_calibrated_cannot_validate() -> None:
         validate(SimulateConfig(machine=MachineGroup("auto"), validate=ValidateGroup(ranks=[1])))
 
 
-def test_one_process_alone_measures_kernels(tmp_path: Path) -> None:
+def test_one_process_alone_measures_kernels(inside: Inside, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    done = ringattn(
-        "calibrate", "transport=none", *SIZES, f"output.path={path}", "machine=h100_nvlink_ib", cwd=tmp_path
-    )
+    options = ("transport=none", "threads=1", *SIZES, f"output.path={path}", "machine=h100_nvlink_ib")
+    done = inside("calibrate", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     machine = check(path, 1, alone=True)
     assert machine.bandwidth == 5e10 and machine.source("bandwidth") == "cited", "what is not measured is the preset's"

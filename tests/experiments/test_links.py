@@ -28,7 +28,7 @@ def test_two_nodes_equal_virtual_and_the_plan() -> None:
 @pytest.mark.multi
 def test_a_failure_behind_links_names_the_rank() -> None:
     with pytest.raises(LaunchFailure, match="a bad day on rank one"):
-        run_nodes(rank_cases.fail_behind, LINKS, "raise", timeout=60)
+        run_nodes(rank_cases.fail_behind, Links(2, 1, 1e9, 1e10), "raise", timeout=60)
 
 
 @pytest.fixture

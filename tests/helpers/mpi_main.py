@@ -1,4 +1,4 @@
-"""What a rank of tests/mpi runs: `python mpi_main.py <case> <arguments as JSON>` under mpirun."""
+"""What a rank of test_mpi.py runs: `python mpi_main.py '[[case, argument, ...], ...]'` under mpirun."""
 
 from __future__ import annotations
 
@@ -141,15 +141,15 @@ def _leave(how: str) -> None:
 
 
 def main() -> None:
-    """Run a case; rank 0 prints every rank's result as one line of JSON."""
+    """Run the cases; rank 0 prints every rank's results as one line of JSON for each case."""
     torch.set_num_threads(1)
-    name, arguments = sys.argv[1], json.loads(sys.argv[2])
     with AbortOnError():
-        transport = Mpi(timeout=30)
-        result: Any = globals()[name](transport, *arguments)
-        everyone = [json.loads(raw) for raw in transport.gather(json.dumps(result).encode())]
-        if transport.rank == 0:
-            print("RESULTS", json.dumps(everyone), flush=True)
+        for name, *arguments in json.loads(sys.argv[1]):
+            transport = Mpi(timeout=30)
+            result: Any = globals()[name](transport, *arguments)
+            everyone = [json.loads(raw) for raw in transport.gather(json.dumps(result).encode())]
+            if transport.rank == 0:
+                print("RESULTS", json.dumps(everyone), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ Attend = Callable[..., Tensor]
 CONFIGURATIONS = [
     (16, 4, (4,), (1,)),
     (16, 8, (2, 4, 8), (1, 2, 4)),
-    (1024, 8, (256, 512), (1, 2)),
+    (512, 8, (128, 256), (1, 2)),
     (64, 12, (8, 16, 32, 64), (1, 2, 4, 6)),
 ]
 
@@ -76,6 +76,7 @@ def fast_equals_reference(attends: list[Attend], causal: bool) -> None:
     for pattern, rule in families(64, 1024, 0.35):
         sample = blocks(pattern, rule, 64, 1024, 1, causal)
         references.append((sample.pattern, scaled_dot_product_attention(q, k, v, attn_mask=sample.mask[0] > 0)))
-    for pattern, reference in references:
-        for attend in attends:
+    for place, (pattern, reference) in enumerate(references):
+        # Dilated attention in every way, block-sparse families in one way each.
+        for attend in attends if isinstance(pattern, Dilated) else attends[place % len(attends) :][:1]:
             torch.testing.assert_close(attend(q, k, v, pattern), reference, rtol=1e-4, atol=1e-5)

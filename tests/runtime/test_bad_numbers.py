@@ -69,7 +69,8 @@ def check_bad_rows(pattern: Pattern, which: str, bad: float, ways: tuple[dict[st
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_the_rows_that_are_nan(pattern: Pattern, which: str, bad: float) -> None:
-    check_bad_rows(pattern, which, bad, WAYS)
+    """In every way for NaN, in every other way for each infinity."""
+    check_bad_rows(pattern, which, bad, WAYS if bad != bad else WAYS[int(bad > 0) :: 2])
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad", "lse"])

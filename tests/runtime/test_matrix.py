@@ -1,12 +1,16 @@
-"""Every pattern x layout x ranks x dtype x head sharing against the fp64 oracle, forward and backward.
+"""Every pattern x layout x dtype, on covering numbers of ranks and head sharings, against the fp64 oracle, forward and
+backward.
 
-Every pattern meets every layout in every dtype, every number of ranks, and every head sharing. In fp64 each head
-sharing has every other number of ranks, in the narrower dtypes one head sharing has.
+Every pattern meets every layout in every dtype, and in fp64 with every head sharing. Numbers of ranks take turns, so
+that `test_the_cells_cover_pairs` holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +40,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "striped(4)", "balanced(5)")
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 HEADS = ((4, 4), (4, 2), (3, 1))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Every schedule meets every pattern and dtype, and in fp64 every kind of heads, on several layouts and numbers of
-#: ranks.
+#: Layouts with an even place in `LAYOUTS` have the first table, the others the second.
 SCHEDULES: tuple[dict[int, str], ...] = (
     {1: "ring", 2: "direct", 3: "allgather", 4: "double_ring(2)", 5: "ring", 7: "direct", 8: "ulysses(2, ring)"},
     {1: "direct", 2: "ulysses(2)", 3: "double_ring(3)", 4: "ring", 5: "direct", 7: "ring", 8: "double_ring(2)"},
@@ -71,49 +74,65 @@ def truth(name: str, heads: tuple[int, int], dtype: torch.dtype) -> tuple[Case, 
     return case, oracle, [2 * max(pair) + FLOOR for pair in zip(single, best, strict=True)]
 
 
+def runs(name: str, layout: str, dtype: torch.dtype) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """(heads, options) of a cell: in fp64 each head sharing, in the narrower dtypes two, on a number of ranks each."""
+    places = list(PATTERNS).index(name), LAYOUTS.index(layout), DTYPES.index(dtype)
+    for turn in range(3 if dtype == torch.float64 else 2):
+        heads = HEADS[(sum(places) + turn) % len(HEADS)]
+        ranks = RANKS[(places[0] + 3 * places[1] + places[2] + 4 * turn) % len(RANKS)]
+        schedule = fitting(SCHEDULES[places[1] % 2][ranks], heads)
+        rotate = ROTATE[(ranks + heads[0] + len(name)) % 3]
+        yield heads, {"ranks": ranks, "layout": layout, "schedule": schedule, "rotate": rotate}
+
+
+def test_the_cells_cover_pairs() -> None:
+    """Every pattern, every layout and every dtype meets every number of ranks, head sharing, schedule and rotation."""
+    met = set()
+    for cell in product(PATTERNS, LAYOUTS, DTYPES):
+        for heads, options in runs(*cell):
+            met |= set(combinations((*cell, heads, options["ranks"], options["schedule"], options["rotate"]), 2))
+    for kind in (PATTERNS, LAYOUTS, DTYPES):
+        assert met >= {*product(kind, HEADS), *product(kind, RANKS), *product(kind, ROTATE)}
+    schedules = {schedule for table in SCHEDULES for schedule in table.values()}
+    assert met >= {*product(PATTERNS, schedules), *product(DTYPES, schedules)}
+    assert met >= {*product(HEADS, RANKS), *product(HEADS[:2], schedules), *product(RANKS, ROTATE)}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_cell(name: str, layout: str, dtype: torch.dtype) -> None:
-    turn = LAYOUTS.index(layout) + DTYPES.index(dtype)
-    for place, heads in enumerate(HEADS):
-        if dtype != torch.float64 and (turn + place) % len(HEADS):
-            continue
+    for heads, options in runs(name, layout, dtype):
         case, oracle, allowed = truth(name, heads, dtype)
-        # Layouts 0 and 2, 1 and 3 share a table of schedules: together they meet it with all ranks for each head
-        # sharing.
-        for ranks in RANKS[(place + LAYOUTS.index(layout) // 2) % 2 :: 2]:
-            schedule = fitting(SCHEDULES[LAYOUTS.index(layout) % 2][ranks], heads)
-            rotate = ROTATE[(ranks + heads[0] + len(name)) % 3]
-            q, k, v = case.leaves()
-            options = {"ranks": ranks, "layout": layout, "schedule": schedule, "rotate": rotate}
-            out, lse = ra.virtual_attention(q, k, v, PATTERNS[name], **options, return_lse=True)
-            grads = torch.autograd.grad(out, (q, k, v), case.grad)
-            assert out.dtype == dtype and all(g.dtype == dtype for g in grads)
-            found = errors(Result(out, lse, grads), oracle)
-            assert all(e <= a for e, a in zip(found, allowed, strict=True)), (heads, options, found, allowed)
-            hidden = oracle.lse == -torch.inf
-            assert torch.equal(lse == -torch.inf, hidden)
-            assert (out[hidden] == 0).all()
-            close = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 2e-2
-            assert (lse[~hidden].double() - oracle.lse[~hidden]).abs().max() <= close * 10
+        q, k, v = case.leaves()
+        out, lse = ra.virtual_attention(q, k, v, PATTERNS[name], **options, return_lse=True)
+        grads = torch.autograd.grad(out, (q, k, v), case.grad)
+        assert out.dtype == dtype and all(g.dtype == dtype for g in grads)
+        found = errors(Result(out, lse, grads), oracle)
+        assert all(e <= a for e, a in zip(found, allowed, strict=True)), (heads, options, found, allowed)
+        hidden = oracle.lse == -torch.inf
+        assert torch.equal(lse == -torch.inf, hidden)
+        assert (out[hidden] == 0).all()
+        close = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 2e-2
+        assert (lse[~hidden].double() - oracle.lse[~hidden]).abs().max() <= close * 10
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten_cpu"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_kernels_and_value_dims(name: str, kernel: str) -> None:
-    for value_dim in (16, 8, 20):
+    """What rotates changes from value dim to value dim, from pattern to pattern, and from kernel to kernel."""
+    first = list(PATTERNS).index(name) + (kernel == "aten_cpu")
+    for turn, value_dim in enumerate((16, 8, 20), first):
         case = make_case(TOKENS, 4, 2, torch.float64, value_dim=value_dim, lse=True)
         oracle = dense(case, torch.from_numpy(PATTERNS[name].mask(TOKENS, 4)), PATTERNS[name].output_scale)
-        for rotate in ("keys", "queries"):
-            q, k, v = case.leaves()
-            options = {"ranks": 3, "layout": "zigzag", "kernel": kernel, "rotate": rotate}
-            out, lse = ra.virtual_attention(q, k, v, PATTERNS[name], **options, return_lse=True)
-            seen = oracle.lse > -torch.inf
-            assert case.grad_lse is not None
-            grads = torch.autograd.grad((out, lse), (q, k, v), (case.grad, case.grad_lse * seen))
-            assert max(errors(Result(out, lse, grads), oracle)) <= 1e-12
-            assert (lse[seen] - oracle.lse[seen]).abs().max() <= 1e-12
+        q, k, v = case.leaves()
+        options = {"ranks": 3, "layout": "zigzag", "kernel": kernel, "rotate": ("keys", "queries")[turn % 2]}
+        out, lse = ra.virtual_attention(q, k, v, PATTERNS[name], **options, return_lse=True)
+        seen = oracle.lse > -torch.inf
+        assert case.grad_lse is not None
+        grads = torch.autograd.grad((out, lse), (q, k, v), (case.grad, case.grad_lse * seen))
+        assert max(errors(Result(out, lse, grads), oracle)) <= 1e-12
+        assert (lse[seen] - oracle.lse[seen]).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
@@ -123,10 +142,9 @@ def test_odd_lengths_and_scales(tokens: int, scale: float) -> None:
     case = Case(*case.inputs, case.grad, scale=scale)
     pattern = Causal() & (Window(300) | Sinks(2))
     oracle = dense(case, torch.from_numpy(pattern.mask(tokens, 2)))
-    for ranks in (1, 2, 5):
-        for layout in LAYOUTS:
-            q, k, v = case.leaves()
-            rotate = ROTATE[LAYOUTS.index(layout) % 3]
-            out = ra.virtual_attention(q, k, v, pattern, ranks=ranks, layout=layout, scale=scale, rotate=rotate)
-            grads = torch.autograd.grad(out, (q, k, v), case.grad)
-            assert max(errors(Result(out, oracle.lse, grads), oracle)) <= 1e-12
+    for place, layout in enumerate(LAYOUTS, round(scale * 10)):
+        q, k, v = case.leaves()
+        options = {"ranks": (1, 2, 5)[place % 3], "layout": layout, "rotate": ROTATE[(place + tokens) % 3]}
+        out = ra.virtual_attention(q, k, v, pattern, scale=scale, **options)
+        grads = torch.autograd.grad(out, (q, k, v), case.grad)
+        assert max(errors(Result(out, oracle.lse, grads), oracle)) <= 1e-12

@@ -260,9 +260,9 @@ def device_peak(pattern: Pattern, tokens: int, chunk: int, dtype: torch.dtype, *
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("pattern", [Causal(), Window(50, 20), Dilated((128, 512), (1, 4))], ids=repr)
+@pytest.mark.parametrize("pattern", [Causal(), Window(50, 20), Dilated((32, 128), (1, 4))], ids=repr)
 def test_the_device_holds_nothing_that_grows_with_tokens(pattern: Pattern, backward: bool) -> None:
-    peaks = [device_peak(pattern, tokens, 32, torch.float32, backward=backward) for tokens in (256, 768)]
+    peaks = [device_peak(pattern, tokens, 32, torch.float32, backward=backward) for tokens in (128, 320)]
     assert max(peaks) <= 1.01 * peaks[0]
 
 
@@ -273,8 +273,8 @@ def test_a_chosen_chunk_fits(dtype: torch.dtype, backward: bool, monkeypatch: py
     facts = {"heads": 4, "kv_heads": 2, "head_dim": 32, "value_dim": 32, "dtype": str(dtype)[6:], "batch": 1}
     per_row = row_bytes(**facts, backward=backward)
     for pattern in (Causal(), Full()):
-        peak = device_peak(pattern, 4096, 1024, dtype, backward=backward)
-        assert 0.5 * 1024 * per_row <= peak <= 1.2 * 1024 * per_row  # `Apart` copies blocks that hops read, too
+        peak = device_peak(pattern, 2048, 512, dtype, backward=backward)
+        assert 0.5 * 512 * per_row <= peak <= 1.2 * 512 * per_row  # `Apart` copies blocks that hops read, too
     results = 4096 * (4 * (32 * dtype.itemsize + 4))
     if backward:
         results += 4096 * (4 * 32 * dtype.itemsize + 2 * 64 * (4 + dtype.itemsize))

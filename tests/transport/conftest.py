@@ -67,18 +67,22 @@ def start() -> Start:
 
 @pytest.fixture
 def mpirun(start: Start) -> Callable[..., Any]:
-    """mpirun(case, ranks, *args): every rank's result of a case of mpi_main.py; `check=False`: the whole process."""
+    """mpirun(ranks, case, ...): every rank's result, case by case of mpi_main.py; `check=False`: the whole process.
 
-    def run(case: str, ranks: int, *arguments: Any, check: bool = True, timeout: float = 60.0) -> Any:
+    A case is its name and its arguments.
+    """
+
+    def run(ranks: int, *cases: Sequence[Any], check: bool = True, timeout: float = 60.0) -> Any:
         paths = [str(HELPERS), os.environ.get("PYTHONPATH", "")]
-        command = [str(MPIRUN), "-n", str(ranks), sys.executable, str(HELPERS / "mpi_main.py"), case]
+        command = [str(MPIRUN), "-n", str(ranks), sys.executable, str(HELPERS / "mpi_main.py")]
         done = start(
-            [*command, json.dumps(arguments)], timeout=timeout, env={"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            [*command, json.dumps(cases)], timeout=timeout, env={"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         )
         if not check:
             return done
         assert done.returncode == 0, done.stderr
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-        return json.loads(line.removeprefix("RESULTS "))
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+        assert len(lines) == len(cases)
+        return [json.loads(line.removeprefix("RESULTS ")) for line in lines]
 
     return run

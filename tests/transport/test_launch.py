@@ -33,21 +33,28 @@ def test_the_files_are_short_executable_and_pass_their_arguments_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "transport"),
+    ("name", "transport", "wrong", "words"),
     [
-        pytest.param("torchrun.sh", "gloo", marks=pytest.mark.multi),
-        pytest.param("mpirun.sh", "mpi", marks=pytest.mark.mpi),
+        pytest.param(
+            *("torchrun.sh", "gloo", ("input=file", "input.path=cut.safetensors"), "not a whole safetensors file"),
+            marks=pytest.mark.multi,
+        ),
+        pytest.param("mpirun.sh", "mpi", ("token=96",), "did you mean 'tokens'?", marks=pytest.mark.mpi),
     ],
 )
-def test_scripts_run(start: Callable[..., Any], name: str, transport: str, tmp_path: Path) -> None:
+def test_scripts_run(
+    start: Callable[..., Any], name: str, transport: str, wrong: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    """An error of a wrong call, or of a file that ranks read, is told."""
     env = {"PYTHON": sys.executable, "RANKS": "2"}
     done = start([str(LAUNCH / name), *TINY, "pattern=Causal() & Window(31)"], cwd=tmp_path, env=env, timeout=90)
     assert done.returncode == 0, done.stderr
     assert f"(Causal() & Window(left=31, right=0)), 96 tokens, striped(1) on 2 {transport} ranks" in done.stdout
     assert done.stdout.count("forward time") == 1
     assert len(list(tmp_path.glob("outputs/**/.hydra"))) == 1
-    wrong = start([str(LAUNCH / name), "token=96"], cwd=tmp_path, env=env, timeout=90)
-    assert wrong.returncode != 0 and "did you mean 'tokens'?" in wrong.stderr
+    (tmp_path / "cut.safetensors").write_bytes(b"12345678901234567890")
+    done = start([str(LAUNCH / name), *wrong], cwd=tmp_path, env=env, timeout=90)
+    assert done.returncode != 0 and words in done.stderr
 
 
 BROKEN = """

@@ -23,43 +23,64 @@ Run = Callable[..., Any]
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype", "heads"), [(2, "float64", (3, 1)), (3, "bfloat16", (2, 2)), (4, "float32", (4, 2))]
-)
-def test_mpi_equals_virtual_and_the_plan(mpirun: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
-    assert mpirun("equals_virtual", ranks, dtype, heads, timeout=120) == [32] * ranks
+#: The cases of each number of ranks, and the results of those that have run: one start for all tests of a number.
+CASES: dict[int, dict[str, tuple[Any, ...]]] = {
+    2: {"equals_virtual": ("float64", (3, 1)), "errors": (), "passes": ()},
+    3: {"equals_virtual": ("bfloat16", (2, 2)), "checks": ()},
+    4: {"equals_virtual": ("float32", (4, 2))},
+    byte_table.RANKS: {"byte_counts": (), "split": ()},
+}
+RESULTS: dict[int, dict[str, Any]] = {}
 
 
-def test_byte_table(mpirun: Run) -> None:
-    byte_table.check(mpirun("byte_counts", byte_table.RANKS, timeout=120))
+@pytest.fixture
+def found(mpirun: Run) -> Callable[[int, str], Any]:
+    """found(ranks, case): the result of every rank."""
+
+    def result(ranks: int, case: str) -> Any:
+        if ranks not in RESULTS:
+            results = mpirun(ranks, *((name, *arguments) for name, arguments in CASES[ranks].items()), timeout=120)
+            RESULTS[ranks] = dict(zip(CASES[ranks], results, strict=True))
+        return RESULTS[ranks][case]
+
+    return result
 
 
-def test_every_rank_is_told_before_the_first_message(mpirun: Run) -> None:
-    told = mpirun("errors", 2)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_mpi_equals_virtual_and_the_plan(found: Run, ranks: int) -> None:
+    assert found(ranks, "equals_virtual") == [32] * ranks
+
+
+def test_byte_table(found: Run) -> None:
+    byte_table.check(found(byte_table.RANKS, "byte_counts"))
+
+
+def test_every_rank_is_told_before_the_first_message(found: Run) -> None:
+    told = found(2, "errors")
     assert len(told[0]) == len(told[1]) == len(WRONG)
     for good, bad, (on_bad, on_good) in zip(*told, WRONG, strict=True):
         assert bad.startswith(on_bad)
         assert good.startswith(on_good)
 
 
-def test_records_of_any_length_buffers_that_are_refused_and_tags_above_the_bound(mpirun: Run) -> None:
-    assert mpirun("checks", 3) == [[[0, 1, 2], True, [0, 1, 2], 0]] * 3
+def test_records_of_any_length_buffers_that_are_refused_and_tags_above_the_bound(found: Run) -> None:
+    assert found(3, "checks") == [[[0, 1, 2], True, [0, 1, 2], 0]] * 3
 
 
-def test_passes_in_different_order_and_errors_of_signal_handlers(mpirun: Run) -> None:
-    orders, errors = zip(*mpirun("passes", 2), strict=True)
+def test_passes_in_different_order_and_errors_of_signal_handlers(found: Run) -> None:
+    orders, errors = zip(*found(2, "passes"), strict=True)
     check_order(list(orders))
     assert errors == ([f"RuntimeError: {group_cases.KILLED}"] * 2, [])
 
 
-def test_a_part_of_the_world(mpirun: Run) -> None:
-    assert mpirun("split", 4) == [True] * 4
+def test_a_part_of_the_world(found: Run) -> None:
+    assert found(byte_table.RANKS, "split") == [True] * byte_table.RANKS
 
 
 @pytest.mark.parametrize("how", ["raises", "dies", "stays away"])
 def test_one_lost_rank_ends_the_job(mpirun: Run, how: str, tmp_path: Path) -> None:
     # The lost rank would sleep for longer than this: the job does not wait for it.
-    done = mpirun("lost", 3, how, str(tmp_path), check=False, timeout=45)
+    done = mpirun(3, ("lost", how, str(tmp_path)), check=False, timeout=45)
     assert done.returncode != 0
     if how == "raises":
         assert "ValueError: a bad day on the last rank" in done.stderr
@@ -94,50 +115,47 @@ COMMON = (
 )
 
 
-def test_the_command_under_mpirun(start: Run, mpirun_path: str, tmp_path: Path) -> None:
+def test_the_command_under_mpirun(start: Run, mpirun_path: str, inside: Run, tmp_path: Path) -> None:
     """Rank 0 writes and prints, the others are quiet; the result is that of virtual ranks."""
-    outs = {}
-    for name, launcher, more in (
-        ("mpi", (mpirun_path, "-n", "3"), ("backward=true",)),
-        ("virtual", (), ("ranks=3", "threads=1")),
-    ):
-        command = [*launcher, sys.executable, "-m", "ringattn", "run", f"transport={name}", *COMMON, *more]
-        done = start([*command, f"output.path={name}.safetensors"], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        outs[name] = load_file(tmp_path / f"{name}.safetensors")
-        if name == "mpi":
-            assert "zigzag on 3 mpi ranks" in done.stdout and "NOT AS PLANNED" not in done.stdout
-            assert done.stdout.count("forward time") == 1 and done.stderr == ""
-            assert len(list(tmp_path.glob("outputs/**/.hydra"))) == len(list(tmp_path.glob("outputs/run/*/*"))) == 1
-    assert all(torch.equal(outs["mpi"][key], outs["virtual"][key]) for key in ("out", "lse"))
+    command = [mpirun_path, "-n", "3", sys.executable, "-m", "ringattn", "run", "transport=mpi", *COMMON]
+    done = start([*command, "backward=true", "output.path=mpi.safetensors"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "zigzag on 3 mpi ranks" in done.stdout and "NOT AS PLANNED" not in done.stdout
+    assert done.stdout.count("forward time") == 1 and done.stderr == ""
+    assert len(list(tmp_path.glob("outputs/**/.hydra"))) == len(list(tmp_path.glob("outputs/run/*/*"))) == 1
+    virtual = ("transport=virtual", "ranks=3", "threads=1", "output.path=virtual.safetensors")
+    done = inside("run", *COMMON, *virtual, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found, wanted = (load_file(tmp_path / f"{name}.safetensors") for name in ("mpi", "virtual"))
+    assert all(torch.equal(found[key], wanted[key]) for key in ("out", "lse"))
 
 
 @pytest.mark.parametrize(
-    ("launched", "arguments", "words"),
+    ("arguments", "words"),
     [
-        (
-            False,
-            ("ranks=4",),
-            "no MPI launcher started this process; start it with mpirun -n 4 ringattn run transport=mpi",
-        ),
-        (True, ("tokens=64", "output.path=no/such/x.safetensors"), "the folder no/such does not exist"),
+        (("tokens=64", "output.path=no/such/x.safetensors"), "the folder no/such does not exist"),
         pytest.param(
-            True,
             ("transport.gpu_aware=true", "tokens=64"),
             "transport.gpu_aware=true passes CUDA tensors to MPI, and this rank sees no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
         ),
-        (True, ("input=file", "input.path=none.safetensors"), "no such file"),
-        (True, ("ranks=3",), "ranks=3: mpich started 2, and as many take part"),
+        (("input=file", "input.path=none.safetensors"), "no such file"),
+        (("ranks=3",), "ranks=3: mpich started 2, and as many take part"),
     ],
 )
 def test_errors_of_the_command(
-    start: Run, mpirun_path: str, tmp_path: Path, launched: bool, arguments: tuple[str, ...], words: str
+    start: Run, mpirun_path: str, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    launcher = (mpirun_path, "-n", "2") if launched else ()
-    done = start([*launcher, sys.executable, "-m", "ringattn", "run", "transport=mpi", *arguments], cwd=tmp_path)
+    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "run", "transport=mpi"]
+    done = start([*command, *arguments], cwd=tmp_path)
     assert done.returncode != 0
     assert words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_command_without_mpirun(inside: Run, tmp_path: Path) -> None:
+    done = inside("run", "transport=mpi", "ranks=4", cwd=tmp_path)
+    told = "no MPI launcher started this process; start it with mpirun -n 4 ringattn run transport=mpi"
+    assert done.returncode == 2 and told in done.stderr
 
 
 def test_control_c_is_told_in_a_line(mpirun_path: str, tmp_path: Path) -> None:
