@@ -149,8 +149,10 @@ def _forward_ring(
                 for call in part.calls:
                     for batch in batches(call.work, count):
                         x, *keys = inputs.select(call.work, batch, (query,), marked if call.work.dense else hidden)
-                        result = kernel_forward(job.kernel, x, keys, call.work, job.scale)
-                        output.add(part.section, call, *result, batch)
+                        # A name for the result would keep it alive beside the next call's.
+                        output.add(
+                            part.section, call, *kernel_forward(job.kernel, x, keys, call.work, job.scale), batch
+                        )
                 if part.last:
                     output.close(part.section)
         yield from run.finish(step.waits)

@@ -152,7 +152,7 @@ def test_emulated_flash_misreads_windows(ops: EmulatedOps) -> None:
     assert wrong > 3
 
 
-MATRIX = list(covering_cases(seed=1, most=216))
+MATRIX = list(covering_cases(seed=1, most=304))
 CHUNKS = 12
 
 
