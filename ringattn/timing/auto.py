@@ -171,11 +171,13 @@ class _Comparison:
 
 def _describe_basis(estimated: Estimate) -> str:
     """How many ranks and steps an estimate was made from."""
-    ranks, steps = (
-        f"{some:,} of {every:,}" if some < every else f"all {every:,}"
-        for some, every in (estimated.ranks, estimated.steps)
-    )
-    return f"{ranks} ranks, {steps} steps"
+    parts = []
+    for noun, (some, every) in (("rank", estimated.ranks), ("step", estimated.steps)):
+        if every == 1:
+            parts.append(f"the only {noun}")
+        else:
+            parts.append(f"{some:,} of {every:,} {noun}s" if some < every else f"all {every:,} {noun}s")
+    return ", ".join(parts)
 
 
 def _explain_idle(plan: Plan) -> str:

@@ -87,7 +87,7 @@ def _fill_in(name: str, factors: Mapping[int, float], ranks: int) -> np.ndarray:
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise InvalidInput(f"{name}: the factor {factor!r} of rank {rank!r} is not a number; try {{0: 1.5}}")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
-            raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}")
+            raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}; try {{0: 1.5}}")
         by_rank[rank] = factor
     return by_rank
 
