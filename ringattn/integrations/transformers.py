@@ -215,8 +215,8 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         )
     config, device = model.config.get_text_config(), next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)
-    weights = torch.randn((1, tokens, config.vocab_size), generator=generator).to(device)
+    ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
+    weights = torch.randn((1, tokens, config.vocab_size), generator=generator, device="cpu").to(device)
     starts = [0, first, tokens]
     batch = shard_batch({"input_ids": ids}, ring.place.group, layout=ring.layout, cu_seqlens=starts)
     group = ring.place.group
@@ -419,10 +419,10 @@ def _count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, starts: li
     """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if starts is not None:
-        begin = torch.zeros(tokens.shape[1], dtype=torch.long)
+        begin = torch.zeros_like(positions[0])
         for start in starts[:-1]:
             begin[start:] = start
-        return positions - begin.to(tokens.device)
+        return positions - begin
     if mask is not None:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)
     return positions

@@ -199,8 +199,8 @@ def errors_of_others_in_a_post(rank: int) -> list[str]:
         raise RuntimeError(KILLED)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("batch_isend_irecv", "irecv"):
-            patch.setattr(dist, name, interrupted)
+        patch.setattr(dist, "batch_isend_irecv", interrupted)
+        patch.setattr(dist.ProcessGroup, "recv", interrupted)
         post = Post((Message(1 - rank, 0, torch.zeros(1, dtype=torch.uint8)),), (), "test")
         for call in (lambda: transport.post(post), lambda: transport.gather(b"record")):
             with pytest.raises(RuntimeError) as caught:

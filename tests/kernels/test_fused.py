@@ -151,7 +151,8 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     ]
 
 
-def test_what_computes_is_never_chosen_silently() -> None:
+def test_what_computes_is_never_chosen_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with (
         pytest.raises(ra.InvalidInput, match="unknown choice 'cuda' for merges; expected auto, torch, triton"),
         merging("cuda"),
@@ -164,3 +165,4 @@ def test_what_computes_is_never_chosen_silently() -> None:
     with pytest.raises(ra.Unsupported, match="merges by triton"), merging("triton"):
         add_(x, x.clone())
     add_(x, x.clone())
+    forget()

@@ -109,7 +109,7 @@ def make_passes(schedule: str, rotate: str = "auto") -> tuple[NoKernel, dict[str
         head_dim=HEAD_DIM,
         rotate=rotate,
     )
-    q, k, v, grad = (torch.zeros(1, HEADS, plan.layout.rows(RANK), HEAD_DIM) for _ in range(4))
+    q, k, v, grad = (torch.zeros(1, HEADS, plan.layout.rows(RANK), HEAD_DIM, device="cpu") for _ in range(4))
     kernel = NoKernel()
     job, carrier = Job(plan, RANK, kernel, HEAD_DIM**-0.5), Silent(RANK, RANKS)
 
