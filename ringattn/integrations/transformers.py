@@ -90,6 +90,7 @@ def parallelize(
     for layer in layers:
         setattr(layer, _STATE, ring)
     model.set_attn_implementation(NAME)
+    model.generate = _refuse_generate  # a step of it would take the rows of a rank for the whole sequence
     return model
 
 
@@ -109,7 +110,8 @@ def shard_batch(
 
     The result has `input_ids` and `position_ids` of the rank's rows; `labels` and `shift_labels`, shifted before the
     cut so that no label is lost at a border; `attention_mask` only if some rank has padding; `cu_seq_lens_q` for
-    documents. Padding has no label. position_ids count from the first token that is not padding, and in each document
+    documents. Padding has no label (transformers lets the last padding before a row predict its first token).
+    position_ids count from the first token that is not padding, and in each document
     from 0.
     """
     place = _place(group)
@@ -208,7 +210,9 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     ring = _get_ring(model)
     long = _longest_window(model)
     first = max(tokens * 2 // 3, 1)
-    if first <= long or tokens < 3:
+    if tokens < 3:
+        raise InvalidInput(f"check: tokens={tokens} make no two documents; try tokens=64")
+    if first <= long:
         raise InvalidInput(
             f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens; "
             f"try tokens={3 * (long + 2) // 2 + 1}"
@@ -281,8 +285,7 @@ def _attend(
             raise Unsupported(f"{type(module).__name__} adds a position bias to its logits, which ringattn does not")
         if query.shape[2] != key.shape[2]:
             raise Unsupported(
-                f"a cache of earlier tokens: {query.shape[2]} queries, {key.shape[2]} keys; pass use_cache=False, and "
-                "generate with attn_implementation='sdpa'"
+                f"a cache of earlier tokens: {query.shape[2]} queries, {key.shape[2]} keys; pass use_cache=False"
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         pattern = _make_pattern(_check_window(module, sliding_window), causal, cu_seq_lens_q)
@@ -300,6 +303,14 @@ def _attend(
         **options,
     )
     return out.transpose(1, 2), None
+
+
+def _refuse_generate(*args: Any, **kwargs: Any) -> None:
+    """Raise Unsupported."""
+    raise Unsupported(
+        "generate() of a parallelized model: a rank holds some rows of the sequence only; generate with a model of its "
+        "own, loaded with attn_implementation='sdpa'"
+    )
 
 
 def _demand_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -359,6 +370,8 @@ def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
     """A weak reference to the group."""
     if isinstance(group, dist.device_mesh.DeviceMesh):
         return WeakGroup(mesh=group)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or one axis of a DeviceMesh such as mesh['cp']")
     return WeakGroup(dist.group.WORLD if group is None else group)
 
 

@@ -29,7 +29,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = NO_LABEL,
-    total: torch.Tensor | None = None,
+    total: torch.Tensor | int | None = None,
     chunk: int = 512,
 ) -> torch.Tensor:
     """Cross entropy of `hidden @ weight.T + bias` over the tokens of all ranks; a scalar. Collective, differentiable.
@@ -53,6 +53,7 @@ def linear_cross_entropy(
     if total is None:
         total = count_labels(labels, group=group, ignore_index=ignore_index)
     losses = _sum_losses(hidden.flatten(0, -2), weight, labels.flatten(), bias, ignore_index, chunk)
+    total = torch.as_tensor(total, device=losses.device)
     return losses * (_count_ranks(group) / total.clamp(min=1).to(losses.dtype))
 
 
@@ -75,8 +76,10 @@ def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None 
 
 
 def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The ProcessGroup of a group or of one axis of a DeviceMesh."""
+    """The ProcessGroup of a group, of one axis of a DeviceMesh, or of a mesh of all ranks (None: the default group)."""
     if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim > 1 and group.size() == dist.get_world_size():
+            return None
         found: ProcessGroup = WeakGroup(mesh=group).group
         return found
     return group
@@ -84,6 +87,8 @@ def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
 
 def _count_ranks(group: ProcessGroup | DeviceMesh | None) -> int:
     """The ranks of the group; 1 in a process without torch.distributed."""
+    if group is not None and not isinstance(group, dist.ProcessGroup | dist.device_mesh.DeviceMesh):
+        raise InvalidInput(f"group={group!r}: expected a ProcessGroup, a DeviceMesh, or None for all ranks")
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 1
     return dist.get_world_size(_get_group(group))

@@ -125,7 +125,8 @@ def refusals(rank: int) -> dict[str, str]:
     found["dropout"] = told(lambda: dropping(**batch))
     llama = parallelize(make("Llama"), layout="zigzag")
     found["positions"] = told(lambda: llama(batch["input_ids"]))
-    found["cache"] = told(lambda: llama.generate(**batch, max_new_tokens=2))
+    found["generate"] = told(lambda: llama.generate(**batch, max_new_tokens=2))
+    found["group"] = told(lambda: parallelize(make("Llama"), 2, layout="zigzag"))  # type: ignore[arg-type]
     chunked = make("Gemma 3, hybrid")
     chunked.config.layer_types = ["full_attention", "chunked_attention"]
     found["layers"] = told(lambda: parallelize(chunked, layout="zigzag"))

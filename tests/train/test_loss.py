@@ -64,6 +64,15 @@ def test_the_mean_over_ranks_is_the_loss_of_all_tokens(run_ranks) -> None:  # ty
             torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs.flatten(), atol=1e-12, rtol=0)
 
 
+def test_a_given_total_replaces_the_count() -> None:
+    hidden, weight, bias, labels = make()
+    parts = [
+        linear_cross_entropy(hidden[:, i], weight, labels[:, i], bias=bias, total=int((labels != -100).sum()))
+        for i in (slice(0, 9), slice(9, TOKENS))
+    ]
+    torch.testing.assert_close(sum(parts), linear_cross_entropy(hidden, weight, labels, bias=bias))
+
+
 def test_no_label_at_all_is_a_loss_of_zero() -> None:
     hidden, weight, _, labels = make()
     hidden.requires_grad_()
