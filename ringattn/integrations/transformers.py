@@ -26,6 +26,7 @@ from ..functional import ring_attention, telling
 from ..layout.regular import make_layout
 from ..pattern import Causal, Documents, Full, Pattern, Window
 from ..runtime.options import AttentionOptions, check_option_names
+from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 NAME = "ringattn"
 #: The kinds of layers whose whole attention is in the attention function.
 LAYER_TYPES = ("full_attention", "sliding_attention")
-#: The label of positions that have no loss, as in transformers.
-NO_LABEL = -100
 #: Attribute of an attention module that holds its `_Ring`.
 _STATE = "_ringattn"
 
@@ -138,15 +137,15 @@ def shard_batch(
     result = {"input_ids": tokens, "position_ids": positions}
     if mask is not None and not bool(mask.all()):
         result["attention_mask"] = mask
+    result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in result.items()}
     if "labels" in batch:
         labels = batch["labels"].clone()
         if starts is not None:
             labels[:, [start for start in starts[1:-1] if start < tokens.shape[1]]] = NO_LABEL
-        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+        labels = cut.shift(labels, rank, dim=1, fill=NO_LABEL)
         if mask is not None:
-            labels = labels.masked_fill(mask == 0, NO_LABEL)
-        result["labels"] = result["shift_labels"] = labels
-    result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in result.items()}
+            labels = labels.masked_fill(cut.shard_tensor(mask, rank, dim=1) == 0, NO_LABEL)
+        result["labels"] = result["shift_labels"] = labels.contiguous()
     if starts is not None:
         result["cu_seq_lens_q"] = torch.tensor(starts, dtype=torch.int32, device=tokens.device)
     return result
@@ -211,7 +210,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     long = _longest_window(model)
     first = max(tokens * 2 // 3, 1)
     if tokens < 3:
-        raise InvalidInput(f"check: tokens={tokens} make no two documents; try tokens=64")
+        raise InvalidInput(f"check: {tokens} tokens are too few for two documents; try tokens=64")
     if first <= long:
         raise InvalidInput(
             f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens; "
@@ -368,9 +367,7 @@ def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None
 
 def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
     """A weak reference to the group."""
-    if isinstance(group, dist.device_mesh.DeviceMesh):
-        return WeakGroup(mesh=group)
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    if group is not None and not isinstance(group, dist.ProcessGroup | dist.device_mesh.DeviceMesh):
         raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or one axis of a DeviceMesh such as mesh['cp']")
     return WeakGroup(dist.group.WORLD if group is None else group)
 

@@ -77,18 +77,18 @@ def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None 
 
 def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
     """The ProcessGroup of a group, of one axis of a DeviceMesh, or of a mesh of all ranks (None: the default group)."""
+    if group is not None and not isinstance(group, dist.ProcessGroup | dist.device_mesh.DeviceMesh):
+        raise InvalidInput(f"group={group!r}: expected a ProcessGroup, a DeviceMesh, or None for all ranks")
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim > 1 and group.size() == dist.get_world_size():
             return None
-        found: ProcessGroup = WeakGroup(mesh=group).group
+        found: ProcessGroup = WeakGroup(group).group
         return found
     return group
 
 
 def _count_ranks(group: ProcessGroup | DeviceMesh | None) -> int:
     """The ranks of the group; 1 in a process without torch.distributed."""
-    if group is not None and not isinstance(group, dist.ProcessGroup | dist.device_mesh.DeviceMesh):
-        raise InvalidInput(f"group={group!r}: expected a ProcessGroup, a DeviceMesh, or None for all ranks")
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 1
     return dist.get_world_size(_get_group(group))
