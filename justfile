@@ -14,6 +14,10 @@ test *arguments:
 gpu *overrides:
     scripts/gpu {{overrides}}
 
+# Build the pages into docs/_build/html; --execute also runs the notebooks
+docs *arguments:
+    scripts/docs {{arguments}}
+
 # Lint, format check, types
 check:
     scripts/check

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 import shlex
 import subprocess
@@ -9,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import support
 
 from ringattn.config.overrides import prepare
 
@@ -38,13 +42,36 @@ def test_links_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", with_samples("python"), ids=name_of)
-def test_python_samples_run(page: Path) -> None:
-    """The samples of a page run one after another, as a reader would run them."""
+def test_python_samples_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of a page run one after another, as a reader would run them, and print what the page says."""
+    monkeypatch.setenv("COLUMNS", "80")
     names: dict[str, object] = {}
-    for sample in blocks(page, "python"):
+    for sample, shown in re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.DOTALL):
         code = compile(sample, str(page), "exec")
-        if not sample.startswith(SEVERAL_RANKS):
+        if sample.startswith(SEVERAL_RANKS):
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, names)
+        lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+        assert not shown or lines == shown.splitlines()
+
+
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=name_of)
+def test_notebooks_run(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict[str, object] = {}
+    for cell in json.loads(notebook.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "notebooks are stored without outputs; the build makes them"
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile("".join(cell["source"]), str(notebook), "exec"), names)
+
+
+def test_the_table_of_support_names_tests_that_exist() -> None:
+    assert not support.missing_tests()
+    assert support.PAGE.read_text() == support.render(), "write the page again: python tests/helpers/support.py"
 
 
 @pytest.mark.parametrize("page", with_samples("bash"), ids=name_of)
