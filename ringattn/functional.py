@@ -16,7 +16,7 @@ from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
 from .planner import make_plan
 from .runtime.autocast import cast_inputs
-from .runtime.autograd import AllRanks, Attention, OneRank, Runner, uncompiled
+from .runtime.autograd import AllRanks, Attention, OneRank, Runner, compilable
 from .runtime.checkpointing import keeping
 from .runtime.executor import Job
 from .runtime.handshake import Call, agree, describe
@@ -70,7 +70,7 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@uncompiled
+@compilable
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -218,7 +218,7 @@ def virtual_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@uncompiled
+@compilable
 def virtual_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -301,7 +301,7 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@uncompiled
+@compilable
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

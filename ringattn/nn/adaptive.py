@@ -16,7 +16,7 @@ from ..functional import exchange
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from ..runtime.autocast import cast_inputs
-from ..runtime.autograd import uncompiled
+from ..runtime.autograd import compilable
 from ..runtime.softmax import attend_sinks, check_sinks, merge
 from .core import CoreKeywords, RingAttention
 
@@ -108,7 +108,6 @@ class AdaptiveAttention(RingAttention):
         for weight in (self.query, self.key):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
-    @uncompiled
     def attend(
         self,
         q: torch.Tensor,
@@ -121,6 +120,21 @@ class AdaptiveAttention(RingAttention):
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
+        return self.attend_by(self.query, self.key, q, k, v, is_causal, key_padding_mask, sinks)
+
+    @compilable
+    def attend_by(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        is_causal: bool,
+        key_padding_mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attend` with the scorer's weights `query` and `key`."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
         positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks also the handshake
@@ -130,8 +144,8 @@ class AdaptiveAttention(RingAttention):
         queries, keys, seed = self._block_means(q, k, query_block, key_block, key_padding_mask)
         with self.telling():
             check_sinks(sinks, q)
-            a = torch.einsum("bhnd,hdr->bhnr", queries.to(self.query.dtype), self.query)
-            b = torch.einsum("bhnd,hdr->bhnr", keys.to(self.key.dtype), self.key)
+            a = torch.einsum("bhnd,hdr->bhnr", queries.to(query.dtype), query)
+            b = torch.einsum("bhnd,hdr->bhnr", keys.to(key.dtype), key)
             b_of_query_heads = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
             scores = torch.einsum("bhir,bhjr->hij", a, b_of_query_heads).detach() / max(len(q), 1) / self.rank**0.5
             table = self._select(scores, causal, seed)

@@ -24,6 +24,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -52,6 +53,8 @@ from .options import AttentionOptions
 LIMIT = 1 << 14
 #: Bytes of the number of a call.
 NUMBER = 8
+#: The place of a call among those of its compiled graph; None outside of such graphs.
+place: ContextVar[int | None] = ContextVar("ringattn_place", default=None)
 #: Returns the q, k and v of a call, or raises.
 Prepare = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 #: No model has more heads. A tensor with more heads and few tokens has probably not been transposed.
@@ -269,6 +272,7 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
         "softcap": None if call.softcap is None else float(call.softcap),
         "return_lse": bool(call.return_lse),
         "sinks": call.sinks,
+        "place in the compiled graph": place.get(),
         "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }
 
@@ -321,6 +325,8 @@ def _compare(records: list[dict[str, Any]]) -> None:
             continue
         if name == "layout" and _are_undecided(values):
             continue
+        if name.startswith("place") and None in values:
+            continue  # a rank runs this call without a graph
         by_value = {value: [r for r, other in enumerate(values) if other == value] for value in values}
         parts = [
             f"{value} on rank{'s' if len(ranks) > 1 else ''} {_list_ranks(ranks)}" for value, ranks in by_value.items()
