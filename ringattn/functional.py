@@ -17,7 +17,6 @@ from .pattern import Pattern, as_pattern
 from .planner import make_plan
 from .runtime.autocast import cast_inputs
 from .runtime.autograd import AllRanks, Attention, OneRank, Runner, compilable
-from .runtime.checkpointing import keeping
 from .runtime.executor import Job
 from .runtime.handshake import Call, agree, describe
 from .runtime.options import OPTION_NAMES, AttentionOptions, check_option_names
@@ -472,9 +471,8 @@ def _apply(
     """(out, lse) of a runner; rows with lse < floor have seen padded keys only."""
     out, lse = Attention.apply(q, k, v, runner, floor)
     if output_scale != 1.0:
-        # The graph, or the tape of `keep_attention`, may still need the unscaled output.
-        shared = out.requires_grad or keeping()
-        out = out * output_scale if shared else out.mul_(output_scale)
+        # The graph may still need the unscaled output.
+        out = out * output_scale if out.requires_grad else out.mul_(output_scale)
     return out, lse
 
 

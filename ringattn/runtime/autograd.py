@@ -21,7 +21,6 @@ from ..plan.plan import Plan
 from ..transport.base import Transport, drive, number_tags
 from ..transport.virtual import Virtual
 from .autocast import autocast_off
-from .checkpointing import run_or_replay
 from .executor import Forward, Job, backward, count_kept, forward
 from .handshake import agree_backward
 from .memory import empty, typed_errors
@@ -123,17 +122,12 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, runner: Runner, floor: float | None
     ) -> tuple[Tensor, Tensor]:
-
-        def run() -> Forward:
-            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
-            if floor is not None:  # a row that sees only padded keys is a row that sees no key
-                empty = result.lse < floor
-                result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
-                result.lse.masked_fill_(empty, -torch.inf)
-            return result
-
         with autocast_off(q.device), typed_errors(q.device):
-            result = run_or_replay(run)
+            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
+        if floor is not None:  # a row that sees only padded keys is a row that sees no key
+            empty = result.lse < floor
+            result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
+            result.lse.masked_fill_(empty, -torch.inf)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, result.out, result.lse, *result.kept)

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.compiler import assume_constant_result
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..errors import InvalidInput, Unsupported
 from ..pattern import Pattern, parse_pattern
@@ -50,8 +50,10 @@ class _Record(bytearray):
     """The memory of a ticket, with what the forward keeps for its backward."""
 
     leaves: list[Tensor]
-    results: tuple[Tensor, ...]
-    #: The tensors of the backward that runs, for which the saved tensors of the forward stand as indices.
+    results: list[Tensor]
+    #: The tensors that torch saves; an index stands for one of the operator's own tensors, which the graph saves.
+    saved: list[Tensor | int]
+    #: The operator's own tensors, while the backward runs.
     current: list[Tensor]
 
 
@@ -112,7 +114,7 @@ def _print_pattern(kind: type[Pattern], values: tuple[Any, ...], nested: tuple[b
 
 
 @assume_constant_result
-def _write(name: str, names: tuple[str, ...], **constants: Any) -> str:
+def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
     """The text of a call: its function, the names of its tensors, its other arguments, and its place in the trace."""
     trace = torch._guards.TracingContext.try_get()
     index = 0
@@ -172,14 +174,22 @@ def _find(spelled: dict[str, Any]) -> Any:
 def _attend(tensors: list[Tensor], number: int, text: str, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     record = _Record(8)
     record.leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+    record.saved = []
     with _recording(record), torch.set_grad_enabled(any(needs)):
         result = _run(record.leaves, number, text)
-    record.results = tuple(x for x in (result if isinstance(result, tuple) else (result,)) if x is not None)
+    record.results = [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+    own = {_identify(x): index for index, x in enumerate((*record.leaves, *record.results))}
+    record.saved = [own.get(_identify(x), x) for x in record.saved if isinstance(x, Tensor)]
     ticket = torch.frombuffer(record, dtype=torch.int64)
     if any(needs):
         _records[ticket.data_ptr()] = record
     out, *lse = (_lay_out(x.detach()) for x in record.results)
     return out, lse[0] if lse else out.new_empty(0), ticket
+
+
+def _identify(x: Tensor) -> tuple[object, ...]:
+    """What two tensors of the same numbers in the same memory have in common."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _attend_backward(
@@ -223,14 +233,17 @@ def _recording(record: _Record) -> Iterator[None]:
         excluded = excluded.remove(key)
     included = torch._C._dispatch_tls_local_include_set()
 
-    def pack(x: Tensor) -> int | Tensor:
-        for index, leaf in enumerate(record.leaves):
-            if x.data_ptr() == leaf.data_ptr() and x.stride() == leaf.stride() and x.shape == leaf.shape:
-                return index
-        return x.detach()
+    weak = ref(record)  # the graph, which the record owns, must not own the record
 
-    def unpack(saved: int | Tensor) -> Tensor:
-        return record.current[saved] if isinstance(saved, int) else saved
+    def pack(x: Tensor) -> int:
+        saved = cast(_Record, weak()).saved
+        saved.append(x.detach())
+        return len(saved) - 1
+
+    def unpack(place: int) -> Tensor:
+        record = cast(_Record, weak())
+        x = record.saved[place]
+        return record.current[x] if isinstance(x, int) else x
 
     with (
         torch._C._ForceDispatchKeyGuard(included, excluded),
@@ -322,3 +335,16 @@ def save_attention_policy() -> Callable[..., CheckpointPolicy]:
         return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
     return keep
+
+
+def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """A `context_fn` for torch.utils.checkpoint: the recomputation takes (out, lse) of attention from the forward.
+
+    `checkpoint(layer, x, use_reentrant=False, context_fn=ringattn.keep_attention)` recomputes the layer in the
+    backward without another pass around the ring: q, k and v are recomputed, and the output of every attention in the
+    layer is kept. This costs the memory of out, lse and the block that the ring's backward starts from. Without
+    `keep_attention` nothing is kept, and the ring runs once more.
+    """
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+    contexts = create_selective_checkpoint_contexts(save_attention_policy())
+    return contexts
