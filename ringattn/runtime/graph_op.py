@@ -1,9 +1,9 @@
 """Attention as operators of torch's graphs: for torch.compile, and for checkpoints that select what they save.
 
-`ringattn::attend` runs one of our functions as it runs without a graph, its handshake and its errors included, and keeps
-the part of the autograd graph that the function makes; `ringattn::attend_backward` runs this part backward. The
-operators take tensors, the number of a pattern, and a text with all other arguments. A new pattern is a new number,
-which does not compile the graph anew. In the text objects stand by their `id`: torch.compile guards the identity of
+`ringattn::attend` runs one of our functions as it runs without a graph, with its handshake and its errors, and keeps the
+part of the autograd graph that the function makes; `ringattn::attend_backward` runs this part backward. The operators
+take tensors, the number of a pattern, and a text with all other arguments. A new pattern is a new number, for which
+torch compiles nothing. In the text the `id` of an object stands for the object: torch.compile guards the identity of
 these objects, so that they live as long as a graph that names them is used.
 
 What the forward keeps belongs to the memory of its third result, the ticket, which the graph saves for the backward: it
@@ -308,14 +308,19 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: No
 
 _library = torch.library.Library("ringattn", "DEF")
 _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "attend": ("(Tensor[] tensors, SymInt pattern, str call, bool[] needs) -> (Tensor, Tensor, Tensor)", _attend, _fake_attend),
+    "attend": (
+        "(Tensor[] tensors, SymInt pattern, str call, bool[] needs) -> (Tensor, Tensor, Tensor)",
+        _attend,
+        _fake_attend,
+    ),
     "attend_backward": (
-        "(Tensor? grad, Tensor? grad_lse, Tensor[] tensors, Tensor out, Tensor lse, Tensor ticket, bool[] needs) -> Tensor[]",
+        "(Tensor? grad, Tensor? grad_lse, Tensor[] tensors, Tensor out, Tensor lse, Tensor ticket, bool[] needs)"
+        " -> Tensor[]",
         _attend_backward,
         _fake_backward,
     ),
     "positions": ("(Tensor[] tensors, str call) -> Tensor", _positions, _fake_positions),
-}  # fmt: skip
+}
 for _name, (_schema, _run_operator, _fake) in _OPERATORS.items():
     _library.define(_name + _schema)
     _library.impl(_name, _run_operator, "CompositeExplicitAutograd")
