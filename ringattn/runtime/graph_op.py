@@ -1,6 +1,6 @@
 """Attention as operators of torch's graphs: for torch.compile, and for checkpoints that select what they save.
 
-`ringattn::attend` runs one of our functions as it runs without a graph, with its handshake and its errors, and keeps the
+`ringattn::attend` runs one of our functions as it runs without a graph, with its handshake and its errors. It keeps the
 part of the autograd graph that the function makes; `ringattn::attend_backward` runs this part backward. The operators
 take tensors, the number of a pattern, and a text with all other arguments. A new pattern is a new number, for which
 torch compiles nothing. In the text the `id` of an object stands for the object: torch.compile guards the identity of
