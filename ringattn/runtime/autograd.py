@@ -175,6 +175,6 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
 
 def is_selecting() -> bool:
     """Whether a selective checkpoint of torch.utils.checkpoint looks at each operator that runs, to keep its result."""
-    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+    if not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(mode, SELECTING) for mode in _get_current_dispatch_mode_stack())

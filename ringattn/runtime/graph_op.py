@@ -20,12 +20,12 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..errors import InvalidInput, Unsupported
@@ -35,6 +35,8 @@ from .autocast import cast_inputs
 from .autograd import COMPILABLE
 from .handshake import place
 
+P = ParamSpec("P")
+R = TypeVar("R")
 #: Dispatch keys without which torch records no graph; torch excludes them while an operator runs.
 _K = torch._C.DispatchKey
 RECORDING = (_K.AutogradFunctionality, _K.AutogradOther, _K.AutogradNestedTensor, _K.ADInplaceOrView)
@@ -62,6 +64,11 @@ _records: WeakValueDictionary[int, _Record] = WeakValueDictionary()
 
 
 # What torch.compile traces.
+
+
+def _constant(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which torch.compile runs while it traces. The identity of the objects that it is given is guarded."""
+    return cast(Callable[P, R], torch.compiler.assume_constant_result(function))
 
 
 def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
@@ -98,13 +105,13 @@ def _spell(pattern: Pattern) -> str:
     return _print_pattern(type(pattern), tuple(values), tuple(nested))
 
 
-@assume_constant_result
+@_constant
 def _field_names(kind: type[Pattern]) -> tuple[str, ...]:
     """The names of a pattern's fields."""
     return tuple(kind.__dataclass_fields__)
 
 
-@assume_constant_result
+@_constant
 def _print_pattern(kind: type[Pattern], values: tuple[Any, ...], nested: tuple[bool, ...]) -> str:
     """repr of the pattern with these fields, of which the nested patterns are texts."""
     pattern = object.__new__(kind)
@@ -113,7 +120,7 @@ def _print_pattern(kind: type[Pattern], values: tuple[Any, ...], nested: tuple[b
     return repr(pattern)
 
 
-@assume_constant_result
+@_constant
 def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
     """The text of a call: its function, the names of its tensors, its other arguments, and its place in the trace."""
     trace = torch._guards.TracingContext.try_get()
@@ -123,10 +130,14 @@ def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
     return json.dumps([name, names, constants, index], default=_write_object)
 
 
-def _write_object(value: Any) -> dict[str, Any]:
+def _write_object(value: Any) -> Any:
     """An argument that JSON does not know, by its `id`."""
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
     if hasattr(value, "__dataclass_fields__") and not all(hasattr(value, x) for x in value.__dataclass_fields__):
         raise Unsupported(
             f"a {type(value).__name__} made within a compiled function; make it before, and pass it to the function"
@@ -162,6 +173,8 @@ def _find(spelled: dict[str, Any]) -> Any:
     """The object that a text, or the number of a pattern, stands for."""
     if "dtype" in spelled:
         return getattr(torch, spelled["dtype"])
+    if "device" in spelled:
+        return torch.device(spelled["device"])
     found = NUMBERED.get(spelled["pattern"]) if "pattern" in spelled else _objects.get(spelled["id"])
     if found is None:
         raise InvalidInput(

@@ -20,7 +20,7 @@ CORES: dict[str, Callable[[], nn.Module]] = {
     "adaptive": lambda: ra.nn.AdaptiveAttention(4, 8, block=8, k=2, noise=0),
 }
 MULTIHEAD: dict[str, Callable[[], nn.Module]] = {
-    "multihead ring": lambda: ra.nn.MultiheadRingAttention(32, 4, ra.Causal(), rotary=True, qk_norm=True, layer_norm=True),
+    "multihead ring": lambda: ra.nn.MultiheadRingAttention(32, 4, ra.Causal(), rotary=True, qk_norm=True),
     "multihead dilated": lambda: ra.nn.MultiheadDilatedAttention(32, 4, [8], [2], recompute="projections"),
     "multihead block sparse": lambda: ra.nn.MultiheadBlockSparseAttention(32, 4, ra.local_window(8, blocks=1)),
     "multihead adaptive": lambda: ra.nn.MultiheadAdaptiveAttention(32, 4, block=8, k=2, noise=0.0),
