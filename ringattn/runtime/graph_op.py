@@ -3,8 +3,8 @@
 `ringattn::attend` runs one of our functions as it runs without a graph, with its handshake and its errors. It keeps the
 part of the autograd graph that the function makes; `ringattn::attend_backward` runs this part backward. The operators
 take tensors, the number of a pattern, and a text with all other arguments. A new pattern is a new number, for which
-torch compiles nothing. In the text the `id` of an object stands for the object: torch.compile guards the identity of
-these objects, so that they live as long as a graph that names them is used.
+torch compiles nothing. In the text a number stands for each object, whose identity torch.compile guards, so that the
+object lives wherever a graph that names it begins.
 
 What the forward keeps belongs to the memory of its third result, the ticket, which the graph saves for the backward: it
 ends with the graph of the call.
@@ -20,6 +20,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from itertools import count
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ..cache import Cache
 from ..errors import InvalidInput, Unsupported
 from ..pattern import Pattern, parse_pattern
 from ..pattern.base import NUMBERED
@@ -42,8 +44,11 @@ _K = torch._C.DispatchKey
 RECORDING = (_K.AutogradFunctionality, _K.AutogradOther, _K.AutogradNestedTensor, _K.ADInplaceOrView)
 #: Functions that return positions, and functions that always return (out, lse or None).
 POSITIONS, PAIRS = ".positions", (".attend", ".attend_by")
-#: Objects that texts name by their `id`.
+#: Objects by the numbers that stand for them in texts.
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_serials = count()
+#: The patterns that ran last: a checkpoint may run them again when the program has let go of them.
+_recent = Cache(1 << 24)
 #: How many calls each trace of torch.compile has met.
 _calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -67,7 +72,7 @@ _records: WeakValueDictionary[int, _Record] = WeakValueDictionary()
 
 
 def _constant(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which torch.compile runs while it traces. The identity of the objects that it is given is guarded."""
+    """The function, which torch.compile runs while it traces, and whose arguments it guards: objects by identity."""
     return cast(Callable[P, R], torch.compiler.assume_constant_result(function))
 
 
@@ -131,7 +136,7 @@ def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
 
 
 def _write_object(value: Any) -> Any:
-    """An argument that JSON does not know, by its `id`."""
+    """An argument that JSON does not know; objects by their numbers."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, torch.dtype):
@@ -142,8 +147,11 @@ def _write_object(value: Any) -> Any:
         raise Unsupported(
             f"a {type(value).__name__} made within a compiled function; make it before, and pass it to the function"
         )
-    _objects[id(value)] = value
-    return {"id": id(value)}
+    serial = next((known for known, other in _objects.items() if other is value), None)
+    if serial is None:
+        serial = next(_serials)
+        _objects[serial] = value
+    return {"object": serial}
 
 
 # What runs.
@@ -161,8 +169,8 @@ def _run(tensors: list[Tensor], number: int, text: str) -> Any:
     name, names, constants, index = _read(text)
     arguments = {key: _find(value) if isinstance(value, dict) else value for key, value in constants.items()}
     if number:
-        arguments["pattern"] = _find({"pattern": number})
-    token = place.set(index or None)
+        arguments["pattern"] = _recent.answer(number, lambda: _find({"pattern": number}))
+    token = place.set(index)
     try:
         return COMPILABLE[name](**dict(zip(names, tensors, strict=True)), **arguments)
     finally:
@@ -175,7 +183,7 @@ def _find(spelled: dict[str, Any]) -> Any:
         return getattr(torch, spelled["dtype"])
     if "device" in spelled:
         return torch.device(spelled["device"])
-    found = NUMBERED.get(spelled["pattern"]) if "pattern" in spelled else _objects.get(spelled["id"])
+    found = NUMBERED.get(spelled["pattern"]) if "pattern" in spelled else _objects.get(spelled["object"])
     if found is None:
         raise InvalidInput(
             "a pattern, layout or group of this compiled call is gone; keep the objects that a compiled function was "

@@ -30,7 +30,7 @@ def errors(rank: int) -> list[str]:
     q = torch.randn(1, 2, 8, 4)
     found = []
     for k in (q[:, :, : 8 - rank], q):
-        token = place.set(1 + rank if k is q else None)
+        token = place.set(1 + rank if k is q else 0)
         try:
             (call if k is q else compiled)(q, k)
         except ra.RingAttentionError as error:
