@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import numpy as np
 import torch
 from torch import Tensor
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..cache import Cache
@@ -137,6 +138,8 @@ def _write(name: str, names: tuple[str, ...], /, **constants: Any) -> str:
 
 def _write_object(value: Any) -> Any:
     """An argument that JSON does not know; objects by their numbers."""
+    if isinstance(value, FakeScriptObject):  # how a process group looks in a trace
+        value = value.real_obj
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, torch.dtype):

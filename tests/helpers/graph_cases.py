@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ringattn as ra
+from ringattn.functional import _transports
 from ringattn.runtime.autograd import OneRank
 from ringattn.runtime.handshake import place
 
@@ -52,21 +53,26 @@ def order(rank: int) -> tuple[bool, list[tuple[str, int]]]:
 
         return counted
 
-    def call(q: torch.Tensor, pattern: ra.Pattern) -> torch.Tensor:
+    def call(q: torch.Tensor, pattern: ra.Pattern, group: Any) -> torch.Tensor:
         a, b = (ra.ring_attention(x, x, x, pattern, layout="zigzag", group=group) for x in (q, q[:, 1:].sin()))
         return a.cos() * a.shape[1] + b.sum()
 
-    group, layout = dist.group.WORLD, ra.make_layout("zigzag", tokens=TOKENS, ranks=2)
+    layout = ra.make_layout("zigzag", tokens=TOKENS, ranks=2)
     q = layout.shard_tensor(torch.randn(1, 3, TOKENS, 8), rank).requires_grad_()
     pattern = ra.Causal() & ra.Documents([10, TOKENS - 10])
-    wanted = call(q, pattern)
+    wanted = call(q, pattern, dist.group.WORLD)
     (gradient,) = torch.autograd.grad(wanted.sum(), q)
     torch._dynamo.reset()
     for kind in honest:
         setattr(OneRank, kind, note(kind))
     try:
-        out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, pattern)
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        out = compiled(q, pattern, dist.group.WORLD)
         (found,) = torch.autograd.grad(out.sum(), q)
+        other = dist.new_group()
+        assert other not in _transports
+        compiled(q.detach(), pattern, other)
+        assert other in _transports, "the graph of one group is not that of another"
     finally:
         for kind, function in honest.items():
             setattr(OneRank, kind, function)
