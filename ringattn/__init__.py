@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from .plan.choice import Prediction as Prediction
     from .plan.plan import Plan as Plan
     from .planner import make_plan as make_plan
-    from .runtime.checkpointing import keep_attention as keep_attention
+    from .runtime.graph_op import keep_attention as keep_attention
+    from .runtime.graph_op import save_attention_policy as save_attention_policy
     from .runtime.memory import auto_batch_size as auto_batch_size
     from .timing.forecast import predict as predict
     from .timing.simulation import simulate as simulate
@@ -82,7 +83,7 @@ _NAMES = {
     "timing.timeline": "Timeline",
     "functional": "attention ring_attention virtual_attention",
     "runtime.memory": "auto_batch_size",
-    "runtime.checkpointing": "keep_attention",
+    "runtime.graph_op": "keep_attention save_attention_policy",
     "compat": (
         "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse"
         " create_multihead_dilated_attention get_block_sparse_preset"

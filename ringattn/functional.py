@@ -16,8 +16,7 @@ from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
 from .planner import make_plan
 from .runtime.autocast import cast_inputs
-from .runtime.autograd import AllRanks, Attention, OneRank, Runner, uncompiled
-from .runtime.checkpointing import keeping
+from .runtime.autograd import AllRanks, Attention, OneRank, Runner, compilable
 from .runtime.executor import Job
 from .runtime.handshake import Call, agree, describe
 from .runtime.options import OPTION_NAMES, AttentionOptions, check_option_names
@@ -70,7 +69,7 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@uncompiled
+@compilable
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -218,7 +217,7 @@ def virtual_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@uncompiled
+@compilable
 def virtual_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -301,7 +300,7 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@uncompiled
+@compilable
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -472,9 +471,8 @@ def _apply(
     """(out, lse) of a runner; rows with lse < floor have seen padded keys only."""
     out, lse = Attention.apply(q, k, v, runner, floor)
     if output_scale != 1.0:
-        # The graph, or the tape of `keep_attention`, may still need the unscaled output.
-        shared = out.requires_grad or keeping()
-        out = out * output_scale if shared else out.mul_(output_scale)
+        # The graph may still need the unscaled output.
+        out = out * output_scale if out.requires_grad else out.mul_(output_scale)
     return out, lse
 
 

@@ -25,6 +25,7 @@ from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import ring_attention, telling
 from ..layout.regular import make_layout
 from ..pattern import Causal, Documents, Full, Pattern, Window
+from ..runtime.autograd import compilable
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup
@@ -277,31 +278,50 @@ def _attend(
             f"{type(module).__name__} uses attn_implementation={NAME!r} but belongs to no parallelized model; call "
             "ringattn.integrations.transformers.parallelize(model, group, layout=...)"
         )
-    with telling("call", group=ring.place.group):
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = _check_window(module, sliding_window)
+    name = type(module).__name__
+    out = _attend_ring(
+        ring, name, query, key, value, attention_mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
+        cu_seq_lens_q,
+    )  # fmt: skip
+    return out.transpose(1, 2), None
+
+
+@compilable
+def _attend_ring(
+    ring: _Ring,
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    causal: bool,
+    borders: torch.Tensor | None,
+) -> torch.Tensor:
+    """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change."""
+    group = ring.place.group
+    with telling("call", group=group):
         if dropout:
             raise Unsupported(f"attention_dropout={dropout}: dropout of attention weights; set it to 0 in the config")
         if position_bias is not None:
-            raise Unsupported(f"{type(module).__name__} adds a position bias to its logits, which ringattn does not")
-        if query.shape[2] != key.shape[2]:
+            raise Unsupported(f"{name} adds a position bias to its logits, which ringattn does not")
+        if q.shape[2] != k.shape[2]:
             raise Unsupported(
-                f"a cache of earlier tokens: {query.shape[2]} queries, {key.shape[2]} keys; pass use_cache=False"
+                f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        pattern = _make_pattern(_check_window(module, sliding_window), causal, cu_seq_lens_q)
-        padding = None if attention_mask is None else ~attention_mask.to(device=key.device, dtype=torch.bool)
+        pattern = _make_pattern(window, causal, borders)
+        padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     options = cast("AttentionKeywords", {**ring.options.keywords(), "scale": scaling, "softcap": softcap})
-    out = ring_attention(
-        query,
-        key,
-        value,
-        pattern,
-        layout=ring.layout,
-        group=ring.place.group,
-        key_padding_mask=padding,
-        sinks=s_aux,
-        **options,
+    return ring_attention(
+        q, k, v, pattern, layout=ring.layout, group=group, key_padding_mask=padding, sinks=sinks, **options
     )
-    return out.transpose(1, 2), None
 
 
 def _refuse_generate(*args: Any, **kwargs: Any) -> None:

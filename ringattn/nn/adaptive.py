@@ -16,7 +16,7 @@ from ..functional import exchange
 from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from ..runtime.autocast import cast_inputs
-from ..runtime.autograd import uncompiled
+from ..runtime.autograd import compilable
 from ..runtime.softmax import attend_sinks, check_sinks, merge
 from .core import CoreKeywords, RingAttention
 
@@ -108,7 +108,6 @@ class AdaptiveAttention(RingAttention):
         for weight in (self.query, self.key):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
-    @uncompiled
     def attend(
         self,
         q: torch.Tensor,
@@ -121,20 +120,39 @@ class AdaptiveAttention(RingAttention):
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [B, H, N, Dv], lse [B, H, N]) of [B, H, N, D], for either `order`; `return_lse` changes nothing."""
+        # Drawn out here, where torch.compile sees the draw and repeats it where it computes this call again.
+        seed = torch.randint(1 << 62, (), device="cpu") if self.training and self.noise else None
+        return self.attend_by(self.query, self.key, q, k, v, is_causal, key_padding_mask, sinks, seed)
+
+    @compilable
+    def attend_by(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        is_causal: bool,
+        key_padding_mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        seed: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attend` with the scorer's weights `query` and `key`, and this rank's seed of the noise."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
         positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks also the handshake
         key_block = positions // self.block
         # Causally, the `block` positions that end with the first position of a block represent the block.
         query_block = -(-positions // self.block) if causal else key_block
-        queries, keys, seed = self._block_means(q, k, query_block, key_block, key_padding_mask)
+        number = 0 if seed is None else int(seed)
+        queries, keys, number = self._block_means(q, k, query_block, key_block, key_padding_mask, number)
         with self.telling():
             check_sinks(sinks, q)
-            a = torch.einsum("bhnd,hdr->bhnr", queries.to(self.query.dtype), self.query)
-            b = torch.einsum("bhnd,hdr->bhnr", keys.to(self.key.dtype), self.key)
+            a = torch.einsum("bhnd,hdr->bhnr", queries.to(query.dtype), query)
+            b = torch.einsum("bhnd,hdr->bhnr", keys.to(key.dtype), key)
             b_of_query_heads = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
             scores = torch.einsum("bhir,bhjr->hij", a, b_of_query_heads).detach() / max(len(q), 1) / self.rank**0.5
-            table = self._select(scores, causal, seed)
+            table = self._select(scores, causal, number)
             scale = self.options.scale
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             # scale * <extra columns of q, extra columns of k> = score
@@ -182,14 +200,15 @@ class AdaptiveAttention(RingAttention):
         query_block: torch.Tensor,
         key_block: torch.Tensor,
         mask: torch.Tensor | None,
+        seed: int,
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Mean queries [B, H, blocks, D] and mean keys [B, K, blocks, D] of all blocks, and a seed; all ranks agree."""
         if self.sharded:
             with exchange("block sums", **self._place.keywords) as records:
-                sums, total, seed = self._local_sums(q, k, query_block, key_block, mask)
+                sums, total = self._local_sums(q, k, query_block, key_block, mask)
                 records.mine = _pack_sums(sums, self.block, total, seed)
         else:
-            sums, total, seed = self._local_sums(q, k, query_block, key_block, mask)
+            sums, total = self._local_sums(q, k, query_block, key_block, mask)
         with self.telling():
             if self.sharded:
                 sums, seed = _add_all_sums(sums, self.block, records.records)
@@ -204,11 +223,8 @@ class AdaptiveAttention(RingAttention):
         query_block: torch.Tensor,
         key_block: torch.Tensor,
         mask: torch.Tensor | None,
-    ) -> tuple[list[torch.Tensor], int, int]:
-        """Block sums of this rank's queries and keys, the number of blocks up to its last row, and a seed.
-
-        The seed comes from torch's default generator, which checkpoints restore for a recomputation.
-        """
+    ) -> tuple[list[torch.Tensor], int]:
+        """Block sums of this rank's queries and keys, and the number of blocks up to its last row."""
         dtype = wide(q.dtype)
         weight = torch.ones(len(q), q.shape[2], device=q.device, dtype=dtype)
         q, k = q.detach(), k.detach()
@@ -218,8 +234,7 @@ class AdaptiveAttention(RingAttention):
             q, k = (x.masked_fill(mask[:, None, :, None], 0) for x in (q, k))
         total = int(key_block.max()) + 1 if len(key_block) else 0
         sums = [_block_sums(x.to(dtype), weight, block, total + 1) for x, block in ((q, query_block), (k, key_block))]
-        seed = int(torch.randint(1 << 62, (), device="cpu")) if self.training and self.noise else 0
-        return sums, total, seed
+        return sums, total
 
     def _select(self, scores: torch.Tensor, causal: bool, seed: int) -> np.ndarray:
         """The selection, bool [H, blocks, blocks], of scores [H, blocks, blocks]; `blocks` remembers it."""

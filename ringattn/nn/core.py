@@ -15,7 +15,7 @@ from ..functional import check_arguments, positions, ring_attention, telling, vi
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
 from ..planner import make_plan
-from ..runtime.autograd import uncompiled
+from ..runtime.autograd import compilable
 from ..runtime.options import AttentionKeywords, AttentionOptions, RankKeywords, check_option_names
 from ..text import did_you_mean
 from ..transport.torchdist import WeakGroup
@@ -145,7 +145,7 @@ class RingAttention(nn.Module):
         out = out.transpose(1, 2) if transposed else out
         return (out, lse) if return_lse else out
 
-    @uncompiled
+    @compilable
     def attend(
         self,
         q: torch.Tensor,
@@ -210,7 +210,7 @@ class RingAttention(nn.Module):
         """
         return make_plan(self.pattern, tokens=tokens, ranks=1, heads=heads).density
 
-    @uncompiled
+    @compilable
     def positions(
         self,
         q: torch.Tensor,

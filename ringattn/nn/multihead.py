@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import InvalidInput, Unsupported
 from ..pattern import Dilated, Pattern
-from ..runtime.checkpointing import keep_attention
 from ..runtime.options import check_option_names
 from ..text import did_you_mean
 from .adaptive import AdaptiveAttention, AdaptiveKeywords
@@ -214,6 +213,8 @@ class MultiheadAttention(nn.Module):
         """The output [B, N, E] of inputs [B, N, dim]."""
         inputs = (query, key, value, mask, is_causal)
         if self.recompute != "none" and torch.is_grad_enabled():
+            from ..runtime.graph_op import keep_attention  # registers operators, which few programs need
+
             keep: dict[str, Any] = {"context_fn": keep_attention} if self.recompute == "projections" else {}
             heads = checkpoint(self._attend, *inputs, use_reentrant=False, **keep)
         else:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from math import lcm
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -18,6 +21,12 @@ ONE_HEAD = range(1)
 Run = tuple[int, int]
 #: The end of a run without a bound; beyond every position of a sequence.
 FAR = 1 << 62
+#: Every pattern by its number, which stands for the pattern in a graph of torch.compile. From 2 on: torch.compile takes
+#: 0 and 1 for constants.
+NUMBERED: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
+_numbers = count(2)
+#: Whether torch.compile is tracing, which `runtime.autograd` knows: a pattern of a trace is no object, and gets 0.
+is_tracing: Callable[[], bool] = bool
 
 
 def check_integer(value: object, name: str, least: int, example: str) -> int:
@@ -43,6 +52,15 @@ class Pattern(Value, ABC):
 
     #: True for a pattern that is used once, such as a selection made in every training step: its plans are not cached.
     transient = False
+    #: The key in `NUMBERED`. No two patterns have one number, equal ones neither.
+    number = 0
+
+    def __new__(cls, *fields: Any, **named: Any) -> Pattern:
+        pattern = super().__new__(cls)
+        if not is_tracing():
+            object.__setattr__(pattern, "number", next(_numbers))
+            NUMBERED[pattern.number] = pattern
+        return pattern
 
     @property
     def branches(self) -> int:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from inspect import signature
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from ..kernels.base import Kernel
 from ..kernels.pad import HIDDEN
+from ..pattern import base as pattern_base
 from ..plan.plan import Plan
 from ..transport.base import Transport, drive, number_tags
 from ..transport.virtual import Virtual
 from .autocast import autocast_off
-from .checkpointing import run_or_replay
 from .executor import Forward, Job, backward, count_kept, forward
 from .handshake import agree_backward
 from .memory import empty, typed_errors
@@ -120,17 +122,12 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, runner: Runner, floor: float | None
     ) -> tuple[Tensor, Tensor]:
-
-        def run() -> Forward:
-            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
-            if floor is not None:  # a row that sees only padded keys is a row that sees no key
-                empty = result.lse < floor
-                result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
-                result.lse.masked_fill_(empty, -torch.inf)
-            return result
-
         with autocast_off(q.device), typed_errors(q.device):
-            result = run_or_replay(run)
+            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
+        if floor is not None:  # a row that sees only padded keys is a row that sees no key
+            empty = result.lse < floor
+            result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
+            result.lse.masked_fill_(empty, -torch.inf)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, result.out, result.lse, *result.kept)
@@ -152,20 +149,32 @@ class Attention(torch.autograd.Function):
             return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)
 
 
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, at which torch.compile breaks its graph: plans and messages cannot be traced.
+#: The modes of selective checkpointing, in the forward and in the recomputation.
+SELECTING = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+#: The functions that `compilable` has wrapped, by name.
+COMPILABLE: dict[str, Callable[..., Any]] = {}
+pattern_base.is_tracing = torch.compiler.is_compiling
 
-    torch.compiler.disable imports the compiler, which takes over a second. A program that has not imported the compiler
-    compiles nothing, so the import waits until the compiler is there.
-    """
-    disabled: list[Callable[P, R]] = []
+
+def compilable(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which is one operator for torch.compile and for selective checkpointing, see `graph_op`."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    names = tuple(signature(function).parameters)
+    COMPILABLE[name] = function
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
+        if not torch.compiler.is_compiling() and not is_selecting():
             return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
+        from .graph_op import call_in_graph  # registers operators, which few programs need
+
+        return cast(R, call_in_graph(name, {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}))
 
     return call
+
+
+def is_selecting() -> bool:
+    """Whether a selective checkpoint of torch.utils.checkpoint looks at each operator that runs, to keep its result."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, SELECTING) for mode in _get_current_dispatch_mode_stack())

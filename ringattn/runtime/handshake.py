@@ -24,6 +24,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -50,8 +51,10 @@ from .options import AttentionOptions
 
 #: The most bytes of a record of arguments. Long fields are shortened to digests.
 LIMIT = 1 << 14
-#: Bytes of the number of a call.
+#: Bytes of the number of a call, and of its place.
 NUMBER = 8
+#: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
+place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 #: Returns the q, k and v of a call, or raises.
 Prepare = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 #: No model has more heads. A tensor with more heads and few tokens has probably not been transposed.
@@ -182,21 +185,32 @@ def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call
     exchange: ranks that make a handshake for different purposes raise Mismatch.
     """
     agreed = transport.agreed
-    with Exchange(transport, stage, limit=2 * MARK) as exchange:
+    with Exchange(transport, stage, limit=2 * MARK + NUMBER) as exchange:
         q, k, v = prepare()
         kernel = call.check(q, k, v)
         transport.check(q.device)
         record = json.dumps(_record(q, k, v, call)).encode()
-        exchange.mine = digest(record) + agreed.history
-    for rank, both in enumerate(exchange.records):
-        if len(both) != 2 * MARK:
-            raise _undecoded(rank, both)
-    marks = tuple(both[:MARK] for both in exchange.records)
-    plan: Plan | None = agreed.begin(marks, tuple(both[MARK:] for both in exchange.records))
+        exchange.mine = digest(record) + agreed.history + place.get().to_bytes(NUMBER, "little")
+    for rank, raw in enumerate(exchange.records):
+        if len(raw) != 2 * MARK + NUMBER:
+            raise _undecoded(rank, raw)
+    _compare_places([int.from_bytes(raw[2 * MARK :], "little") for raw in exchange.records])
+    marks = tuple(raw[:MARK] for raw in exchange.records)
+    plan: Plan | None = agreed.begin(marks, tuple(raw[MARK : 2 * MARK] for raw in exchange.records))
     if plan is None:
         plan = _agree_in_full(transport, q, k, v, call, record)
     agreed.end(marks, None if call.pattern.transient else plan)
     return plan, kernel
+
+
+def _compare_places(places: list[int]) -> None:
+    """Raise a Mismatch on every rank if compiled graphs run calls in different orders; 0 is a call of no graph."""
+    if len({0, *places}) > 2:
+        calls = "; ".join(f"rank {rank} runs call {index}" for rank, index in enumerate(places) if index)
+        raise Mismatch(
+            f"the compiled graphs of the ranks run their calls in different orders: {calls}. Compile the same function "
+            "on all ranks, or keep calls that do not depend on each other in graphs of their own"
+        )
 
 
 def _agree_in_full(

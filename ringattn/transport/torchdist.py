@@ -60,6 +60,12 @@ class WeakGroup:
         self._is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
         self._group: Callable[[], Any] = ref(group) if self._is_group else lambda: group
 
+    def __reduce__(self) -> str:
+        raise InvalidInput(
+            "a process group cannot be pickled, nor a module, model or transport that attends over one; save its "
+            "state_dict(), and make it anew, with a group, in the program that loads it"
+        )
+
     @property
     def group(self) -> Any:
         """The group. Raises InvalidInput if the group was destroyed."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from torch._dynamo.utils import counters
 
 import ringattn as ra
 from ringattn.integrations import transformers as adapter
@@ -135,3 +136,22 @@ def refusals(rank: int) -> dict[str, str]:
     small = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
     found["alibi"] = told(lambda: parallelize(hf.BloomForCausalLM(hf.BloomConfig(**small)), layout="zigzag"))
     return found
+
+
+def compiled(rank: int, packings: int) -> tuple[bool, int]:
+    """Whether a whole Llama compiled is its eager self, bit for bit, in every packing, and how often it compiled."""
+    model = parallelize(make("Llama", num_hidden_layers=1), layout="zigzag")
+    torch._dynamo.reset()
+    counters.clear()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids, same = torch.randint(61, (1, 41)), True
+    for first in range(3, 3 + packings):
+        borders = [0, first, 41] if first % 2 else [0, first, 2 * first, 41]
+        batch = shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", cu_seqlens=borders)
+        results = []
+        for run in (model, fast):
+            result = run(**batch, use_cache=False, num_items_in_batch=40)
+            gradients = torch.autograd.grad(result.loss, list(model.parameters()))
+            results.append((result.logits, *gradients))
+        same = same and all(map(torch.equal, *results))
+    return same, counters["stats"]["unique_graphs"]

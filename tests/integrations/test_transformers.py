@@ -43,3 +43,9 @@ def test_what_cannot_be_honoured_is_refused_on_all_ranks_by_name(run_ranks) -> N
     for found in run_ranks(model_cases.refusals, 2, timeout=120):
         for name, text in words.items():
             assert text in found[name], name
+
+
+@pytest.mark.multi
+def test_a_compiled_model_is_the_eager_one_and_compiles_twice(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for same, compilations in run_ranks(model_cases.compiled, 2, 10, timeout=240):
+        assert same and compilations <= 2

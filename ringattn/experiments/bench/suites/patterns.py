@@ -16,7 +16,7 @@ from ....nn import MultiheadRingAttention
 from ....numerics.row_oracle import oracle_rows, sampled_rows
 from ....pattern import parse_pattern
 from ....planner import make_plan
-from ....runtime.checkpointing import keep_attention
+from ....runtime.graph_op import keep_attention
 from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_inputs, make_settings
 
 HEADS, HEAD_DIM, TOKENS = 8, 64, 8192

@@ -1,0 +1,160 @@
+"""Attention as an operator of torch's graphs: compiled programs against eager ones, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ringattn as ra
+from ringattn.pattern.base import NUMBERED
+from ringattn.runtime import graph_op
+from ringattn.runtime.autograd import AllRanks
+
+Leaves = tuple[torch.Tensor, ...]
+PATTERN = ra.Causal() & ra.Window(9)
+SELECT = partial(create_selective_checkpoint_contexts, ra.save_attention_policy())
+
+
+def leaves(tokens: int = 24) -> Leaves:
+    source = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, tokens, 8), (2, 2, tokens, 8), (2, 2, tokens, 6), (4,)]
+    return tuple(torch.randn(shape, generator=source).requires_grad_() for shape in shapes)
+
+
+def run(call: Callable[..., Any], *arguments: Any) -> list[torch.Tensor]:
+    """The results of a call of fresh leaves, and the gradients."""
+    x = leaves()
+    results = call(*x, *arguments)
+    results = results if isinstance(results, tuple) else (results,)
+    loss = torch.stack(
+        [(y * torch.arange(y.numel()).view(y.shape).sin()).nan_to_num(neginf=0.0).sum() for y in results]
+    )
+    found = torch.autograd.grad(loss.sum(), x, allow_unused=True)
+    return [*results, *(g for g in found if g is not None)]
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, pattern: ra.Pattern, layout: Any) -> Any:
+    padding = (torch.arange(24) > 19).expand(2, -1)
+    return ra.virtual_attention(
+        q.sin(), k, v, pattern, ranks=3, layout=layout, key_padding_mask=padding, scale=-0.3, return_lse=True
+    )
+
+
+def sinks_in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> Any:
+    """The pattern is made in the compiled function."""
+    return ra.attention(q.sin(), k, v, ra.Causal() & ra.Documents([10, 14]), sinks=s.cos(), softcap=3.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [(masked, (PATTERN, ra.make_layout("zigzag", tokens=24, ranks=3))), (sinks_in_graph, ())],
+)
+def test_compiled_calls_are_eager_ones(call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert equal(run(compiled, *arguments), run(call, *arguments))
+
+
+def test_new_documents_do_not_compile_anew_and_nothing_is_kept() -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, pattern: ra.Pattern) -> torch.Tensor:
+        return ra.virtual_attention(q, k, v, pattern, ranks=2)
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    before = len(NUMBERED)
+    for first in range(1, 11):
+        pattern = ra.Causal() & ra.Documents([first, 24 - first])
+        assert equal(run(compiled, pattern), run(call, pattern))
+    assert counters["stats"]["unique_graphs"] <= 2
+    del pattern
+    gc.collect()
+    assert not graph_op._records and len(NUMBERED) <= before + 64  # the plans that are cached
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_the_ring_runs_once_where_a_checkpoint_selects_it(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards: list[int] = []
+    honest = AllRanks.forward
+
+    def counted(self: AllRanks, *arguments: Any, **options: Any) -> Any:
+        forwards.append(1)
+        return honest(self, *arguments, **options)
+
+    monkeypatch.setattr(AllRanks, "forward", counted)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return ra.virtual_attention(q.sin(), k, v, PATTERN, ranks=3).cos()
+
+    wanted = run(layer)
+    for options, runs in (({}, 2), ({"context_fn": SELECT}, 1), ({"context_fn": ra.keep_attention}, 1)):
+        call = partial(checkpoint, layer, use_reentrant=False, **options)
+        if backend is not None:
+            torch._dynamo.reset()
+            call = torch.compile(lambda *x, call=call: call(*x), fullgraph=True, backend=backend)
+        forwards.clear()
+        assert equal(run(call), wanted)
+        assert len(forwards) == runs
+
+
+def test_independent_calls_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward as in the program, backward the other way round, whatever torch's passes do."""
+    passes: list[tuple[str, int]] = []
+    honest = {kind: getattr(AllRanks, kind) for kind in ("forward", "backward")}
+
+    def note(kind: str) -> Callable[..., Any]:
+        def counted(self: AllRanks, *arguments: Any, **options: Any) -> Any:
+            passes.append((kind, self.plan.ranks))
+            return honest[kind](self, *arguments, **options)
+
+        return counted
+
+    for kind in honest:
+        monkeypatch.setattr(AllRanks, kind, note(kind))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        parts = [ra.virtual_attention(q * ranks, k, v, PATTERN, ranks=ranks) for ranks in (2, 1, 3)]
+        return parts[2] + parts[0] * parts[1]
+
+    torch._dynamo.reset()
+    run(torch.compile(call, fullgraph=True, backend="aot_eager"))
+    assert passes == [("forward", n) for n in (2, 1, 3)] + [("backward", n) for n in (3, 1, 2)]
+
+
+def test_opcheck() -> None:
+    tensors = list(leaves()[:3])
+    text = graph_op._write("ringattn.functional.virtual_attention", ("q", "k", "v"), ranks=2, return_lse=True)
+    torch.library.opcheck(torch.ops.ringattn.attend.default, (tensors, PATTERN.number, text, [True, True, False]))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda q, k, v, s: ra.attention(q, k[:, :, :5], v, PATTERN), "same tokens"),
+        (lambda q, k, v, s: ra.virtual_attention(q, k, v, "Causl()", ranks=2), "did you mean 'Causal'"),
+    ],
+)
+def test_errors_of_users_are_those_of_the_call(call: Callable[..., Any], words: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(ra.InvalidInput, match=words):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves())
+
+
+def test_a_layout_made_in_the_trace_is_refused() -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return ra.virtual_attention(q, k, v, PATTERN, ranks=2, layout=ra.make_layout("zigzag", tokens=24, ranks=2))
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="a Zigzag made within a compiled function; make it before"):  # torch wraps it
+        torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves())
