@@ -71,15 +71,15 @@ def parallelize(
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: the name of the layout by which `shard_batch` or `Collator` cuts sequences, such as "zigzag".
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
-        `runtime.options.AttentionOptions`. Scale and softcap are those of the model.
+        `runtime.options.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
     Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
-    softcap and the scale of each layer are honoured. Raises Unsupported, with the name of the feature, for models whose
+    softcap, dropout of attention weights in training and the scale of each layer are honoured. Raises Unsupported, with the name of the feature, for models whose
     attention is not all in transformers' attention function: linear or chunked attention, position bias, ALiBi,
-    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with attention dropout, a
-    mask that is not padding, or a cache of earlier tokens.
+    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with a mask that is not
+    padding, a cache of earlier tokens, or, on a named kernel that does not compute it, softcap or dropout.
     """
-    check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap"}))
+    check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     layers = _find_attention(model)
     _check_model(model, layers)
     make_layout(layout, tokens=1, ranks=1)  # raises for a name that is wrong, or that needs a pattern
@@ -278,8 +278,6 @@ def _attend(
             "ringattn.integrations.transformers.parallelize(model, group, layout=...)"
         )
     with telling("call", group=ring.place.group):
-        if dropout:
-            raise Unsupported(f"attention_dropout={dropout}: dropout of attention weights; set it to 0 in the config")
         if position_bias is not None:
             raise Unsupported(f"{type(module).__name__} adds a position bias to its logits, which ringattn does not")
         if query.shape[2] != key.shape[2]:
@@ -289,7 +287,8 @@ def _attend(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         pattern = _make_pattern(_check_window(module, sliding_window), causal, cu_seq_lens_q)
         padding = None if attention_mask is None else ~attention_mask.to(device=key.device, dtype=torch.bool)
-    options = cast("AttentionKeywords", {**ring.options.keywords(), "scale": scaling, "softcap": softcap})
+    given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
+    options = cast("AttentionKeywords", {**ring.options.keywords(), **given})
     out = ring_attention(
         query,
         key,

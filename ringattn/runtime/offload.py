@@ -165,7 +165,7 @@ def make_stream(
     `chunk` is the number of rows on the device at a time; None chooses it by the free memory, with room for the
     backward if `backward`. Raises InvalidInput, Unsupported or OutOfMemory.
     """
-    kernel = call.check(*(stand_in(x, device) for x in (q, k, v)))
+    kernel = call.check(*(stand_in(x, device) for x in (q, k, v))).seeded()
     sizes, tokens = describe(q, k, v), q.shape[2]
     rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
 
