@@ -74,10 +74,11 @@ def parallelize(
         `runtime.options.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
     Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
-    softcap, dropout of attention weights in training and the scale of each layer are honoured. Raises Unsupported, with the name of the feature, for models whose
-    attention is not all in transformers' attention function: linear or chunked attention, position bias, ALiBi,
-    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with a mask that is not
-    padding, a cache of earlier tokens, or, on a named kernel that does not compute it, softcap or dropout.
+    softcap, the scale of each layer, and in training dropout of attention weights are honoured. Raises Unsupported,
+    with the name of the feature, for models whose attention is not all in transformers' attention function: linear or
+    chunked attention, position bias, ALiBi, encoder-decoder models, an auxiliary loss of MoE routers. Raises
+    Unsupported in a call with a mask that is not padding, a cache of earlier tokens, or a softcap or dropout that the
+    named kernel does not compute.
     """
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     layers = _find_attention(model)
