@@ -389,7 +389,7 @@ def _stream_from_host(
         check_padding(mask, k)
         q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
         runner = make_stream(call, q, k, v, chunk=chunk, device=device, backward=backward)
-    return _apply(q, k, v, runner, runner.plan.pattern.output_scale, floor)
+    return _apply(q, k, v, runner.seeded(), runner.plan.pattern.output_scale, floor)
 
 
 def check_arguments(

@@ -6,7 +6,7 @@ storage, and the gradients that a rank sends are added in storage. `runtime.host
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -87,6 +87,10 @@ class HostStream:
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
 
+    def seeded(self) -> HostStream:
+        """The same stream, with a seed where the kernel has dropout."""
+        return replace(self, kernel=self.kernel.seeded())
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
         batch, heads, tokens, _ = q.shape
@@ -165,7 +169,7 @@ def make_stream(
     `chunk` is the number of rows on the device at a time; None chooses it by the free memory, with room for the
     backward if `backward`. Raises InvalidInput, Unsupported or OutOfMemory.
     """
-    kernel = call.check(*(stand_in(x, device) for x in (q, k, v))).seeded()
+    kernel = call.check(*(stand_in(x, device) for x in (q, k, v)))
     sizes, tokens = describe(q, k, v), q.shape[2]
     rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
 
