@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .functional import attention as attention
     from .functional import ring_attention as ring_attention
     from .functional import virtual_attention as virtual_attention
+    from .kernels.dropout import Dropout as Dropout
     from .layout.regular import Layout as Layout
     from .layout.regular import make_layout as make_layout
     from .machine.machine import Machine as Machine
@@ -71,6 +72,7 @@ _NAMES = {
         "BlockSparse Causal Dilated Documents Full Pattern Sinks Strided Window dilated_blocks from_block_mask"
         " global_local hierarchical local_window mix parse_pattern strided_blocks top_k"
     ),
+    "kernels.dropout": "Dropout",
     "layout.regular": "Layout make_layout",
     "machine.machine": "Machine",
     "machine.presets": "MACHINES get_machine",

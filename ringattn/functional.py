@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
+    from .kernels.dropout import Dropout
     from .runtime.options import AttentionKeywords, RankKeywords, RingKeywords, StreamKeywords, VirtualKeywords
     from .transport.base import Transport
 
@@ -102,8 +103,8 @@ def ring_attention(
     sinks: [H], on all ranks or on none: the logit of one more key per head, which every row sees and whose value is 0,
         as in gpt-oss. Finite and differentiable; not the pattern `Sinks`, which lets rows see first tokens.
     return_lse: also return the log-sum-exp of the scaled logits, of the sink's among them.
-    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate` and `softcap`, see
-        `runtime.options.AttentionOptions`.
+    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and
+        `dropout`, see `runtime.options.AttentionOptions`.
 
     All ranks call with equal arguments and matching shapes. Every call compares a digest of the arguments before the
     first message; new shapes or arguments are compared in full. A rank waits for the others as long as the timeout of
@@ -246,7 +247,7 @@ def virtual_attention(
     call = _make_call(q, pattern, local, options, return_lse=return_lse, sinks=sinks is not None)
     check_sinks(sinks, q)
     q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
-    kernel = call.check(q, k, v)
+    kernel = call.check(q, k, v).seeded()
     plan = make_plan(
         call.pattern,
         tokens=q.shape[2],
@@ -311,6 +312,7 @@ def attention(
     scale: float | None = None,
     deterministic: bool = False,
     softcap: float | None = None,
+    dropout: float | Dropout = 0.0,
     key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -335,6 +337,7 @@ def attention(
         "scale": scale,
         "deterministic": deterministic,
         "softcap": softcap,
+        "dropout": dropout,
     }
     if stream is None:
         for name, value in (("chunk", chunk), ("device", device)):
@@ -344,15 +347,7 @@ def attention(
                     f"computes everything; leave out {name}=, or add stream='host'"
                 )
         return virtual_attention(
-            q,
-            k,
-            v,
-            pattern,
-            ranks=1,
-            key_padding_mask=key_padding_mask,
-            sinks=sinks,
-            return_lse=return_lse,
-            **options,
+            q, k, v, pattern, ranks=1, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse, **options
         )
     if stream != "host":
         raise InvalidInput(
@@ -393,7 +388,7 @@ def _stream_from_host(
         check_padding(mask, k)
         q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
         runner = make_stream(call, q, k, v, chunk=chunk, device=device, backward=backward)
-    return _apply(q, k, v, runner, runner.plan.pattern.output_scale, floor)
+    return _apply(q, k, v, runner.seeded(), runner.plan.pattern.output_scale, floor)
 
 
 def check_arguments(

@@ -137,6 +137,7 @@ def test_modules_pass_on_all_options() -> None:
     given: dict[str, Any] = {
         "schedule": "direct", "kernel": "reference", "machine": "cuda", "scale": 0.3, "deterministic": True,
         "comm_dtype": "bfloat16", "rotate": "queries", "softcap": 4.0,
+        "dropout": ra.Dropout(0.1, seed=3),
     }  # fmt: skip
     assert given.keys() == set(options.AttentionKeywords.__annotations__)
     module = ra.nn.RingAttention(Causal(), ranks=3, layout="zigzag", **given)
@@ -144,7 +145,7 @@ def test_modules_pass_on_all_options() -> None:
     assert all(torch.equal(a, b) for a, b in zip(module(q, k, v, return_lse=True), wanted, strict=True))
     assert not torch.equal(wanted[0], ra.virtual_attention(q, k, v, Causal(), ranks=3))
     shown = "kernel='reference', machine='cuda', scale=0.3, deterministic=True, comm_dtype='bfloat16', rotate='queries'"
-    options_shown = f"schedule='direct', {shown}, softcap=4.0"
+    options_shown = f"schedule='direct', {shown}, softcap=4.0, dropout=Dropout(p=0.1, seed=3)"
     assert repr(module) == f"RingAttention(Causal(), ranks=3, layout='zigzag', {options_shown})"
 
 

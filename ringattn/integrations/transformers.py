@@ -72,15 +72,16 @@ def parallelize(
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: the name of the layout by which `shard_batch` or `Collator` cuts sequences, such as "zigzag".
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
-        `runtime.options.AttentionOptions`. Scale and softcap are those of the model.
+        `runtime.options.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
     Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
-    softcap and the scale of each layer are honoured. Raises Unsupported, with the name of the feature, for models whose
-    attention is not all in transformers' attention function: linear or chunked attention, position bias, ALiBi,
-    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with attention dropout, a
-    mask that is not padding, or a cache of earlier tokens.
+    softcap, the scale of each layer, and in training dropout of attention weights are honoured. Raises Unsupported,
+    with the name of the feature, for models whose attention is not all in transformers' attention function: linear or
+    chunked attention, position bias, ALiBi, encoder-decoder models, an auxiliary loss of MoE routers. Raises
+    Unsupported in a call with a mask that is not padding, a cache of earlier tokens, or a softcap or dropout that the
+    named kernel does not compute.
     """
-    check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap"}))
+    check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     layers = _find_attention(model)
     _check_model(model, layers)
     make_layout(layout, tokens=1, ranks=1)  # raises for a name that is wrong, or that needs a pattern
@@ -308,8 +309,6 @@ def _attend_ring(
     """out [B, H, n, Dv] of a layer of class `name`. The borders of documents are a tensor, which may change."""
     group = ring.place.group
     with telling("call", group=group):
-        if dropout:
-            raise Unsupported(f"attention_dropout={dropout}: dropout of attention weights; set it to 0 in the config")
         if position_bias is not None:
             raise Unsupported(f"{name} adds a position bias to its logits, which ringattn does not")
         if q.shape[2] != k.shape[2]:
@@ -318,7 +317,8 @@ def _attend_ring(
             )
         pattern = _make_pattern(window, causal, borders)
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
-    options = cast("AttentionKeywords", {**ring.options.keywords(), "scale": scaling, "softcap": softcap})
+    given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
+    options = cast("AttentionKeywords", {**ring.options.keywords(), **given})
     return ring_attention(
         q, k, v, pattern, layout=ring.layout, group=group, key_padding_mask=padding, sinks=sinks, **options
     )

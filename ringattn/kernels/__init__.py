@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from ..errors import InvalidInput, Unsupported
 from ..registry import Registry
 from ..text import did_you_mean
 from .base import Kernel
+
+if TYPE_CHECKING:
+    from .dropout import Dropout
 
 #: Kernels by name. An installed package adds a subclass of `Kernel` by an entry point of the group "ringattn.kernels".
 KERNELS: Registry[type[Kernel]] = Registry(
@@ -41,28 +45,27 @@ def get_kernel(
     *,
     deterministic: bool = False,
     softcap: float | None = None,
+    dropout: Dropout | None = None,
 ) -> Kernel:
     """The kernel called `name`, checked against q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv].
 
-    "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" for a `softcap`. A name is
-    never replaced by another kernel: raises InvalidInput for an unknown name, Unsupported if the kernel cannot compute
-    the tensors.
+    "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" for a `softcap` or
+    a `dropout`. A name is never replaced by another kernel: raises InvalidInput for an unknown name, Unsupported if the
+    kernel cannot compute the tensors, or what is asked for.
     """
+    asked = {key: value for key, value in (("softcap", softcap), ("dropout", dropout)) if value is not None}
     if name == "auto":
-        name = AUTO.get(q.device.type, "reference") if softcap is None else "reference"
+        name = "reference" if asked else AUTO.get(q.device.type, "reference")
     base, colon, choice = name.partition(":")
     if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
         names = ["auto", *available()]
         raise InvalidInput(f"unknown kernel {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
-    if softcap is not None:
-        if base != "reference":
-            raise Unsupported(f"kernel {name} has no softcap (softcap={softcap}); try kernel='reference' or 'auto'")
-        from .reference import Reference  # few calls have a softcap
-
-        return Reference(softcap)
+    for feature, value in asked.items():
+        if feature not in KERNELS[base].features:
+            raise Unsupported(f"kernel {name} has no {feature} ({feature}={value}); try kernel='reference' or 'auto'")
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
-    return kernel
+    return kernel.derive(**asked) if asked else kernel
 
 
 def available() -> dict[str, str]:

@@ -18,13 +18,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..plan.work import Work
+
+if TYPE_CHECKING:
+    from .dropout import Dropout
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,29 @@ class Kernel(ABC):
     choices: ClassVar[tuple[str, ...]] = ()
     #: The largest head dim of q, k and v that the kernel computes; None: any.
     max_head_dim: int | None = None
+    #: Which of the options below the kernel computes, by name. A call that asks for another option is refused.
+    features: ClassVar[tuple[str, ...]] = ()
+    #: The softcap of the logits; None: no softcap.
+    softcap: float | None = None
+    #: Which weights are dropped; None: none.
+    dropout: Dropout | None = None
+    #: Of a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] of `weight_factors`.
+    numbers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def create(cls, choice: str | None, dtype: torch.dtype, *, deterministic: bool) -> Kernel:
         """The kernel for inputs of `dtype`. `choice` is one of `choices`, or None."""
         return cls()
+
+    def derive(self, **options: Any) -> Kernel:
+        """This kernel with other options."""
+        kernel = copy(self)
+        vars(kernel).update(options)
+        return kernel
+
+    def seeded(self, seed: int | None = None) -> Kernel:
+        """This kernel, with a seed where it has dropout: `seed`, or else `Dropout.seeded`."""
+        return self if self.dropout is None else self.derive(dropout=self.dropout.seeded(seed))
 
     @classmethod
     def missing(cls) -> str | None:

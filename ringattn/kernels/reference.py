@@ -18,13 +18,11 @@ class Reference(Kernel):
     """softmax(scale * q k^T) v, written out; with `softcap` c, c * tanh(s / c) takes the place of the scaled logits s.
 
     Any dtype, any head dims, any device. Logits of padded keys (see `pad.hide_keys`) are not capped, which takes every
-    logit below -LEAST / 2 for padding.
+    logit below -LEAST / 2 for padding. `dropout` changes the weights by which out sums v, and leaves lse as it is.
     """
 
     name = "reference"
-
-    def __init__(self, softcap: float | None = None) -> None:
-        self.softcap = softcap
+    features = ("softcap", "dropout")
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         pass
@@ -40,7 +38,8 @@ class Reference(Kernel):
         scores, _ = self._masked_scores(q, k, work, scale)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
-        return weights @ _expand_heads(v, q.shape[1]), lse
+        factors = self._weight_factors(weights.dtype)
+        return (weights if factors is None else weights.mul_(factors)) @ _expand_heads(v, q.shape[1]), lse
 
     def backward(
         self,
@@ -57,13 +56,26 @@ class Reference(Kernel):
         scores, slope = self._masked_scores(q, k, work, scale)
         weights = (scores - lse.unsqueeze(-1)).exp()
         delta = (grad * out).sum(-1, keepdim=True)
-        score_grad = weights * (grad @ _expand_heads(v, q.shape[1]).mT - delta) * scale
+        weight_grad, factors = grad @ _expand_heads(v, q.shape[1]).mT, self._weight_factors(weights.dtype)
+        if factors is not None:
+            weight_grad *= factors
+        score_grad = weights * (weight_grad - delta) * scale
         if slope is not None:
             score_grad *= slope
         dq = score_grad @ _expand_heads(k, q.shape[1])
+        weights = weights if factors is None else weights.mul_(factors)
         dk, dv = score_grad.mT @ q.to(wide(q.dtype)), weights.mT @ grad
         kv_heads = k.shape[1]
         return dq, dk.unflatten(1, (kv_heads, -1)).sum(2), dv.unflatten(1, (kv_heads, -1)).sum(2)
+
+    def _weight_factors(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """By what the weights [B, H, rows, keys] of the call are multiplied; None without dropout."""
+        if self.dropout is None:
+            return None
+        from .dropout import weight_factors  # few calls drop weights
+
+        assert self.numbers is not None, "a kernel with dropout is given the numbers of each call"
+        return weight_factors(self.dropout.p, *self.numbers, dtype)
 
     def _masked_scores(
         self, q: torch.Tensor, k: torch.Tensor, work: Work, scale: float

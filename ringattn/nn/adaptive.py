@@ -159,7 +159,7 @@ class AdaptiveAttention(RingAttention):
             factor = (self.rank**0.5 * abs(scale)) ** -0.5 if scale else 0.0
             wide_q = torch.cat((q, (a[:, :, key_block] * factor * (1 if scale >= 0 else -1)).to(q.dtype)), -1)
             wide_k = torch.cat((k, (b[:, :, key_block] * factor).to(k.dtype)), -1)
-            options = replace(self.options, scale=scale)
+            options = replace(self._call_options(), scale=scale)
             biased_table = table & ~np.eye(table.shape[1], dtype=bool) if causal else table
             biased = SelectedBlocks(self.block, biased_table)
             own_block = local_window(self.block, blocks=0) & Causal()

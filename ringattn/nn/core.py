@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
 from ..planner import make_plan
 from ..runtime.autograd import compilable
-from ..runtime.options import AttentionKeywords, AttentionOptions, RankKeywords, check_option_names
+from ..runtime.options import AttentionKeywords, AttentionOptions, RankKeywords, check_option_names, read_dropout
 from ..text import did_you_mean
 from ..transport.torchdist import WeakGroup
 
@@ -76,8 +76,9 @@ class RingAttention(nn.Module):
     layout: the Layout, or its name. Virtual ranks: default "contiguous".
     order: the order of dimensions of q, k, v and out: "BHND" is [B, H, N, D], "BNHD" is [B, N, H, D]. lse is always
         [B, H, N].
-    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype` and `rotate`, see
-        `runtime.options.AttentionOptions`.
+    options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and `dropout`,
+        see `runtime.options.AttentionOptions`. Dropout is active in training mode. The module holds no seed of its own
+        but one that it is given, `Dropout(p, seed)`, which drops the same weights in every call.
 
     Raises InvalidInput for arguments that contradict each other, also for a layout or a schedule on one device, which
     has nothing to share.
@@ -101,6 +102,7 @@ class RingAttention(nn.Module):
             raise InvalidInput(f"unknown order {order!r}; {did_you_mean(order, ORDERS)}expected {' or '.join(ORDERS)}")
         check_option_names(options, CoreKeywords.__annotations__)
         self.options = AttentionOptions(**options)
+        read_dropout(self.options.dropout)  # checks it
         sharded = any(argument is not None for argument in (group, mesh, transport))
         if sharded and ranks is None and layout is None:
             raise InvalidInput(
@@ -159,7 +161,8 @@ class RingAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], for either `order`; (out, None) without lse."""
         pattern = self._pattern(is_causal)
-        out, *lse = self._run(q, k, v, pattern, self.options, key_padding_mask, sinks=sinks, return_lse=return_lse)
+        options = self._call_options()
+        out, *lse = self._run(q, k, v, pattern, options, key_padding_mask, sinks=sinks, return_lse=return_lse)
         return out, lse[0] if lse else None
 
     def _run(
@@ -226,7 +229,7 @@ class RingAttention(nn.Module):
         Checks the arguments and raises as `attend` does. `error` is an error that the caller has already found: this
         rank raises `error`, and all other ranks raise a Mismatch.
         """
-        pattern, keywords = self._pattern(is_causal), self.options.keywords()
+        pattern, keywords = self._pattern(is_causal), self._call_options().keywords()
         if self.sharded:
             rows = positions(
                 q,
@@ -248,6 +251,10 @@ class RingAttention(nn.Module):
     def telling(self) -> AbstractContextManager[object]:
         """A context for local work between two collective calls: reports an exception of the work to all ranks."""
         return telling(**self._place.keywords) if self.sharded else nullcontext()
+
+    def _call_options(self) -> AttentionOptions:
+        """The options of a call: those of the module, without dropout unless it is in training mode."""
+        return self.options if self.training or not self.options.dropout else replace(self.options, dropout=0.0)
 
     def _pattern(self, is_causal: bool) -> Pattern:
         """The pattern of a call; the causal form is made once."""

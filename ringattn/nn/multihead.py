@@ -21,6 +21,8 @@ from .rotary import BASE, check_rotary, rotate_by, rotation_tables
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..kernels.dropout import Dropout
+
 #: What the backward computes again, see `MultiheadAttention`.
 RECOMPUTE = ("none", "projections", "all")
 
@@ -28,7 +30,7 @@ RECOMPUTE = ("none", "projections", "all")
 class ProjectionKeywords(TypedDict, total=False):
     """Keyword arguments of `MultiheadAttention` but for embed_dim, num_heads and core."""
 
-    dropout: float
+    dropout: float | Dropout
     bias: bool
     add_bias_kv: bool
     add_zero_attn: bool
@@ -42,6 +44,7 @@ class ProjectionKeywords(TypedDict, total=False):
     layer_norm: bool
     qk_norm: bool
     gamma_init: float | None
+    sinks: bool
     recompute: str
 
 
@@ -60,14 +63,16 @@ class MultiheadAttention(nn.Module):
     state dicts load in both directions.
 
     embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in torch.nn.MultiheadAttention.
-    dropout, add_bias_kv, add_zero_attn: only for torch's signature; values other than the defaults raise Unsupported.
+    add_bias_kv, add_zero_attn: only for torch's signature; values other than the defaults raise Unsupported.
     core: a `RingAttention`, which attends the projected heads.
+    dropout: that of the core, in training mode, as in torch. The classes below give it to the core that they make.
     kv_heads: heads of keys and values, each shared by num_heads / kv_heads query heads; default num_heads.
     rotary: True, or a base: rotary embeddings by the global positions of this rank's rows.
     qk_norm: LayerNorm over the projected queries and over the projected keys (q_norm, k_norm).
     layer_norm: LayerNorm between attention and output projection (norm).
     gamma_init: initialisation of MAGNETO (Wang et al., 2022): Xavier normal, with this gain for the projections of
         value and output, and gain 1 for query and key.
+    sinks: learned logits `sinks` [num_heads] of one more key per head, which every row sees and whose value is 0.
     recompute: "none"; "projections": the backward computes q, k and v again, keeps the output of attention, and sends
         nothing again; "all": the backward computes projections and attention again, communication included.
 
@@ -79,12 +84,13 @@ class MultiheadAttention(nn.Module):
     k_proj_weight: nn.Parameter
     v_proj_weight: nn.Parameter
     in_proj_bias: nn.Parameter | None
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
-        dropout: float = 0.0,
+        dropout: float | Dropout = 0.0,
         bias: bool = True,
         add_bias_kv: bool = False,
         add_zero_attn: bool = False,
@@ -100,14 +106,20 @@ class MultiheadAttention(nn.Module):
         layer_norm: bool = False,
         qk_norm: bool = False,
         gamma_init: float | None = None,
+        sinks: bool = False,
         recompute: str = "none",
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        _check_unsupported(dropout, add_bias_kv, add_zero_attn)
+        _check_unsupported(add_bias_kv, add_zero_attn)
         _check_heads(embed_dim, num_heads, kv_heads)
         if not isinstance(core, RingAttention):
             raise InvalidInput(f"core must be a ringattn.nn.RingAttention, got {type(core).__name__}")
+        if dropout and dropout != core.options.dropout:
+            raise InvalidInput(
+                f"dropout={dropout}, but the core has dropout={core.options.dropout}, and it is the core that drops "
+                "attention weights; give dropout= to the core"
+            )
         if recompute not in RECOMPUTE:
             names = " or ".join(map(repr, RECOMPUTE))
             raise InvalidInput(f"unknown recompute {recompute!r}; {did_you_mean(recompute, RECOMPUTE)}expected {names}")
@@ -120,6 +132,7 @@ class MultiheadAttention(nn.Module):
         if self.base is not None:
             check_rotary(self.head_dim, self.base)
         self.core = core
+        self.register_parameter("sinks", _empty(num_heads, device=device, dtype=dtype) if sinks else None)
         self._make_parameters(bias, qk_norm, layer_norm, {"device": device, "dtype": dtype})
         self.reset_parameters()
 
@@ -148,9 +161,9 @@ class MultiheadAttention(nn.Module):
         else:
             for weight in self._weights() if self.in_proj_weight is None else (self.in_proj_weight,):
                 nn.init.xavier_uniform_(weight)
-        for bias in (self.in_proj_bias, self.out_proj.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        for zeros in (self.in_proj_bias, self.out_proj.bias, self.sinks):
+            if zeros is not None:
+                nn.init.zeros_(zeros)
         for norm in (self.q_norm, self.k_norm, self.norm):
             if norm is not None:
                 norm.reset_parameters()
@@ -235,7 +248,9 @@ class MultiheadAttention(nn.Module):
             positions = self.core.positions(q, k, v, is_causal=is_causal)
             cos, sin = rotation_tables(positions, self.head_dim, self.base, q.dtype)
             q, k = rotate_by(q, cos, sin), rotate_by(k, cos, sin)
-        out, _ = self.core.attend(q, k, v, is_causal=is_causal, key_padding_mask=mask, return_lse=False)
+        out, _ = self.core.attend(
+            q, k, v, is_causal=is_causal, key_padding_mask=mask, sinks=self.sinks, return_lse=False
+        )
         return out.transpose(1, 2).flatten(2)
 
     def _project(
@@ -282,6 +297,7 @@ class MultiheadAttention(nn.Module):
         parts += ["batch_first=True"] if self.batch_first else []
         parts += [f"rotary={self.base:g}"] if self.base is not None else []
         parts += [f"gamma_init={self.gamma_init}"] if self.gamma_init is not None else []
+        parts += ["sinks=True"] if self.sinks is not None else []
         return ", ".join(parts + ([f"recompute={self.recompute!r}"] if self.recompute != "none" else []))
 
 
@@ -356,13 +372,8 @@ def _check_heads(embed_dim: int, num_heads: int, kv_heads: int) -> None:
         raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
 
 
-def _check_unsupported(dropout: float, add_bias_kv: bool, add_zero_attn: bool) -> None:
+def _check_unsupported(add_bias_kv: bool, add_zero_attn: bool) -> None:
     """Raise Unsupported for an option of torch.nn.MultiheadAttention that is not offered here."""
-    if dropout:
-        raise Unsupported(
-            f"dropout={dropout}: dropping weights would need the same random numbers on every rank and in every "
-            "recomputation; try torch.nn.Dropout on the output"
-        )
     for name, value, key in (("add_bias_kv", add_bias_kv, "learned"), ("add_zero_attn", add_zero_attn, "zero")):
         if value:
             raise Unsupported(

@@ -34,6 +34,7 @@ from .rank_program import RankProgram, Visit, backward_program, batches, exchang
 from .rank_run import PassTensors, Tensors
 
 if TYPE_CHECKING:
+    from .dropout import DroppingKernels
     from .head_exchange import ExchangeStep
 
 #: Tensors that a Ulysses forward keeps in addition to those of the ring: q, k, v, out and lse of this rank's heads.
@@ -145,14 +146,14 @@ def _forward_ring(
             if _is_rounded(job, visit):
                 marked = mark_bad_keys(*marked)
             hidden = marked if visit.is_dense else hide_bad_keys(*marked)
+            dropping = _dropping(job, visit, q)
             for part in visit.parts:
                 for call in part.calls:
                     for batch in batches(call.work, count):
                         x, *keys = inputs.select(call.work, batch, (query,), marked if call.work.dense else hidden)
+                        kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
                         # A name for the result would keep it alive beside the next call's.
-                        output.add(
-                            part.section, call, *kernel_forward(job.kernel, x, keys, call.work, job.scale), batch
-                        )
+                        output.add(part.section, call, *kernel_forward(kernel, x, keys, call.work, job.scale), batch)
                 if part.last:
                     output.close(part.section)
         yield from run.finish(step.waits)
@@ -176,10 +177,14 @@ def _backward_by_keys(
     run.give(program.own["kv"], mark_bad_keys(k, v))
     run.give(program.kept, result.kept)
     run.give(program.sums["grad"], (dk, dv))
-    inputs, query = KernelInputs(), q
+    inputs, query, column = KernelInputs(), q, 1.0
     if grad_lse is not None:
-        query, out = with_column(q, 0.0), with_column(out, 0.0)
-        grad = with_column(grad, grad_lse.to(grad.dtype))
+        query = with_column(q, 0.0)
+        if job.kernel.dropout is None:
+            out, grad = with_column(out, 0.0), with_column(grad, grad_lse.to(grad.dtype))
+        else:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
+            grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
+            column = 0.0
     lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
     marked_rows = (grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf))
     hidden_rows = hide_bad_rows(*marked_rows)
@@ -191,7 +196,7 @@ def _backward_by_keys(
             if _is_rounded(job, visit):
                 marked = mark_bad_keys(*marked)
             if grad_lse is not None:
-                marked = with_column(marked[0], 0.0), with_column(marked[1], 1.0)
+                marked = with_column(marked[0], 0.0), with_column(marked[1], column)
             hidden = marked if visit.is_dense else hide_bad_keys(*marked)
             sums = (dq, *run.get(visit.sums))
             is_new = (False, visit.is_new, visit.is_new)
@@ -261,7 +266,7 @@ def _differentiate(
     `hide_bad_rows` and `hide_bad_keys`. `is_new`: for each of the sums, whether it is arbitrary, and the visit's only
     call writes all of it.
     """
-    count = sums[0].size(0)
+    count, dropping = sums[0].size(0), _dropping(job, visit, sums[0])
     for work in visit.works:
         of_query = work.heads, (work.q,), work, work.q_shift
         of_key = work.kv, work.k, work, work.k_shift
@@ -269,13 +274,23 @@ def _differentiate(
             by_query, by_key = marked if work.dense else hidden
             selected = inputs.select(work, batch, by_query, by_key)
             rows, keys = selected[: len(by_query)], selected[len(by_query) :]
-            gradients = kernel_backward(job.kernel, rows, keys, work, job.scale)
+            kernel = job.kernel if dropping is None else dropping.select(work, batch)
+            gradients = kernel_backward(kernel, rows, keys, work, job.scale)
             for total, new, of, part in zip(sums, is_new, (of_query, of_key, of_key), gradients, strict=True):
                 if new:
                     total.copy_(part[..., : total.size(-1)])
                 else:
                     accumulate(in_batch(total, batch), *of, part)
             del gradients, part  # free them before the next call allocates its own
+
+
+def _dropping(job: Job, visit: Visit, like: Tensor) -> DroppingKernels | None:
+    """The kernels of a visit's calls with dropout, for the batch and the device of `like`; None without dropout."""
+    if job.kernel.dropout is None:
+        return None
+    from .dropout import DroppingKernels  # few calls drop weights
+
+    return DroppingKernels(job.plan, job.rank, visit.part, job.kernel, like.size(0), like.device)
 
 
 def _zeros(*like: Tensor) -> Tensors:

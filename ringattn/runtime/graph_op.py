@@ -45,6 +45,8 @@ _K = torch._C.DispatchKey
 RECORDING = (_K.AutogradFunctionality, _K.AutogradOther, _K.AutogradNestedTensor, _K.ADInplaceOrView)
 #: Functions that return positions, and functions that always return (out, lse or None).
 POSITIONS, PAIRS = ".positions", (".attend", ".attend_by")
+#: The name of the tensor with the number that a call draws its dropout from.
+DRAWN = "drawn"
 #: Objects by the numbers that stand for them in texts.
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _serials = count()
@@ -90,6 +92,11 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
             number = value.number
         else:
             constants[argument] = _spell(value) if isinstance(value, Pattern) else value
+    if _drops(
+        arguments
+    ):  # drawn here, where torch.compile sees the draw and repeats it where it computes the call again
+        names.append(DRAWN)
+        tensors.append(torch.randint(1 << 62, (), device="cpu"))
     text = _write(name, tuple(names), **constants)
     if name.endswith(POSITIONS):
         return torch.ops.ringattn.positions(tensors, text)
@@ -99,6 +106,14 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
     if name.endswith(PAIRS):
         return out, lse if with_lse else None
     return (out, lse) if with_lse else out
+
+
+def _drops(arguments: dict[str, Any]) -> bool:
+    """Whether the call drops attention weights: by its option, or by that of its module."""
+    if arguments.get("dropout"):
+        return True
+    module = arguments.get("self")
+    return module is not None and module.training and bool(module.options.dropout)
 
 
 def _spell(pattern: Pattern) -> str:
@@ -173,11 +188,27 @@ def _run(tensors: list[Tensor], number: int, text: str) -> Any:
     arguments = {key: _find(value) if isinstance(value, dict) else value for key, value in constants.items()}
     if number:
         arguments["pattern"] = _recent.answer(number, lambda: _find({"pattern": number}))
+    arguments |= dict(zip(names, tensors, strict=True))
     token = place.set(index)
     try:
-        return COMPILABLE[name](**dict(zip(names, tensors, strict=True)), **arguments)
+        with _drawing(arguments.pop(DRAWN, None)):
+            return COMPILABLE[name](**arguments)
     finally:
         place.reset(token)
+
+
+@contextmanager
+def _drawing(seed: Tensor | None) -> Iterator[None]:
+    """A context in which torch's default generator begins with `seed`; None: in which it goes on."""
+    if seed is None:
+        yield
+        return
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(int(seed))
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 def _find(spelled: dict[str, Any]) -> Any:

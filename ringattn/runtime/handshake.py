@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,12 +47,17 @@ from ..planner import make_plan
 from ..text import plural
 from ..transport.base import Transport
 from ..transport.records import MARK, Exchange, digest
-from .options import AttentionOptions
+from .options import AttentionOptions, read_dropout
+
+if TYPE_CHECKING:
+    from ..kernels.dropout import Dropout
 
 #: The most bytes of a record of arguments. Long fields are shortened to digests.
 LIMIT = 1 << 14
 #: Bytes of the number of a call, and of its place.
 NUMBER = 8
+#: Bytes of a call's record: digest, history, place in a compiled graph; with dropout a seed follows.
+FIXED = 2 * MARK + NUMBER
 #: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
 place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 #: Returns the q, k and v of a call, or raises.
@@ -89,7 +94,10 @@ class Call(AttentionOptions):
         resolve(self.schedule)
         check_rotate(self.rotate)
         check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
-        kernel = get_kernel(self.kernel, q, k, v, deterministic=self.deterministic, softcap=self.softcap)
+        dropout = read_dropout(self.dropout)
+        kernel = get_kernel(
+            self.kernel, q, k, v, deterministic=self.deterministic, softcap=self.softcap, dropout=dropout
+        )
         width, differentiable = max(q.shape[-1], v.shape[-1]), any(x.requires_grad for x in (q, k, v))
         most = kernel.max_head_dim
         if (self.return_lse or self.sinks) and differentiable and most is not None and width + EXTRA > most:
@@ -185,22 +193,33 @@ def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call
     exchange: ranks that make a handshake for different purposes raise Mismatch.
     """
     agreed = transport.agreed
-    with Exchange(transport, stage, limit=2 * MARK + NUMBER) as exchange:
+    with Exchange(transport, stage, limit=FIXED + NUMBER) as exchange:
         q, k, v = prepare()
         kernel = call.check(q, k, v)
         transport.check(q.device)
         record = json.dumps(_record(q, k, v, call)).encode()
         exchange.mine = digest(record) + agreed.history + place.get().to_bytes(NUMBER, "little")
+        if kernel.dropout is not None and stage == "call":
+            exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
     for rank, raw in enumerate(exchange.records):
-        if len(raw) != 2 * MARK + NUMBER:
+        if len(raw) not in (FIXED, FIXED + NUMBER):
             raise _undecoded(rank, raw)
-    _compare_places([int.from_bytes(raw[2 * MARK :], "little") for raw in exchange.records])
+    _compare_places([int.from_bytes(raw[2 * MARK : FIXED], "little") for raw in exchange.records])
     marks = tuple(raw[:MARK] for raw in exchange.records)
     plan: Plan | None = agreed.begin(marks, tuple(raw[MARK : 2 * MARK] for raw in exchange.records))
     if plan is None:
         plan = _agree_in_full(transport, q, k, v, call, record)
     agreed.end(marks, None if call.pattern.transient else plan)
-    return plan, kernel
+    return plan, kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
+
+
+def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
+    """The kernel with the seed of rank 0. Raises Mismatch on every rank if the ranks were given different seeds."""
+    assert kernel.dropout is not None
+    seeds = [int.from_bytes(raw[FIXED:], "little") for raw in records]
+    if kernel.dropout.seed is not None:
+        _compare([{"the seed of dropout": seed} for seed in seeds])
+    return kernel.seeded(seeds[0])
 
 
 def _compare_places(places: list[int]) -> None:
@@ -281,6 +300,7 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
         "comm_dtype": None if comm_dtype is None else dtype_name(comm_dtype),
         "rotate": call.rotate,
         "softcap": None if call.softcap is None else float(call.softcap),
+        "dropout": _spell_dropout(call.dropout),
         "return_lse": bool(call.return_lse),
         "sinks": call.sinks,
         "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
@@ -290,6 +310,12 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
 def _spell_layout(layout: Layout) -> str:
     """The name of a layout, with a digest of the partition if the layout is balanced."""
     return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name
+
+
+def _spell_dropout(dropout: float | Dropout) -> str | None:
+    """The probability, and whether the seed is given, as text; None where no weight is dropped."""
+    read = read_dropout(dropout)
+    return None if read is None else f"{float(read.p)} by a {'drawn' if read.seed is None else 'given'} seed"
 
 
 #: Stands for a pattern that a scorer selects in every call.

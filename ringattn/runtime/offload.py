@@ -6,7 +6,7 @@ storage, and the gradients that a rank sends are added in storage. `runtime.host
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -86,6 +86,10 @@ class HostStream:
     scale: float
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
+
+    def seeded(self) -> HostStream:
+        """The same stream, with a seed where the kernel has dropout."""
+        return replace(self, kernel=self.kernel.seeded())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Required
 
+    from ..kernels.dropout import Dropout
     from ..layout.regular import Layout
     from ..machine.machine import Machine
     from ..transport.base import Transport
@@ -31,6 +32,7 @@ class AttentionKeywords(TypedDict, total=False):
     comm_dtype: torch.dtype | str | None
     rotate: str
     softcap: float | None
+    dropout: float | Dropout
 
 
 class RankKeywords(TypedDict, total=False):
@@ -65,6 +67,7 @@ class StreamKeywords(TypedDict, total=False):
     scale: float | None
     deterministic: bool
     softcap: float | None
+    dropout: float | Dropout
     key_padding_mask: torch.Tensor | None
     sinks: torch.Tensor | None
     stream: str | None
@@ -74,7 +77,7 @@ class StreamKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """How attention is computed. No option but `scale` and `softcap` changes the result by more than rounding.
+    """How attention is computed. Only `scale`, `softcap` and `dropout` change the result by more than rounding.
 
     schedule: what travels between ranks and when: "ring", "direct", "allgather", "double_ring(n)", "ulysses(n)",
         "ulysses(n, schedule)", or "auto", the schedule with the shortest time by the timing model on `machine`.
@@ -87,6 +90,10 @@ class AttentionOptions:
     rotate: what travels in the backward: "keys", "queries", or "auto" by bytes, see `make_plan`.
     softcap: a number c > 0 by which the scaled logits s become c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
         the logits stay as they are. Only kernel "reference" computes a softcap, and "auto" then chooses this kernel.
+    dropout: the probability p of dropping an attention weight, or `ringattn.Dropout(p, seed)`; the other weights are
+        divided by 1 - p, and lse is that of all keys. The weights that fall depend on seed, batch element, head,
+        query and key only. Without a seed each call takes one from torch's default CPU generator, on several ranks
+        from that of rank 0. Computed by kernel "reference" only, as softcap is. Modules drop in training mode only.
     """
 
     schedule: str = "auto"
@@ -97,6 +104,7 @@ class AttentionOptions:
     comm_dtype: torch.dtype | str | None = None
     rotate: str = "auto"
     softcap: float | None = None
+    dropout: float | Dropout = 0.0
 
     def keywords(self) -> AttentionKeywords:
         """All options as keyword arguments."""
@@ -113,3 +121,12 @@ def check_option_names(given: Iterable[str], names: Iterable[str]) -> None:
     for name in given:
         if name not in names:
             raise InvalidInput(f"unknown option {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
+
+
+def read_dropout(dropout: float | Dropout) -> Dropout | None:
+    """The dropout of a call; None where no weight is dropped. Raises InvalidInput."""
+    if not dropout:
+        return None
+    from ..kernels.dropout import Dropout  # few calls drop weights
+
+    return Dropout.read(dropout)

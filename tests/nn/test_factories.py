@@ -139,7 +139,7 @@ SEGMENTS: dict[str, Any] = {"segment_lengths": [4], "dilation_rates": [1]}
             lambda: ra.create_dilated_attention("ring", segment_lengths=[4, 8], dilation_rates=[1]),
             "one rate per segment",
         ),
-        (lambda: ra.create_dilated_attention("ring", ring_size=2, dropout=0.1, **SEGMENTS), "unknown option 'dropout'"),
+        (lambda: ra.create_dilated_attention("ring", ring_size=2, dropout=1.5, **SEGMENTS), "0 <= p < 1"),
         (lambda: ra.create_block_sparse_attention("bas"), "did you mean 'base'"),
         (lambda: ra.create_block_sparse_attention(pattern="locl_window"), "did you mean 'local_window'"),
         (lambda: ra.create_block_sparse_attention(denisty=0.1), "did you mean"),

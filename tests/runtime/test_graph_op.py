@@ -158,3 +158,23 @@ def test_a_layout_made_in_the_trace_is_refused() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="a Zigzag made within a compiled function; make it before"):  # torch wraps it
         torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves())
+
+
+def test_a_compiled_checkpoint_drops_the_same_weights_again() -> None:
+    """Its gradient is that of the compiled call without a checkpoint, whose seed is the same."""
+    module = ra.nn.RingAttention(PATTERN, dropout=0.4)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return module(q, q, q)
+
+    def checkpointed(q: torch.Tensor) -> torch.Tensor:
+        return checkpoint(attend, q, use_reentrant=False)
+
+    found = []
+    for function in (attend, checkpointed):
+        x = leaves()[0]
+        compiled = torch.compile(lambda q, f=function: f(q).sin(), fullgraph=True, backend="aot_eager")
+        torch.manual_seed(5)
+        found.append([out := compiled(x), *torch.autograd.grad(out.square().sum(), x)])
+        assert not torch.equal(compiled(x), out), "the next call drops other weights"
+    assert equal(*found)

@@ -1,0 +1,97 @@
+"""Dropout of attention weights: which weights fall follows from a seed and from what a weight belongs to.
+
+Numbers are those of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), in
+integers that wrap, so that all devices have equal bits. Seed, batch element, query head and position of a query give
+the seed of a stream, and number k of the stream decides about the key at position k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import InvalidInput
+
+#: Seeds are smaller: they travel as 8 bytes, and torch's integers are signed.
+SEEDS = 1 << 63
+#: Bits of a number that are compared with p.
+BITS = 31
+#: Number i of the stream of seed s is `finalize(s + (i + 1) * GAMMA)`.
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of attention weights: each is dropped with probability `p`, and the others are divided by 1 - p.
+
+    p: 0 <= p < 1, rounded to a multiple of 2^-31 where weights are dropped.
+    seed: 0 <= seed < 2^63, equal on all ranks. Equal seeds drop the same weights. None: each call takes a number from
+        torch's default CPU generator of rank 0, which gradient checkpointing restores for its recomputation.
+    """
+
+    p: float
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 <= self.p < 1:
+            raise InvalidInput(f"dropout must be a number p with 0 <= p < 1, or ringattn.Dropout(p), got {self.p!r}")
+        if self.seed is None:
+            return
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEEDS:
+            raise InvalidInput(f"the seed of dropout must be an integer from 0 to 2^63 - 1, got {self.seed!r}")
+
+    def __bool__(self) -> bool:
+        return self.p > 0
+
+    @classmethod
+    def read(cls, value: Any) -> Dropout:
+        """The dropout that an option gives as `Dropout` or as p. Raises InvalidInput."""
+        return value if isinstance(value, Dropout) else cls(value)
+
+    def seeded(self, seed: int | None = None) -> Dropout:
+        """The same dropout with this seed; None: with its own seed, or else with one that is drawn."""
+        seed = self.seed if seed is None else seed
+        return replace(self, seed=int(torch.randint(SEEDS - 1, (), device="cpu")) if seed is None else seed)
+
+
+def finalize(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's function of a state, int64 that wraps; overwrites x."""
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= shift(x, bits)
+        x *= factor - (1 << 64)
+    x ^= shift(x, 31)
+    return x
+
+
+def shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right of int64."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def row_streams(seed: int, batch: int, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Seeds of the streams of query rows, int64 [B, H, n, 1], for heads int64 [H] and positions int64 [1 or H, n].
+
+    From the stream of `seed` on, each of batch element, head and position takes its number as the next stream's seed.
+    """
+    streams = torch.full((1, 1, 1), seed, dtype=torch.int64, device=heads.device)
+    elements = torch.arange(batch, device=heads.device)
+    for numbers in (elements[:, None, None], heads[:, None], positions):
+        streams = finalize(streams + (numbers + 1) * GAMMA)
+    return streams.unsqueeze(-1)
+
+
+def key_steps(positions: torch.Tensor) -> torch.Tensor:
+    """What keys add to the seed of a stream, int64 [...], for positions int64 [...]."""
+    return (positions + 1) * GAMMA
+
+
+def weight_factors(p: float, streams: torch.Tensor, steps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 for weights that are dropped, else 1 / (1 - p), [B, H, rows, keys].
+
+    streams int64 [B, H, rows, 1] of `row_streams`, steps int64 [B, K, keys, 1] of `key_steps`.
+    """
+    states = streams.unflatten(1, (steps.shape[1], -1)) + steps.mT.unsqueeze(2)
+    kept = shift(finalize(states), 64 - BITS) >= round(p * (1 << BITS))
+    return kept.flatten(1, 2).to(dtype).mul_(1 / (1 - p))

@@ -1,0 +1,293 @@
+"""Dropout of attention weights against dense softmaxes in fp64, whose dropped weights a scalar generator chooses."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dropout_cases import (
+    BATCH,
+    DROPOUT,
+    HEADS,
+    TOKENS,
+    dense,
+    dense_factors,
+    differentiate,
+    make_leaves,
+    on_ranks,
+    splitmix,
+)
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+from ringattn import Causal, Dilated, Documents, InvalidInput, Pattern, Unsupported, Window, mix
+from ringattn.kernels import dropout as generator
+from ringattn.kernels import reference
+from ringattn.runtime import rank_program
+
+PATTERNS: dict[str, Pattern] = {
+    "causal": Causal(),
+    "window": Causal() & Window(9),
+    "documents": Causal() & Documents([9, 1, 14, 7]),
+    "dilated": Dilated((8, 20), (1, 3), mix="lse"),
+    "dilated-groups": Dilated((8, 16), (1, 2), causal=True, mix="group"),
+    "mix": mix(Causal(), Window(4, 2)),
+    "blocks": ra.BlockSparse(4, np.random.default_rng(2).random((HEADS, 8, 8)) < 0.6),
+}
+#: Ranks, layout, schedule, and what rotates.
+RINGS = (
+    (1, "contiguous", "ring", "keys"),
+    (2, "zigzag", "ring", "queries"),
+    (2, "striped", "ulysses(2)", "keys"),
+    (3, "balanced(5)", "direct", "keys"),
+    (3, "striped(4)", "direct", "queries"),
+    (4, "contiguous", "double_ring(2)", "keys"),
+    (4, "zigzag", "allgather", "queries"),
+    (4, "striped(2)", "ulysses(2)", "queries"),
+)
+factors_of = cache(dense_factors)
+
+
+@cache
+def truth(name: str) -> tuple[torch.Tensor, ...]:
+    leaves, grads = make_leaves()
+    visible = torch.from_numpy(PATTERNS[name].mask(TOKENS, HEADS))
+    return dense(leaves, grads, visible, factors_of(DROPOUT), output_scale=PATTERNS[name].output_scale)
+
+
+def check(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], tolerance: float = 1e-12) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.isinf(), theirs.isinf())
+        error = (ours - theirs).masked_fill(theirs.isinf(), 0.0).abs().max()
+        assert error <= tolerance * max(1.0, float(theirs.masked_fill(theirs.isinf(), 0.0).abs().max()))
+
+
+def test_the_generator_is_splitmix64() -> None:
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [splitmix(1234567, i) for i in range(4)] == published
+    for seed in (0, 1234567, DROPOUT.seed, (1 << 63) - 1):
+        steps = generator.key_steps(torch.tensor([0, 1, 5, 10**12]))
+        found = generator.finalize(torch.tensor(seed) + steps).tolist()
+        assert [x % 2**64 for x in found] == [splitmix(seed, i) for i in (0, 1, 5, 10**12)]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_equals_a_dense_softmax_whatever_the_ranks(name: str) -> None:
+    leaves, grads = make_leaves()
+    for ranks, layout, schedule, rotate in RINGS:
+        out, lse = ra.virtual_attention(
+            *leaves[:3],
+            PATTERNS[name],
+            ranks=ranks,
+            layout=layout,
+            schedule=schedule,
+            rotate=rotate,
+            dropout=DROPOUT,
+            return_lse=True,
+        )
+        check(differentiate(out, lse, leaves[:3], grads), truth(name))
+
+
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+def test_with_padding_sinks_and_softcap(rotate: str) -> None:
+    leaves, grads = make_leaves()
+    mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    mask[0, :5], mask[1, -4:] = True, True  # the first rows of element 0 see nothing but a sink
+    visible = torch.from_numpy(PATTERNS["window"].mask(TOKENS, HEADS)) * ~mask[:, None, None]
+    for sinks in (True, False):
+        out, lse = ra.virtual_attention(
+            *leaves[:3],
+            PATTERNS["window"],
+            ranks=3,
+            layout="zigzag",
+            rotate=rotate,
+            dropout=DROPOUT,
+            softcap=1.5,
+            sinks=leaves[3] if sinks else None,
+            key_padding_mask=mask,
+            return_lse=True,
+        )
+        expected = dense(leaves, grads, visible, factors_of(DROPOUT), softcap=1.5, sinks=sinks)
+        check(differentiate(out, lse, leaves if sinks else leaves[:3], grads), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "comm_dtype", "tolerance"),
+    [(torch.float32, None, 1e-5), (torch.bfloat16, None, 3e-2), (torch.float32, "bfloat16", 3e-2)],
+)
+def test_narrow_numbers(dtype: torch.dtype, comm_dtype: str | None, tolerance: float) -> None:
+    leaves, grads = make_leaves(dtype)
+    visible = torch.from_numpy(PATTERNS["causal"].mask(TOKENS, HEADS))
+    expected = dense(leaves, tuple(x.double() for x in grads), visible, factors_of(DROPOUT))
+    for rotate in ("keys", "queries"):
+        out, lse = ra.virtual_attention(
+            *leaves[:3], Causal(), ranks=3, rotate=rotate, comm_dtype=comm_dtype, dropout=DROPOUT, return_lse=True
+        )
+        check(differentiate(out, lse, leaves[:3], grads), expected, tolerance)
+
+
+def test_one_device_streams_and_small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves, grads = make_leaves()
+    for stream in ({}, {"stream": "host", "chunk": 7}):
+        for name in ("documents", "blocks"):
+            out, lse = ra.attention(*leaves[:3], PATTERNS[name], dropout=DROPOUT, return_lse=True, **stream)
+            check(differentiate(out, lse, leaves[:3], grads), truth(name))
+    monkeypatch.setattr(reference, "ROWS", 4)
+    monkeypatch.setattr(rank_program, "BATCH_ROWS", 16)
+    # A plan remembers its calls: a pattern of another spelling has a plan of its own.
+    out, lse = ra.virtual_attention(
+        *leaves[:3], Causal() & Window(9, 1), ranks=2, layout="striped", dropout=DROPOUT, return_lse=True
+    )
+    check(differentiate(out, lse, leaves[:3], grads), truth("window"))
+
+
+def test_no_dropout_costs_nothing() -> None:
+    leaves, _ = make_leaves()
+    plain = ra.virtual_attention(*leaves[:3], Causal(), ranks=2)
+    state = torch.get_rng_state()
+    for none in (0, 0.0, None, ra.Dropout(0.0), ra.Dropout(0, seed=3)):
+        assert torch.equal(ra.virtual_attention(*leaves[:3], Causal(), ranks=2, dropout=none), plain)
+        ra.attention(*leaves[:3], Causal(), dropout=none, kernel="aten_cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_seed_is_drawn_for_each_call() -> None:
+    leaves, _ = make_leaves()
+    for draw in (
+        lambda: ra.attention(*leaves[:3], Causal(), dropout=0.5),
+        lambda: ra.attention(
+            *leaves[:3],
+            Causal(),
+            dropout=ra.Dropout(0.5),
+            key_padding_mask=torch.zeros(BATCH, TOKENS, dtype=torch.bool),
+            stream="host",
+            chunk=9,
+        ),
+        lambda: ra.virtual_attention(*leaves[:3], Causal(), ranks=3, dropout=0.5),
+    ):
+        torch.manual_seed(7)
+        first, second = draw(), draw()
+        assert not torch.equal(first, second)
+        torch.manual_seed(7)
+        assert torch.equal(first, draw())
+        torch.manual_seed(7)
+        ra.Dropout(0.5).seeded()  # a call takes one number
+        assert torch.equal(second, draw())
+
+
+def test_statistics() -> None:
+    """Rates, and correlations of neighbours along each axis, within 5 standard deviations."""
+    p, size = 0.1, 192
+    positions = torch.arange(size)[None] + 10**9
+    kept = []
+    for seed in (0, 1, 2):
+        streams = generator.row_streams(seed, 3, torch.arange(4), positions)
+        steps = generator.key_steps(positions).expand(3, 2, -1).unsqueeze(-1)
+        kept.append(generator.weight_factors(p, streams, steps, torch.float64) * (1 - p))
+    x = torch.stack(kept)  # [seed, batch, head, query, key]
+    assert set(x.unique().tolist()) == {0.0, 1.0}
+    z = (x - (1 - p)) / math.sqrt(p * (1 - p))
+    assert abs(float(z.mean())) < 5 / math.sqrt(z.numel())
+    for axis in range(5):
+        for distance in (1, 2):
+            count = z.shape[axis] - distance
+            product = z.narrow(axis, 0, count) * z.narrow(axis, distance, count)
+            assert abs(float(product.mean())) < 5 / math.sqrt(product.numel()), axis
+        rest = tuple(other for other in range(5) if other != axis)
+        sums = z.sum(rest) / math.sqrt(z.numel() / z.shape[axis])  # each about normal
+        assert float(sums.abs().max()) < 5, axis
+    transposed = (z * z.mT).triu(1).sum((-2, -1))
+    assert float(transposed.abs().max()) < 5 * math.sqrt(size * (size - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "options", "error", "words"),
+    [
+        (1.0, {}, InvalidInput, "dropout must be a number p with 0 <= p < 1"),
+        (-0.1, {}, InvalidInput, "dropout must be a number p with 0 <= p < 1"),
+        (math.nan, {}, InvalidInput, "got nan"),
+        (True, {}, InvalidInput, "got True"),
+        ("a lot", {}, InvalidInput, "got 'a lot'"),
+        (0.1, {"kernel": "aten_cpu"}, Unsupported, "aten_cpu has no dropout.*p=0.1.*kernel='reference'"),
+        (0.1, {"kernel": "aten_cuda:flash"}, Unsupported, "aten_cuda:flash has no dropout"),
+    ],
+)
+def test_errors_say_what_to_try(dropout: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    leaves, _ = make_leaves()
+    for call in (ra.attention, lambda *given, **named: ra.virtual_attention(*given, ranks=2, **named)):
+        with pytest.raises(error, match=words):
+            call(*leaves[:3], Causal(), dropout=dropout, **options)
+    if error is InvalidInput:
+        with pytest.raises(error, match=words):
+            ra.nn.RingAttention(Causal(), dropout=dropout)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63, 1.0, True])
+def test_wrong_seeds(seed: Any) -> None:
+    with pytest.raises(InvalidInput, match="the seed of dropout must be an integer from 0"):
+        ra.Dropout(0.1, seed=seed)
+
+
+def test_modules_drop_in_training_and_are_copied_with_their_options() -> None:
+    leaves, _ = make_leaves()
+    module = ra.nn.RingAttention(Causal(), ranks=2, dropout=DROPOUT)
+    expected = ra.virtual_attention(*leaves[:3], Causal(), ranks=2, dropout=DROPOUT)
+    for same in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(same(*leaves[:3]), expected) and repr(DROPOUT) in repr(same)
+    plain = ra.virtual_attention(*leaves[:3], Causal(), ranks=2)
+    assert torch.equal(module.eval()(*leaves[:3]), plain)
+    assert ra.nn.RingAttention(Causal(), dropout=0.1, kernel="aten_cpu").eval()(*leaves[:3]).shape == plain.shape
+
+
+MODULES: dict[str, Callable[[str], Any]] = {
+    "ring": lambda recompute: ra.nn.MultiheadRingAttention(
+        32, 4, Causal(), kv_heads=2, ranks=2, dropout=0.4, rotary=True, recompute=recompute
+    ),
+    "adaptive": lambda recompute: ra.nn.MultiheadAdaptiveAttention(
+        32, 4, block=8, k=2, causal=True, ranks=2, dropout=0.4, recompute=recompute
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_recomputation_drops_the_same_weights(name: str) -> None:
+    x = torch.randn(TOKENS, 2, 32, generator=torch.Generator().manual_seed(4))
+    gradients = []
+    for recompute in ("none", "projections", "all", "checkpoint"):
+        torch.manual_seed(5)
+        module = MODULES[name]("none" if recompute == "checkpoint" else recompute)
+        # Numbers that are drawn between forward and backward do not matter.
+        out = checkpoint(module, x, use_reentrant=False)[0] if recompute == "checkpoint" else module(x)[0]
+        torch.rand(3)
+        gradients.append(torch.autograd.grad(out.square().sum(), list(module.parameters())))
+        if recompute == "none":
+            assert not torch.equal(module(x)[0], out)
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
+def test_a_multihead_module_has_the_dropout_of_its_core() -> None:
+    core = ra.nn.RingAttention(Causal(), dropout=0.2)
+    ra.nn.MultiheadAttention(32, 4, 0.2, core=core)
+    with pytest.raises(InvalidInput, match=r"dropout=0.1, but the core has dropout=0.2.*give dropout= to the core"):
+        ra.nn.MultiheadAttention(32, 4, 0.1, core=core)
+
+
+def test_real_ranks(run_ranks: Callable[..., list[Any]]) -> None:
+    for rank, found in enumerate(run_ranks(on_ranks, 3, timeout=240)):
+        assert [found[name] for name in ("given", "drawn", "recomputed", "after")] == [True] * 4
+        seeds = "Mismatch: the ranks disagree about the seed of dropout: 0 on rank 0; 1 on rank 1; 2 on rank 2"
+        assert found["seeds"].startswith(seeds)
+        assert "disagree about dropout: 0.3 by a given seed on rank 0; 0.4 by a given seed on rank 1" in found["p"]
+        assert "disagree about dropout: 0.3 by a given seed on rank 0; None on ranks 1, 2" in found["one"]
+        own = (
+            "Unsupported: kernel aten_cpu has no dropout" if rank == 0 else "Mismatch: rank 0 cannot take part: kernel"
+        )
+        assert found["kernel"].startswith(own)
