@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,8 +24,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import ring_attention, telling
+from ..kernels import split_kernel
 from ..layout.regular import make_layout
+from ..machine.presets import get_machine
 from ..pattern import Causal, Documents, Full, Pattern, Window
+from ..plan.message_sizes import check_rotate
+from ..plan.schedules import resolve
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup
@@ -55,6 +60,15 @@ class _Ring:
     layout: str
     options: AttentionOptions
 
+    def check(self) -> None:
+        """Raise InvalidInput for a name that no call could use: of a layout, schedule, kernel, machine or rotation."""
+        make_layout(self.layout, tokens=1, ranks=1)  # raises for a layout that needs a pattern, too
+        resolve(self.options.schedule, dist.get_world_size(self.place.group))
+        check_rotate(self.options.rotate)
+        get_machine(self.options.machine)
+        if self.options.kernel != "auto":
+            split_kernel(self.options.kernel)
+
     def __deepcopy__(self, memo: object) -> _Ring:
         return self
 
@@ -82,12 +96,16 @@ def parallelize(
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap"}))
     layers = _find_attention(model)
     _check_model(model, layers)
-    make_layout(layout, tokens=1, ranks=1)  # raises for a name that is wrong, or that needs a pattern
     ring = _Ring(_place(group), layout, AttentionOptions(**options))
+    ring.check()
     if not hasattr(layers[0], _STATE):
-        model.register_forward_pre_hook(_demand_positions, with_kwargs=True)
+        model.register_forward_pre_hook(_check_call, with_kwargs=True)
     for layer in layers:
         setattr(layer, _STATE, ring)
+    shared, own = model.config, deepcopy(model.config)  # models may share a config, which names their attention
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
     model.set_attn_implementation(NAME)
     model.generate = _refuse_generate  # a step of it would take the rows of a rank for the whole sequence
     return model
@@ -114,20 +132,14 @@ def shard_batch(
     from 0.
     """
     place = _place(group)
+    if not isinstance(batch, Mapping):
+        raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
     batch = dict(batch)
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         batch.pop(name, None)
     borders = batch.pop("cu_seq_lens_q", None)
     cu_seqlens = borders if cu_seqlens is None else cu_seqlens
-    tokens = batch["input_ids"]
-    if tokens.ndim != 2:
-        raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
-    unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
-    if unknown:
-        raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
-    sizes = {name: tuple(x.shape) for name, x in batch.items()}
-    if len(set(sizes.values())) > 1:
-        raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
+    tokens = _check_batch(batch)
     rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
     cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
@@ -312,13 +324,20 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _demand_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise InvalidInput where a model would count the positions of its rows from 0, whatever the rank."""
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a model would count positions from 0 on every rank, and where it is asked for attention weights."""
     config = cast("PreTrainedModel", model).config
-    if config._attn_implementation == NAME and kwargs.get("position_ids") is None:
+    if config._attn_implementation != NAME:
+        return
+    if kwargs.get("position_ids") is None:
         raise InvalidInput(
             "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
             "batch that shard_batch or Collator has made"
+        )
+    if kwargs.get("output_attentions", config.output_attentions):
+        raise Unsupported(
+            "output_attentions=True: no rank holds the attention weights of whole rows; leave it out, or load another "
+            "model with attn_implementation='eager'"
         )
 
 
@@ -387,6 +406,11 @@ def _get_ring(model: nn.Module) -> _Ring:
 
 def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     """Raise Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention."""
+    if not hasattr(model, "set_attn_implementation"):
+        raise InvalidInput(
+            f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel, before DDP, FSDP or "
+            "torch.compile wrap it, and give models of your own ringattn.nn.RingAttention"
+        )
     config, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     refused = {
@@ -404,6 +428,28 @@ def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             raise Unsupported(f"{name} has {feature}; ringattn cannot compute its attention over ranks")
     if config is not model.config:
         raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
+
+
+def _check_batch(batch: Batch) -> torch.Tensor:
+    """The input_ids of a batch. Raises InvalidInput for what cannot be cut into shards."""
+    unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
+    if unknown:
+        raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
+    if "input_ids" not in batch:
+        raise InvalidInput(f"a batch needs input_ids [batch, tokens], got {sorted(batch) or 'nothing'}")
+    for name, x in batch.items():
+        if not isinstance(x, torch.Tensor):
+            raise InvalidInput(
+                f"{name} must be a tensor [batch, tokens], got {type(x).__name__}; try torch.tensor(...), a tokenizer "
+                "with return_tensors='pt', or leave out what the model does not need"
+            )
+    tokens = batch["input_ids"]
+    if tokens.ndim != 2:
+        raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
+    sizes = {name: tuple(x.shape) for name, x in batch.items()}
+    if len(set(sizes.values())) > 1:
+        raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
+    return tokens
 
 
 def _find_documents(

@@ -50,10 +50,7 @@ def get_kernel(
     """
     if name == "auto":
         name = AUTO.get(q.device.type, "reference") if softcap is None else "reference"
-    base, colon, choice = name.partition(":")
-    if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
-        names = ["auto", *available()]
-        raise InvalidInput(f"unknown kernel {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
+    base, choice = split_kernel(name)
     if softcap is not None:
         if base != "reference":
             raise Unsupported(f"kernel {name} has no softcap (softcap={softcap}); try kernel='reference' or 'auto'")
@@ -63,6 +60,15 @@ def get_kernel(
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
     return kernel
+
+
+def split_kernel(name: str) -> tuple[str, str]:
+    """(kernel, choice or "") of a name such as "aten_cuda:flash". Raises InvalidInput for a name of no kernel."""
+    base, colon, choice = name.partition(":")
+    if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
+        names = ["auto", *available()]
+        raise InvalidInput(f"unknown kernel {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
+    return base, choice
 
 
 def available() -> dict[str, str]:
