@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,14 @@ BASE = {
     "max_position_embeddings": 512,
 }
 MIXED = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+#: Options of `parallelize` that no call could use, by their names in the test.
+TYPOS: dict[str, dict[str, Any]] = {
+    "schedule typo": {"schedule": "rong"},
+    "layout typo": {"layout": "zagzig"},
+    "kernel typo": {"kernel": "atencpu"},
+    "machine typo": {"machine": "cqu"},
+    "rotate typo": {"rotate": "values"},
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 #: Models of every family by name: the class of the model, that of its configuration, and settings.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -112,6 +123,48 @@ def padded(rank: int, name: str, checkpointing: bool) -> tuple[float, float]:
     return wrong, max(float((p.grad - g).abs().max()) for p, g in pairs)
 
 
+def batches(rank: int) -> dict[str, str]:
+    """What `shard_batch` says to batches that it cannot cut, and whether a config stays that of its other model."""
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    wrong: dict[str, Any] = {
+        "list": {"input_ids": [[1, 2, 3]]},
+        "labels": {"input_ids": ids, "labels": None},
+        "missing": {"labels": ids},
+        "no dict": ids,
+        "unknown": {"input_ids": ids, "pixels": ids},
+    }
+    found = {name: told(lambda: shard_batch(batch, layout="zigzag")) for name, batch in wrong.items()}
+    first = make("Llama")
+    second = hf.LlamaForCausalLM(first.config)
+    parallelize(first, layout="zigzag")
+    found["config"] = second.config._attn_implementation
+    found["logits"] = told(lambda: second(ids))
+    return found
+
+
+def trained(rank: int, *words: str) -> tuple[list[dict[str, float]], str, int]:
+    """(log of the Trainer, type of its parameters, what DDP has left) of examples/hf_finetune with these words."""
+    from accelerate.state import AcceleratorState
+
+    file = Path(__file__).resolve().parents[2] / "examples/hf_finetune/finetune.py"
+    spec = importlib.util.spec_from_file_location("finetune", file)
+    assert spec is not None and spec.loader is not None
+    finetune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finetune)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.is_initialized():
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size(), "OMP_NUM_THREADS": 1}
+            for name, value in numbers.items():
+                patch.setenv(name, str(value))
+        trainer = finetune.train(finetune.parse(list(words)))
+        AcceleratorState._reset_state(reset_partial_state=True)
+    log, kind = trainer.state.log_history, type(next(trainer.model.parameters())).__name__
+    del trainer
+    gc.collect()
+    left = [x for x in gc.get_objects() if isinstance(x, torch.nn.parallel.DistributedDataParallel)]
+    return log, kind, len(left)
+
+
 def refusals(rank: int) -> dict[str, str]:
     """What is said to models and calls that cannot be honoured."""
     found = {}
@@ -132,6 +185,10 @@ def refusals(rank: int) -> dict[str, str]:
     found["layers"] = told(lambda: parallelize(chunked, layout="zigzag"))
     found["router"] = told(lambda: parallelize(make("Mixtral", output_router_logits=True), layout="zigzag"))
     found["option"] = told(lambda: parallelize(make("Llama"), layout="zigzag", softcap=3.0))  # type: ignore[call-arg]
+    found["weights"] = told(lambda: llama(**batch, output_attentions=True))
+    for name, options in TYPOS.items():
+        found[name] = told(lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
+    found["linear"] = told(lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
     small = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
     found["alibi"] = told(lambda: parallelize(hf.BloomForCausalLM(hf.BloomConfig(**small)), layout="zigzag"))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -39,7 +41,55 @@ def test_what_cannot_be_honoured_is_refused_on_all_ranks_by_name(run_ranks) -> N
         "router": "auxiliary loss of its routers",
         "option": "unknown option 'softcap'",
         "alibi": "BloomForCausalLM has attention outside",
+        "weights": "Unsupported: output_attentions=True",
+        "schedule typo": "InvalidInput: unknown schedule 'rong'",
+        "layout typo": "InvalidInput: unknown layout 'zagzig'",
+        "kernel typo": "InvalidInput: unknown kernel 'atencpu'",
+        "machine typo": "cqu",
+        "rotate typo": "values",
+        "linear": "InvalidInput: Linear is no model of transformers",
     }
     for found in run_ranks(model_cases.refusals, 2, timeout=120):
         for name, text in words.items():
             assert text in found[name], name
+
+
+@pytest.mark.multi
+def test_batches_that_cannot_be_cut_and_a_config_of_two_models(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    words = {
+        "list": "InvalidInput: input_ids must be a tensor [batch, tokens], got list",
+        "labels": "InvalidInput: labels must be a tensor [batch, tokens], got NoneType",
+        "missing": "InvalidInput: a batch needs input_ids",
+        "no dict": "InvalidInput: a batch is a dict of tensors",
+        "unknown": "InvalidInput: ['pixels'] cannot be cut",
+        "config": "sdpa",
+        "logits": "no error",
+    }
+    for found in run_ranks(model_cases.batches, 2, timeout=120):
+        for name, text in words.items():
+            assert found[name].startswith(text), (name, found[name])
+
+
+#: Options of examples/hf_finetune in the tests: the micro-batches of a step have different numbers of labels.
+SMALL = ("--steps", "6", "--longest", "96", "--accumulate", "2")
+
+
+def series(log: list[dict[str, float]]) -> list[float]:
+    """Losses, gradient norms and the loss of the evaluation in a log of the Trainer."""
+    return [line[key] for key in ("loss", "grad_norm", "eval_loss") for line in log if key in line]
+
+
+@pytest.mark.multi
+def test_the_trainer_on_dp_x_cp_ranks_is_the_trainer_of_one_process(run_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = (*SMALL, "--output", str(tmp_path))
+    alone, _, _ = model_cases.trained(0, *words)
+    whole = series(alone)
+    assert len(whole) == 13
+    for more, kind in (((), "Parameter"), (("--fsdp",), "DTensor")):
+        for log, found, left in run_ranks(model_cases.trained, 4, *words, "--dp", "2", "--cp", "2", *more, timeout=150):
+            assert series(log) == pytest.approx(whole, rel=1e-5)
+            assert found == kind and left == 0  # DDP as the last holder of its group would hang at exit
+    naive = run_ranks(model_cases.trained, 4, *words, "--dp", "2", "--cp", "2", "--mean-of-means", timeout=150)
+    for log, _, _ in naive:
+        differences = [abs(a - b) / b for a, b in zip(series(log), whole, strict=True)]
+        assert max(differences[:6]) > 1e-3 and max(differences[6:12]) > 1e-2

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ringattn import InvalidInput
 from ringattn.errors import RingAttentionError
@@ -63,6 +67,25 @@ def test_the_mean_over_ranks_is_the_loss_of_all_tokens(run_ranks) -> None:  # ty
         assert loss == pytest.approx(float(truth), rel=1e-12)
         for ours, theirs in zip(gradients, expected, strict=True):
             torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs.flatten(), atol=1e-12, rtol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Sees how many elements the largest tensor has that an op returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
+        return result
+
+
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk() -> None:
+    hidden, weight, _, labels = make()
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    with Largest() as largest:
+        torch.autograd.grad(linear_cross_entropy(*leaves, labels, chunk=21), leaves)
+    assert largest.most == 21 * CLASSES < labels.numel() * CLASSES / 3
 
 
 def test_a_given_total_replaces_the_count() -> None:
