@@ -123,6 +123,28 @@ def padded(rank: int, name: str, checkpointing: bool) -> tuple[float, float]:
     return wrong, max(float((p.grad - g).abs().max()) for p, g in pairs)
 
 
+def passed_keywords() -> tuple[set[str], set[str]]:
+    """The keywords that transformers passes to attention functions, and to mask functions, for all `MODELS`."""
+    attention: set[str] = set()
+    masks: set[str] = set()
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **keywords: Any) -> Any:
+        attention.update(keywords)
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
+
+    def mask(**keywords: Any) -> None:
+        masks.update(keywords)
+
+    hf.AttentionInterface.register("recorder", attend)
+    hf.AttentionMaskInterface.register("recorder", mask)
+    batch = {"input_ids": torch.zeros(1, 5, dtype=torch.long), "position_ids": torch.arange(5).unsqueeze(0)}
+    for name in MODELS:
+        model = make(name)
+        model.set_attn_implementation("recorder")
+        model(**batch, use_cache=False, cu_seq_lens_q=torch.tensor([0, 5], dtype=torch.int32))
+    return attention, masks
+
+
 def batches(rank: int) -> dict[str, str]:
     """What `shard_batch` says to batches that it cannot cut, and whether a config stays that of its other model."""
     ids = torch.zeros(1, 8, dtype=torch.long)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 import model_cases
+from packaging.specifiers import SpecifierSet
+
+from ringattn.integrations import transformers as adapter
+
+ROOT = Path(__file__).resolve().parents[2]
 
 EPS = 2.0**-23
 
@@ -68,6 +76,29 @@ def test_batches_that_cannot_be_cut_and_a_config_of_two_models(run_ranks) -> Non
     for found in run_ranks(model_cases.batches, 2, timeout=120):
         for name, text in words.items():
             assert found[name].startswith(text), (name, found[name])
+
+
+#: What transformers passes to attention functions and reads from the result, and what `_attend` may leave unread.
+READ = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "cu_seq_lens_q"}
+UNREAD = {"position_ids", "use_cache", "output_router_logits"}
+#: The same of mask functions and `_pass_padding`, which leaves out what describes the causal mask and the window.
+MASK_READ = {"attention_mask", "use_vmap"}
+MASK_UNREAD = {
+    "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "allow_is_causal_skip", "dtype",
+    "config", "device", "local_size",
+}  # fmt: skip
+
+
+def test_the_interface_of_transformers_has_not_moved() -> None:
+    """A new keyword may change what attention means: read it, then handle it or add it to the sets above."""
+    attention, masks = model_cases.passed_keywords()
+    assert attention >= READ and masks >= MASK_READ, (READ - attention, MASK_READ - masks)
+    assert attention <= READ | UNREAD, attention - READ - UNREAD
+    assert masks <= MASK_READ | MASK_UNREAD, masks - MASK_READ - MASK_UNREAD
+    named = set(inspect.signature(adapter._attend).parameters)
+    assert named >= READ and set(inspect.signature(adapter._pass_padding).parameters) >= MASK_READ
+    (tested,) = set(re.findall(r'"transformers(>=[^"]+)"', (ROOT / "pyproject.toml").read_text()))
+    assert SpecifierSet(tested).contains(version("transformers")), f"{version('transformers')} is not in {tested}"
 
 
 #: Options of examples/hf_finetune in the tests: the micro-batches of a step have different numbers of labels.
