@@ -10,8 +10,7 @@ its own attention functions (transformers.AttentionInterface).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -33,6 +32,7 @@ from ..plan.schedules import resolve
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup
+from .comparison import Agreement, difference, evaluating, gradients_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -197,19 +197,6 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
     return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, rows, strict=True)], dim=1)
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How far a parallelized model is from its eager self: the largest differences of logits and of gradients.
-
-    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is what rounding explains.
-    """
-
-    logits: float
-    gradients: float
-    bound: float
-    tokens: int
-
-
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
     """Compare a parallelized model with its eager self on the ranks at hand, forward and backward. Collective.
 
@@ -236,10 +223,10 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     batch = shard_batch({"input_ids": ids}, ring.place.group, layout=ring.layout, cu_seqlens=starts)
     group = ring.place.group
     cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
-    with _evaluating(model):
+    with evaluating(model):
         local = model(**batch, use_cache=False).logits
         mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
-        gradients = _gradients(model, (local.float() * mine).sum() / tokens)
+        gradients = gradients_of(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         logits = gather_logits(local, group, layout=ring.layout)
@@ -247,11 +234,11 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         try:
             parts = [model(ids[:, a:b], use_cache=False).logits for a, b in ((0, first), (first, tokens))]
             whole = torch.cat(parts, 1)
-            expected = _gradients(model, (whole.float() * weights).sum() / tokens)
+            expected = gradients_of(model, (whole.float() * weights).sum() / tokens)
         finally:
             model.set_attn_implementation(NAME)
     bound = 256 * torch.finfo(whole.dtype).eps
-    result = Agreement(_difference([logits], [whole.detach()]), _difference(gradients, expected), bound, tokens)
+    result = Agreement(difference([logits], [whole.detach()]), difference(gradients, expected), bound, tokens)
     worst: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
@@ -490,35 +477,6 @@ def _longest_window(model: nn.Module) -> int:
     kinds = getattr(config, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds is not None else getattr(config, "use_sliding_window", True)
     return int(getattr(config, "sliding_window", None) or 0) if slides else 0
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without dropout, in which gradients are not those of the program: they come back after it."""
-    was = model.training
-    model.eval()
-    kept = [(p, p.grad) for p in model.parameters()]
-    try:
-        for parameter, _ in kept:
-            parameter.grad = None
-        yield
-    finally:
-        model.train(was)
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-
-
-def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """d loss / d parameter of every parameter that the loss reaches or could reach."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-
-
-def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest difference of a tensor, as a fraction of the largest value of its partner or of all."""
-    largest = max(float(x.abs().max()) for x in theirs)
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / max(largest, 1e-30)
 
 
 __all__ = ["Agreement", "Collator", "check", "gather_logits", "parallelize", "shard_batch"]

@@ -175,9 +175,10 @@ def trained(rank: int, *words: str) -> tuple[list[dict[str, float]], str, int]:
     spec.loader.exec_module(finetune)
     with pytest.MonkeyPatch.context() as patch:
         if dist.is_initialized():
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size(), "OMP_NUM_THREADS": 1}
-            for name, value in numbers.items():
-                patch.setenv(name, str(value))
+            ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
+            for name, value in {**ranks, **sizes, "OMP_NUM_THREADS": 1, "MASTER_PORT": 1}.items():
+                patch.setenv(name, str(value))  # as torchrun does; accelerate reads it, and the group is there already
         trainer = finetune.train(finetune.parse(list(words)))
         AcceleratorState._reset_state(reset_partial_state=True)
     log, kind = trainer.state.log_history, type(next(trainer.model.parameters())).__name__
