@@ -102,7 +102,7 @@ def test_the_interface_of_transformers_has_not_moved() -> None:
 
 
 #: Options of examples/hf_finetune in the tests: the micro-batches of a step have different numbers of labels.
-SMALL = ("--steps", "6", "--longest", "96", "--accumulate", "2")
+SMALL = ("--steps", "6", "--longest", "256", "--accumulate", "2")
 
 
 def series(log: list[dict[str, float]]) -> list[float]:
@@ -123,4 +123,4 @@ def test_the_trainer_on_dp_x_cp_ranks_is_the_trainer_of_one_process(run_ranks, t
     naive = run_ranks(model_cases.trained, 4, *words, "--dp", "2", "--cp", "2", "--mean-of-means", timeout=150)
     for log, _, _ in naive:
         differences = [abs(a - b) / b for a, b in zip(series(log), whole, strict=True)]
-        assert max(differences[:6]) > 1e-3 and max(differences[6:12]) > 1e-2
+        assert max(differences[:6]) > 1e-4 and max(differences[6:12]) > 1e-3  # losses, gradient norms
