@@ -42,7 +42,7 @@ def test_losses_depend_neither_on_ranks_nor_on_a_restart(tmp_path: Path) -> None
     continued = train(tmp_path / "two", 2, "steps=5", "cp=2", "kill_at=3")
     assert (tmp_path / "two" / "killed").exists()
     assert continued == pytest.approx(whole, rel=1e-5)
-    assert len(whole) == 6 and max(whole[4:]) < whole[0] - 0.5
+    assert len(whole) == 6 and whole[-1] < whole[0] - 0.5  # the topics held out, after 5 steps
     stale = tmp_path / "two" / "unfinished_000009"
     stale.mkdir()
     other = run(tmp_path / "two", "model.width=64")  # one process, without torchrun
