@@ -1,19 +1,25 @@
 """Fine-tune a Hugging Face causal language model with the Trainer on dp x cp ranks.
 
     torchrun --nproc-per-node 4 examples/hf_finetune/finetune.py --dp 2 --cp 2
+    torchrun --nproc-per-node 4 examples/hf_finetune/finetune.py --dp 2 --cp 2 --fsdp --accumulate 2
     torchrun --nproc-per-node 2 examples/hf_finetune/finetune.py --cp 2 --model mistralai/Mistral-7B-v0.3
+    python examples/hf_finetune/finetune.py  # one process, the attention of transformers
 
-Without --model a tiny Mistral with random weights learns the topics of Python's help, byte by byte.
+Without --model a tiny Mistral with random weights learns the topics of Python's help, byte by byte. Losses and gradient
+norms, in trainer_state.json of --output, do not depend on the number of ranks, but for rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import pydoc_data.topics
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import (
     AutoModelForCausalLM,
@@ -45,14 +51,25 @@ class Topics(Dataset):
 class RingTrainer(Trainer):
     """A Trainer whose cp ranks get the same examples, which its collator cuts; the dp groups share the data."""
 
-    mesh = None
+    def __init__(self, *args, mesh: DeviceMesh | None, **kwargs) -> None:
+        self.dp, self.dp_rank = (1, 0) if mesh is None else (mesh["dp"].size(), mesh["dp"].get_local_rank())
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and self.args.use_cpu:  # accelerate ignores its FSDP2 plugin on CPUs, where FSDP2 runs, too
+            state = self.accelerator.state
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
 
     def _loader(self, dataset: Dataset, size: int, *, shuffle: bool) -> DataLoader:
-        dp = self.mesh["dp"]
         sampler = DistributedSampler(
-            dataset, dp.size(), dp.get_local_rank(), shuffle=shuffle, seed=self.args.seed, drop_last=True
+            dataset, self.dp, self.dp_rank, shuffle=shuffle, seed=self.args.seed, drop_last=True
         )
-        return DataLoader(dataset, size, sampler=sampler, collate_fn=self.data_collator, drop_last=True)
+        loader = DataLoader(dataset, size, sampler=sampler, collate_fn=self.data_collator, drop_last=True)
+        loader.set_epoch = sampler.set_epoch  # the Trainer calls it: every epoch has an order of its own
+        return loader
 
     def get_train_dataloader(self) -> DataLoader:
         return self._loader(self.train_dataset, self.args.per_device_train_batch_size, shuffle=True)
@@ -74,33 +91,50 @@ def make_model(name: str | None):
     return MistralForCausalLM(config), lambda text: list(text.encode())
 
 
-def main() -> None:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--fsdp", action="store_true", help="shard the parameters over all ranks by FSDP2, not DDP")
     parser.add_argument("--rows", type=int, default=4, help="examples of a step, packed into one sequence per dp group")
     parser.add_argument("--longest", type=int, default=512, help="tokens of an example")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step, which share its rows")
+    parser.add_argument(
+        "--mean-of-means", action="store_true", help="wrong, for comparison: each rank divides by its own labels"
+    )
     parser.add_argument("--model", default=None)
     parser.add_argument("--layout", default="zigzag")
     parser.add_argument("--output", default="outputs/hf_finetune")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    if options.rows % (options.dp * options.accumulate):
+        parser.error(f"--rows {options.rows}: must be a multiple of --dp times --accumulate")
+    return options
+
+
+def train(options: argparse.Namespace) -> RingTrainer:
+    """The Trainer after training and evaluation; its `state.log_history` has loss and grad_norm of every step."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (options.dp, options.cp), mesh_dim_names=("dp", "cp"))
     model, tokenize = make_model(options.model)
-    parallelize(model, mesh["cp"], layout=options.layout)
-    if options.model is None:
-        print(check(model, tokens=200))
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    mesh, collator = None, DataCollatorWithFlattening()
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (options.dp, options.cp), mesh_dim_names=("dp", "cp"))
+        parallelize(model, mesh["cp"], layout=options.layout)
+        collator = Collator(collator, mesh["cp"], options.layout)
+        agreement = check(model, tokens=200) if options.model is None else None
+        if dist.get_rank() == 0:
+            print(agreement or "")
     arguments = TrainingArguments(
         options.output,
         max_steps=options.steps,
         per_device_train_batch_size=options.rows // options.dp // options.accumulate,
         per_device_eval_batch_size=options.rows // options.dp,
         gradient_accumulation_steps=options.accumulate,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        average_tokens_across_devices=not options.mean_of_means,
+        fsdp=options.fsdp,
         learning_rate=3e-3,
         logging_steps=1,
         save_strategy="no",
@@ -110,19 +144,31 @@ def main() -> None:
         dataloader_pin_memory=False,
         remove_unused_columns=False,
     )
-    RingTrainer.mesh = mesh
     data = Topics(tokenize, options.longest)
-    collator = Collator(DataCollatorWithFlattening(), mesh["cp"], options.layout)
     trainer = RingTrainer(
         model,
         arguments,
+        mesh=mesh,
         data_collator=collator,
         train_dataset=data,
         eval_dataset=torch.utils.data.Subset(data, range(8)),
     )
     trainer.train()
-    print(trainer.evaluate())
-    dist.destroy_process_group()
+    trainer.evaluate()
+    trainer.save_state()
+    return trainer
+
+
+def main() -> None:
+    options = parse()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    train(options)
+    if dist.is_initialized():
+        # DDP must be gone before its group is destroyed. As the last holder of the group it would hold Python's lock
+        # while it waits for a thread of Gloo that waits for this lock: https://github.com/pytorch/pytorch/issues/56297
+        gc.collect()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,12 +9,16 @@ import torch
 
 
 class Text:
-    """Sequences of `tokens` bytes, packed from whole topics; the last topic of a sequence is cut."""
+    """Sequences of `tokens` bytes, packed from whole topics; the last topic of a sequence is cut.
 
-    def __init__(self, tokens: int, seed: int) -> None:
+    Every tenth topic is held out for evaluation: a Text has these topics, or all others.
+    """
+
+    def __init__(self, tokens: int, seed: int, *, held_out: bool = False) -> None:
         self.tokens, self.seed = tokens, seed
         topics = pydoc_data.topics.topics
-        self.documents = [np.frombuffer(topics[name].encode(), dtype=np.uint8) for name in sorted(topics)]
+        names = [name for number, name in enumerate(sorted(topics)) if (number % 10 == 9) == held_out]
+        self.documents = [np.frombuffer(topics[name].encode(), dtype=np.uint8) for name in names]
 
     def row(self, step: int, row: int) -> tuple[torch.Tensor, list[int]]:
         """(bytes int64 [1, tokens], lengths of the documents), which depend on seed, step and row alone."""

@@ -7,24 +7,29 @@ The losses do not depend on the number of ranks, but for rounding.
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import os
-import resource
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import hydra
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
+from ringattn.reporting import peak_memory
 from ringattn.train import NO_LABEL, count_labels, linear_cross_entropy, mean_over_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,16 +53,33 @@ class Run:
         place = {"group": mesh["cp"].get_group(), "layout": cfg.layout, "schedule": cfg.schedule}
         torch.manual_seed(cfg.seed)  # every rank makes the same model
         self.layout = ra.make_layout(cfg.layout, tokens=cfg.tokens, ranks=cfg.cp)
-        self.text = Text(cfg.tokens, cfg.seed)
+        self.text, self.held_out = (Text(cfg.tokens, cfg.seed, held_out=x) for x in (False, True))
         # Gradients are averaged over all dp * cp ranks, which linear_cross_entropy expects of its group.
         self.model = DistributedDataParallel(Decoder(**cfg.model, place=place))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=cfg.lr, betas=(0.9, 0.95))
         self.step = 0
 
+    @property
+    def settings(self) -> str:
+        """The settings of the model, as text."""
+        return " ".join(
+            f"model.{name}={value}" for name, value in sorted(OmegaConf.to_container(self.cfg.model).items())
+        )
+
     def load(self) -> None:
         """Continue from the last checkpoint of the folder, whatever the number of ranks that wrote it."""
+        if self.rank == 0:
+            for unfinished in self.folder.glob("unfinished_*"):  # of a run that died while it saved
+                shutil.rmtree(unfinished)
         checkpoints = sorted(self.folder.glob("step_*"))
         if checkpoints:
+            settings = {"settings": ""}
+            dcp.load(settings, checkpoint_id=checkpoints[-1])
+            if settings["settings"] != self.settings:
+                raise ra.InvalidInput(
+                    f"{checkpoints[-1]} is a checkpoint of a model with {settings['settings']}, but this run has "
+                    f"{self.settings}; give the same model, or another folder, output=..."
+                )
             model, optimizer = get_state_dict(self.model, self.optimizer)
             state = {"model": model, "optimizer": optimizer, "step": torch.tensor(0)}
             dcp.load(state, checkpoint_id=checkpoints[-1])
@@ -74,34 +96,36 @@ class Run:
         """Write a checkpoint under another name, and rename it when it is whole."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         unfinished = self.folder / f"unfinished_{self.step:06d}"
-        state = {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
+        step = torch.tensor(self.step)
+        state = {"model": model, "optimizer": optimizer, "step": step, "settings": self.settings}
         dcp.save(state, checkpoint_id=unfinished)
         if self.rank == 0:
             unfinished.rename(self.folder / f"step_{self.step:06d}")
         dist.barrier()
 
-    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor, ra.Documents]]:
-        """(ids, labels, documents) of this rank's part of each row of the step that this dp group computes."""
+    def batches(self, text: Text, step: int) -> list[tuple[torch.Tensor, torch.Tensor, ra.Documents]]:
+        """(ids, labels, documents) of this rank's part of each row of a step that this dp group computes."""
         found = []
         for row in range(self.dp, self.cfg.rows, self.cfg.dp):
-            ids, lengths = self.text.row(self.step, row)
+            ids, lengths = text.row(step, row)
             labels = shift(ids, lengths, NO_LABEL)
             local = [self.layout.shard_tensor(x, self.cp, dim=1) for x in (ids, labels)]
             found.append((*local, ra.Documents(lengths)))
         return found
 
-    def train(self) -> float:
-        """One step; returns its loss, the mean over all labels of all rows."""
-        batches = self.batches()
+    def losses(self, batches: list[tuple[torch.Tensor, torch.Tensor, ra.Documents]]) -> Iterator[torch.Tensor]:
+        """The part of each row in the loss, which is the mean over all labels of all rows."""
         total = count_labels(torch.cat([labels for _, labels, _ in batches], 1))
         positions = torch.from_numpy(self.layout.positions(self.cp))
-        result = torch.zeros(())
         for number, (ids, labels, documents) in enumerate(batches):
-            last = number == len(batches) - 1
-            self.model.require_backward_grad_sync = last  # gradients are averaged once a step
+            self.model.require_backward_grad_sync = number == len(batches) - 1  # gradients are averaged once a step
             hidden = self.model(ids, positions, documents)
-            weight = self.model.module.embedding.weight
-            loss = linear_cross_entropy(hidden, weight, labels, total=total)
+            yield linear_cross_entropy(hidden, self.model.module.embedding.weight, labels, total=total)
+
+    def train(self) -> float:
+        """One step; returns its loss."""
+        result = torch.zeros(())
+        for loss in self.losses(self.batches(self.text, self.step)):
             loss.backward()
             result += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.clip)
@@ -112,12 +136,18 @@ class Run:
         self.step += 1
         return float(mean_over_ranks(result))
 
-    def report(self, loss: float, seconds: float) -> None:
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The loss on topics that no step trains on, always the same."""
+        return float(mean_over_ranks(torch.stack(list(self.losses(self.batches(self.held_out, 0)))).sum()))
+
+    def report(self, line: dict[str, float]) -> None:
         """Append a line to losses.jsonl, and show it."""
-        speed = self.cfg.rows * self.cfg.tokens / seconds
         with (self.folder / "losses.jsonl").open("a") as file:
-            file.write(json.dumps({"step": self.step, "loss": loss, "tokens_per_second": speed}) + "\n")
-        print(f"step {self.step:4d}/{self.cfg.steps}  loss {loss:.4f}  {speed:,.0f} tokens/s", flush=True)
+            file.write(json.dumps(line) + "\n")
+        held_out = f"  held out {line['held_out']:.4f}" if "held_out" in line else ""
+        speed = f"{line['tokens_per_second']:,.0f} tokens/s"
+        print(f"step {self.step:4d}/{self.cfg.steps}  loss {line['loss']:.4f}  {speed}{held_out}", flush=True)
 
 
 def keep_lines(path: Path, step: int) -> list[dict]:
@@ -128,27 +158,40 @@ def keep_lines(path: Path, step: int) -> list[dict]:
     return kept
 
 
-def plot(folder: Path) -> None:
+def plot(run: Run) -> None:
     """Draw losses.jsonl as loss.png."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no plot: pip install 'ringattn[plot]' for loss.png")
         return
-    lines = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    cfg, lines = run.cfg, [json.loads(line) for line in (run.folder / "losses.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([line["step"] for line in lines], [line["loss"] / 0.6931471805599453 for line in lines])
-    axes.set(xlabel="step", ylabel="bits per byte", title="Topics of Python's help")
+    for key, label, style in (("loss", "training, the step's rows", "-"), ("held_out", "topics held out", "o-")):
+        points = [(line["step"], line[key] / math.log(2)) for line in lines if key in line]
+        axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.5, markersize=4)
+    axes.set(xlabel="step", ylabel="loss (bits per byte)", ylim=(0, None), xlim=(0, None))
+    axes.set_title(
+        f"A byte-level decoder on the topics of Python's help\n{cfg.rows} x {cfg.tokens:,} bytes a step, "
+        f"packed documents, dp={cfg.dp} cp={cfg.cp}",
+        fontsize=10,
+    )
+    axes.legend(frameon=False)
     axes.grid(alpha=0.3)
-    figure.savefig(folder / "loss.png", dpi=150)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(run.folder / "loss.png", dpi=150)
+    print(f"plot: {run.folder / 'loss.png'}")
 
 
-def compare_memory(run: Run) -> None:
-    """Print the measured peak of each rank, beside the modelled memory of the attention of one layer."""
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    peaks = [torch.zeros(()) for _ in range(run.ranks)]
-    dist.all_gather(peaks, peak)
+def compare(run: Run, before: int) -> None:
+    """Print speed and peak memory as measured, beside what `ra.simulate` says of the attention.
+
+    `before`: bytes of memory of this rank before its first step.
+    """
+    mine = torch.tensor([peak_memory.peak(), peak_memory.peak() - before]) / 2**20
+    peaks = [torch.zeros(2) for _ in range(run.ranks)]
+    dist.all_gather(peaks, mine)
     if run.rank:
         return
     cfg = run.cfg
@@ -156,9 +199,17 @@ def compare_memory(run: Run) -> None:
         "Causal()", tokens=cfg.tokens, ranks=cfg.cp, layout=cfg.layout, schedule=cfg.schedule, heads=cfg.model.heads,
         kv_heads=cfg.model.kv_heads, head_dim=cfg.model.width // cfg.model.heads, dtype="float32",
     )  # fmt: skip
-    modelled = sum(ra.simulate(plan, "cpu", backward=True).memory.values()) / 2**20
-    print(f"peak memory of each rank, measured: {', '.join(f'{float(x):.0f} MiB' for x in peaks)}")
-    print(f"of these the attention of one layer, forward and backward, modelled: {modelled:.1f} MiB")
+    modelled = ra.simulate(plan, "cpu", backward=True)
+    calls = cfg.model.layers * cfg.rows // cfg.dp  # one after the other on each rank
+    lines = [json.loads(line) for line in (run.folder / "losses.jsonl").read_text().splitlines()]
+    speed = median(line["tokens_per_second"] for line in lines)
+    print(f"measured: {speed:,.0f} tokens/s, median of the steps; peak memory", end=" ")
+    print(", ".join(f"{float(x):.0f} MiB on rank {i} ({float(y):.1f} by steps)" for i, (x, y) in enumerate(peaks)))
+    print(
+        f"modelled by ra.simulate, preset cpu, attention alone, causal, forward and backward: "
+        f"{cfg.rows * cfg.tokens / (calls * modelled.seconds):,.0f} tokens/s; "
+        f"{sum(modelled.memory.values()) / 2**20:.1f} MiB on a rank, one layer"
+    )
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -170,28 +221,45 @@ def main(cfg: DictConfig) -> None:
     store, rank, ranks = next(dist.rendezvous("env://"))
     store = dist.PrefixStore("restart_" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    try:
+        train(cfg)
+    except ra.InvalidInput as error:
+        sys.exit(f"error: {error}")
+    # DDP must be gone before its group is destroyed. As the last holder of the group it would hold Python's lock while
+    # it waits for a thread of Gloo that waits for this lock: https://github.com/pytorch/pytorch/issues/56297
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(cfg: DictConfig) -> None:
+    """Train from the last checkpoint, or from the start, to the last step."""
     run = Run(cfg)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.load()
     if run.rank == 0:
         keep_lines(run.folder / "losses.jsonl", run.step)
         print(f"dp={cfg.dp} cp={cfg.cp}: {'continued at' if run.step else 'from'} step {run.step}", flush=True)
+        if run.step >= cfg.steps:
+            print(f"nothing to train: steps={cfg.steps}, and {run.folder} has {run.step}; give more steps=, or output=")
     killed = run.folder / "killed"
+    before = peak_memory.resident()
     while run.step < cfg.steps:
         if run.step == cfg.kill_at and run.rank == run.ranks - 1 and not killed.exists():
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.perf_counter()
-        loss = run.train()
+        line: dict[str, float] = {"loss": run.train()}
+        line |= {"step": run.step, "tokens_per_second": cfg.rows * cfg.tokens / (time.perf_counter() - began)}
+        if run.step % cfg.evaluate_every == 0 or run.step == cfg.steps:
+            line["held_out"] = run.evaluate()
         if run.rank == 0:
-            run.report(loss, time.perf_counter() - began)
+            run.report(line)
         if run.step % cfg.checkpoint_every == 0 or run.step == cfg.steps:
             run.save()
-    compare_memory(run)
+    compare(run, before)
     if run.rank == 0:
-        plot(run.folder)
-    dist.barrier()
-    dist.destroy_process_group()
+        plot(run)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ its own attention functions (transformers.AttentionInterface).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,12 +23,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import ring_attention, telling
+from ..kernels import split_kernel
 from ..layout.regular import make_layout
+from ..machine.presets import get_machine
 from ..pattern import Causal, Documents, Full, Pattern, Window
+from ..plan.message_sizes import check_rotate
+from ..plan.schedules import resolve
 from ..runtime.autograd import compilable
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup
+from .comparison import Agreement, difference, evaluating, gradients_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,6 +60,15 @@ class _Ring:
     place: WeakGroup
     layout: str
     options: AttentionOptions
+
+    def check(self) -> None:
+        """Raise InvalidInput for a name that no call could use: of a layout, schedule, kernel, machine or rotation."""
+        make_layout(self.layout, tokens=1, ranks=1)  # raises for a layout that needs a pattern, too
+        resolve(self.options.schedule, dist.get_world_size(self.place.group))
+        check_rotate(self.options.rotate)
+        get_machine(self.options.machine)
+        if self.options.kernel != "auto":
+            split_kernel(self.options.kernel)
 
     def __deepcopy__(self, memo: object) -> _Ring:
         return self
@@ -84,12 +98,16 @@ def parallelize(
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     layers = _find_attention(model)
     _check_model(model, layers)
-    make_layout(layout, tokens=1, ranks=1)  # raises for a name that is wrong, or that needs a pattern
     ring = _Ring(_place(group), layout, AttentionOptions(**options))
+    ring.check()
     if not hasattr(layers[0], _STATE):
-        model.register_forward_pre_hook(_demand_positions, with_kwargs=True)
+        model.register_forward_pre_hook(_check_call, with_kwargs=True)
     for layer in layers:
         setattr(layer, _STATE, ring)
+    shared, own = model.config, deepcopy(model.config)  # models may share a config, which names their attention
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
     model.set_attn_implementation(NAME)
     model.generate = _refuse_generate  # a step of it would take the rows of a rank for the whole sequence
     return model
@@ -116,20 +134,14 @@ def shard_batch(
     from 0.
     """
     place = _place(group)
+    if not isinstance(batch, Mapping):
+        raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
     batch = dict(batch)
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         batch.pop(name, None)
     borders = batch.pop("cu_seq_lens_q", None)
     cu_seqlens = borders if cu_seqlens is None else cu_seqlens
-    tokens = batch["input_ids"]
-    if tokens.ndim != 2:
-        raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
-    unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
-    if unknown:
-        raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
-    sizes = {name: tuple(x.shape) for name, x in batch.items()}
-    if len(set(sizes.values())) > 1:
-        raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
+    tokens = _check_batch(batch)
     rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
     cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
@@ -187,19 +199,6 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
     return cut.unshard_tensor([shard[:, :n] for shard, n in zip(shards, rows, strict=True)], dim=1)
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How far a parallelized model is from its eager self: the largest differences of logits and of gradients.
-
-    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is what rounding explains.
-    """
-
-    logits: float
-    gradients: float
-    bound: float
-    tokens: int
-
-
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
     """Compare a parallelized model with its eager self on the ranks at hand, forward and backward. Collective.
 
@@ -226,10 +225,10 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     batch = shard_batch({"input_ids": ids}, ring.place.group, layout=ring.layout, cu_seqlens=starts)
     group = ring.place.group
     cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
-    with _evaluating(model):
+    with evaluating(model):
         local = model(**batch, use_cache=False).logits
         mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
-        gradients = _gradients(model, (local.float() * mine).sum() / tokens)
+        gradients = gradients_of(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         logits = gather_logits(local, group, layout=ring.layout)
@@ -237,11 +236,11 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         try:
             parts = [model(ids[:, a:b], use_cache=False).logits for a, b in ((0, first), (first, tokens))]
             whole = torch.cat(parts, 1)
-            expected = _gradients(model, (whole.float() * weights).sum() / tokens)
+            expected = gradients_of(model, (whole.float() * weights).sum() / tokens)
         finally:
             model.set_attn_implementation(NAME)
     bound = 256 * torch.finfo(whole.dtype).eps
-    result = Agreement(_difference([logits], [whole.detach()]), _difference(gradients, expected), bound, tokens)
+    result = Agreement(difference([logits], [whole.detach()]), difference(gradients, expected), bound, tokens)
     worst: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
     if not max(worst) <= bound:
@@ -332,13 +331,20 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _demand_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise InvalidInput where a model would count the positions of its rows from 0, whatever the rank."""
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a model would count positions from 0 on every rank, and where it is asked for attention weights."""
     config = cast("PreTrainedModel", model).config
-    if config._attn_implementation == NAME and kwargs.get("position_ids") is None:
+    if config._attn_implementation != NAME:
+        return
+    if kwargs.get("position_ids") is None:
         raise InvalidInput(
             "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
             "batch that shard_batch or Collator has made"
+        )
+    if kwargs.get("output_attentions", config.output_attentions):
+        raise Unsupported(
+            "output_attentions=True: no rank holds the attention weights of whole rows; leave it out, or load another "
+            "model with attn_implementation='eager'"
         )
 
 
@@ -407,6 +413,11 @@ def _get_ring(model: nn.Module) -> _Ring:
 
 def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     """Raise Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention."""
+    if not hasattr(model, "set_attn_implementation"):
+        raise InvalidInput(
+            f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel, before DDP, FSDP or "
+            "torch.compile wrap it, and give models of your own ringattn.nn.RingAttention"
+        )
     config, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     refused = {
@@ -424,6 +435,28 @@ def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             raise Unsupported(f"{name} has {feature}; ringattn cannot compute its attention over ranks")
     if config is not model.config:
         raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
+
+
+def _check_batch(batch: Batch) -> torch.Tensor:
+    """The input_ids of a batch. Raises InvalidInput for what cannot be cut into shards."""
+    unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
+    if unknown:
+        raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
+    if "input_ids" not in batch:
+        raise InvalidInput(f"a batch needs input_ids [batch, tokens], got {sorted(batch) or 'nothing'}")
+    for name, x in batch.items():
+        if not isinstance(x, torch.Tensor):
+            raise InvalidInput(
+                f"{name} must be a tensor [batch, tokens], got {type(x).__name__}; try torch.tensor(...), a tokenizer "
+                "with return_tensors='pt', or leave out what the model does not need"
+            )
+    tokens = batch["input_ids"]
+    if tokens.ndim != 2:
+        raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
+    sizes = {name: tuple(x.shape) for name, x in batch.items()}
+    if len(set(sizes.values())) > 1:
+        raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
+    return tokens
 
 
 def _find_documents(
@@ -464,35 +497,6 @@ def _longest_window(model: nn.Module) -> int:
     kinds = getattr(config, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds is not None else getattr(config, "use_sliding_window", True)
     return int(getattr(config, "sliding_window", None) or 0) if slides else 0
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without dropout, in which gradients are not those of the program: they come back after it."""
-    was = model.training
-    model.eval()
-    kept = [(p, p.grad) for p in model.parameters()]
-    try:
-        for parameter, _ in kept:
-            parameter.grad = None
-        yield
-    finally:
-        model.train(was)
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-
-
-def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """d loss / d parameter of every parameter that the loss reaches or could reach."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-
-
-def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest difference of a tensor, as a fraction of the largest value of its partner or of all."""
-    largest = max(float(x.abs().max()) for x in theirs)
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / max(largest, 1e-30)
 
 
 __all__ = ["Agreement", "Collator", "check", "gather_logits", "parallelize", "shard_batch"]

@@ -56,16 +56,22 @@ def get_kernel(
     asked = {key: value for key, value in (("softcap", softcap), ("dropout", dropout)) if value is not None}
     if name == "auto":
         name = "reference" if asked else AUTO.get(q.device.type, "reference")
-    base, colon, choice = name.partition(":")
-    if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
-        names = ["auto", *available()]
-        raise InvalidInput(f"unknown kernel {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
+    base, choice = split_kernel(name)
     for feature, value in asked.items():
         if feature not in KERNELS[base].features:
             raise Unsupported(f"kernel {name} has no {feature} ({feature}={value}); try kernel='reference' or 'auto'")
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
     return kernel.derive(**asked) if asked else kernel
+
+
+def split_kernel(name: str) -> tuple[str, str]:
+    """(kernel, choice or "") of a name such as "aten_cuda:flash". Raises InvalidInput for a name of no kernel."""
+    base, colon, choice = name.partition(":")
+    if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
+        names = ["auto", *available()]
+        raise InvalidInput(f"unknown kernel {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
+    return base, choice
 
 
 def available() -> dict[str, str]:

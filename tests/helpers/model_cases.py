@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,14 @@ BASE = {
     "max_position_embeddings": 512,
 }
 MIXED = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+#: Options of `parallelize` that no call could use, by their names in the test.
+TYPOS: dict[str, dict[str, Any]] = {
+    "schedule typo": {"schedule": "rong"},
+    "layout typo": {"layout": "zagzig"},
+    "kernel typo": {"kernel": "atencpu"},
+    "machine typo": {"machine": "cqu"},
+    "rotate typo": {"rotate": "values"},
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 #: Models of every family by name: the class of the model, that of its configuration, and settings.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -138,6 +149,71 @@ def dropped(rank: int) -> tuple[float, float, float]:
     return float((logits - alone).abs().max()), wrong, float((alone - plain).abs().max())
 
 
+def passed_keywords() -> tuple[set[str], set[str]]:
+    """The keywords that transformers passes to attention functions, and to mask functions, for all `MODELS`."""
+    attention: set[str] = set()
+    masks: set[str] = set()
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **keywords: Any) -> Any:
+        attention.update(keywords)
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
+
+    def mask(**keywords: Any) -> None:
+        masks.update(keywords)
+
+    hf.AttentionInterface.register("recorder", attend)
+    hf.AttentionMaskInterface.register("recorder", mask)
+    batch = {"input_ids": torch.zeros(1, 5, dtype=torch.long), "position_ids": torch.arange(5).unsqueeze(0)}
+    for name in MODELS:
+        model = make(name)
+        model.set_attn_implementation("recorder")
+        model(**batch, use_cache=False, cu_seq_lens_q=torch.tensor([0, 5], dtype=torch.int32))
+    return attention, masks
+
+
+def batches(rank: int) -> dict[str, str]:
+    """What `shard_batch` says to batches that it cannot cut, and whether a config stays that of its other model."""
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    wrong: dict[str, Any] = {
+        "list": {"input_ids": [[1, 2, 3]]},
+        "labels": {"input_ids": ids, "labels": None},
+        "missing": {"labels": ids},
+        "no dict": ids,
+        "unknown": {"input_ids": ids, "pixels": ids},
+    }
+    found = {name: told(lambda: shard_batch(batch, layout="zigzag")) for name, batch in wrong.items()}
+    first = make("Llama")
+    second = hf.LlamaForCausalLM(first.config)
+    parallelize(first, layout="zigzag")
+    found["config"] = second.config._attn_implementation
+    found["logits"] = told(lambda: second(ids))
+    return found
+
+
+def trained(rank: int, *words: str) -> tuple[list[dict[str, float]], str, int]:
+    """(log of the Trainer, type of its parameters, what DDP has left) of examples/hf_finetune with these words."""
+    from accelerate.state import AcceleratorState
+
+    file = Path(__file__).resolve().parents[2] / "examples/hf_finetune/finetune.py"
+    spec = importlib.util.spec_from_file_location("finetune", file)
+    assert spec is not None and spec.loader is not None
+    finetune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finetune)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.is_initialized():
+            ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
+            for name, value in {**ranks, **sizes, "OMP_NUM_THREADS": 1, "MASTER_PORT": 1}.items():
+                patch.setenv(name, str(value))  # as torchrun does; accelerate reads it, and the group is there already
+        trainer = finetune.train(finetune.parse(list(words)))
+        AcceleratorState._reset_state(reset_partial_state=True)
+    log, kind = trainer.state.log_history, type(next(trainer.model.parameters())).__name__
+    del trainer
+    gc.collect()
+    left = [x for x in gc.get_objects() if isinstance(x, torch.nn.parallel.DistributedDataParallel)]
+    return log, kind, len(left)
+
+
 def refusals(rank: int) -> dict[str, str]:
     """What is said to models and calls that cannot be honoured."""
     found = {}
@@ -158,6 +234,10 @@ def refusals(rank: int) -> dict[str, str]:
     found["layers"] = told(lambda: parallelize(chunked, layout="zigzag"))
     found["router"] = told(lambda: parallelize(make("Mixtral", output_router_logits=True), layout="zigzag"))
     found["option"] = told(lambda: parallelize(make("Llama"), layout="zigzag", softcap=3.0))  # type: ignore[call-arg]
+    found["weights"] = told(lambda: llama(**batch, output_attentions=True))
+    for name, options in TYPOS.items():
+        found[name] = told(lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
+    found["linear"] = told(lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
     small = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
     found["alibi"] = told(lambda: parallelize(hf.BloomForCausalLM(hf.BloomConfig(**small)), layout="zigzag"))
     return found

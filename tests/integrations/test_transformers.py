@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from importlib.metadata import version
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers")
 import model_cases
+from packaging.specifiers import SpecifierSet
+
+from ringattn.integrations import transformers as adapter
+
+ROOT = Path(__file__).resolve().parents[2]
 
 EPS = 2.0**-23
 
@@ -45,6 +55,13 @@ def test_what_cannot_be_honoured_is_refused_on_all_ranks_by_name(run_ranks) -> N
         "router": "auxiliary loss of its routers",
         "option": "unknown option 'softcap'",
         "alibi": "BloomForCausalLM has attention outside",
+        "weights": "Unsupported: output_attentions=True",
+        "schedule typo": "InvalidInput: unknown schedule 'rong'",
+        "layout typo": "InvalidInput: unknown layout 'zagzig'",
+        "kernel typo": "InvalidInput: unknown kernel 'atencpu'",
+        "machine typo": "cqu",
+        "rotate typo": "values",
+        "linear": "InvalidInput: Linear is no model of transformers",
     }
     for found in run_ranks(model_cases.refusals, 2, timeout=120):
         for name, text in words.items():
@@ -55,3 +72,68 @@ def test_what_cannot_be_honoured_is_refused_on_all_ranks_by_name(run_ranks) -> N
 def test_a_compiled_model_is_the_eager_one_and_compiles_twice(run_ranks) -> None:  # type: ignore[no-untyped-def]
     for same, compilations in run_ranks(model_cases.compiled, 2, 10, timeout=240):
         assert same and compilations <= 2
+
+
+@pytest.mark.multi
+def test_batches_that_cannot_be_cut_and_a_config_of_two_models(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    words = {
+        "list": "InvalidInput: input_ids must be a tensor [batch, tokens], got list",
+        "labels": "InvalidInput: labels must be a tensor [batch, tokens], got NoneType",
+        "missing": "InvalidInput: a batch needs input_ids",
+        "no dict": "InvalidInput: a batch is a dict of tensors",
+        "unknown": "InvalidInput: ['pixels'] cannot be cut",
+        "config": "sdpa",
+        "logits": "no error",
+    }
+    for found in run_ranks(model_cases.batches, 2, timeout=120):
+        for name, text in words.items():
+            assert found[name].startswith(text), (name, found[name])
+
+
+#: What transformers passes to attention functions and reads from the result, and what `_attend` may leave unread.
+READ = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "cu_seq_lens_q"}
+UNREAD = {"position_ids", "use_cache", "output_router_logits"}
+#: The same of mask functions and `_pass_padding`, which leaves out what describes the causal mask and the window.
+MASK_READ = {"attention_mask", "use_vmap"}
+MASK_UNREAD = {
+    "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "allow_is_causal_skip", "dtype",
+    "config", "device", "local_size",
+}  # fmt: skip
+
+
+def test_the_interface_of_transformers_has_not_moved() -> None:
+    """A new keyword may change what attention means: read it, then handle it or add it to the sets above."""
+    attention, masks = model_cases.passed_keywords()
+    assert attention >= READ and masks >= MASK_READ, (READ - attention, MASK_READ - masks)
+    assert attention <= READ | UNREAD, attention - READ - UNREAD
+    assert masks <= MASK_READ | MASK_UNREAD, masks - MASK_READ - MASK_UNREAD
+    named = set(inspect.signature(adapter._attend).parameters)
+    assert named >= READ and set(inspect.signature(adapter._pass_padding).parameters) >= MASK_READ
+    (tested,) = set(re.findall(r'"transformers(>=[^"]+)"', (ROOT / "pyproject.toml").read_text()))
+    assert SpecifierSet(tested).contains(version("transformers")), f"{version('transformers')} is not in {tested}"
+
+
+#: Options of examples/hf_finetune in the tests: the micro-batches of a step have different numbers of labels.
+SMALL = ("--steps", "6", "--longest", "96", "--accumulate", "2")
+
+
+def series(log: list[dict[str, float]]) -> list[float]:
+    """Losses, gradient norms and the loss of the evaluation in a log of the Trainer."""
+    return [line[key] for key in ("loss", "grad_norm", "eval_loss") for line in log if key in line]
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(300)
+def test_the_trainer_on_dp_x_cp_ranks_is_the_trainer_of_one_process(run_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = (*SMALL, "--output", str(tmp_path))
+    alone, _, _ = model_cases.trained(0, *words)
+    whole = series(alone)
+    assert len(whole) == 13
+    for more, kind in (((), "Parameter"), (("--fsdp",), "DTensor")):
+        for log, found, left in run_ranks(model_cases.trained, 4, *words, "--dp", "2", "--cp", "2", *more, timeout=280):
+            assert series(log) == pytest.approx(whole, rel=1e-5)
+            assert found == kind and left == 0  # DDP as the last holder of its group would hang at exit
+    naive = run_ranks(model_cases.trained, 4, *words, "--dp", "2", "--cp", "2", "--mean-of-means", timeout=280)
+    for log, _, _ in naive:
+        differences = [abs(a - b) / b for a, b in zip(series(log), whole, strict=True)]
+        assert max(differences[:6]) > 1e-4 and max(differences[6:12]) > 1e-4  # losses, gradient norms

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ringattn import InvalidInput
+from ringattn.errors import RingAttentionError
 from ringattn.train import count_labels, linear_cross_entropy, mean_over_ranks
 
 CLASSES, WIDTH, TOKENS = 50, 12, 41
@@ -64,6 +69,25 @@ def test_the_mean_over_ranks_is_the_loss_of_all_tokens(run_ranks) -> None:  # ty
             torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs.flatten(), atol=1e-12, rtol=0)
 
 
+class Largest(TorchDispatchMode):
+    """Sees how many elements the largest tensor has that an op returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
+        return result
+
+
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk() -> None:
+    hidden, weight, _, labels = make()
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    with Largest() as largest:
+        torch.autograd.grad(linear_cross_entropy(*leaves, labels, chunk=21), leaves)
+    assert largest.most == 21 * CLASSES < labels.numel() * CLASSES / 3
+
+
 def test_a_given_total_replaces_the_count() -> None:
     hidden, weight, bias, labels = make()
     parts = [
@@ -82,15 +106,89 @@ def test_no_label_at_all_is_a_loss_of_zero() -> None:
     assert int(count_labels(labels)) == int((labels != -100).sum())
 
 
+def with_labels(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Labels of `make`, one of them replaced."""
+    labels = make()[3]
+    labels[0, 3] = value
+    return labels.to(dtype)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"weight": torch.zeros(5, 3)}, "weight"),
-        ({"labels": torch.zeros(3)}, "pass hidden states"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, "pass hidden states"),
         ({"chunk": 0}, "chunk must"),
+        ({"labels": with_labels(0, torch.int32)}, "labels must be an int64 tensor of classes, got torch.int32"),
+        ({"labels": [1, 2]}, "got list"),
+        ({"labels": with_labels(CLASSES)}, "label 50 is none of the 50 classes"),
+        ({"labels": with_labels(-1)}, "label -1 is none"),
+        ({"weight": make()[1].float()}, "one dtype, got torch.float64, torch.float32"),
     ],
 )
 def test_errors(change: dict[str, object], words: str) -> None:
     hidden, weight, _, labels = make()
     with pytest.raises(InvalidInput, match=words):
         linear_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **change})  # type: ignore[arg-type]
+
+
+def wrong_on_one_rank(rank: int) -> list[str]:
+    """What the ranks say to labels of a wrong shape, and of a wrong dtype, on rank 1 alone."""
+    hidden, weight, _, labels = make()
+    found = []
+    for call in (
+        lambda: linear_cross_entropy(hidden, weight, labels[:, rank % 2 :]),
+        lambda: count_labels(labels.int() if rank == 1 else labels),
+    ):
+        with pytest.raises(RingAttentionError) as caught:
+            call()
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return found
+
+
+def test_an_error_of_one_rank_reaches_all(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    for rank, (shape, dtype) in enumerate(run_ranks(wrong_on_one_rank, 3)):
+        if rank == 1:
+            assert shape.startswith("InvalidInput: hidden must be") and dtype.startswith("InvalidInput: labels must")
+        else:
+            assert (
+                shape
+                == dtype
+                == ("Mismatch: rank 1 of the group cannot compute the loss; look at the error that is raised there")
+            )
+
+
+class Head(torch.nn.Module):
+    """The last projection and the loss in one module, as FSDP2 needs."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, self.weight, labels, chunk=4)
+
+
+def sharded(rank: int) -> tuple[str, list[float]]:
+    """What is said to the weight outside of a wrapped module, and its gradient by FSDP2 on uneven tokens."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    hidden, weight, _, labels = make()
+    mine = slice(*((0, 5), (5, 35), (35, TOKENS))[rank])
+    head = Head(weight)
+    fully_shard(head, mesh=init_device_mesh("cpu", (3,)))
+    with pytest.raises(InvalidInput) as caught:
+        linear_cross_entropy(hidden[:, mine], head.weight, labels[:, mine])
+    head(hidden[:, mine], labels[:, mine]).backward()
+    return str(caught.value), head.weight.grad.full_tensor().flatten().tolist()  # type: ignore[union-attr, operator]
+
+
+def test_fsdp2_averages_to_the_gradient_of_all_tokens(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    hidden, weight, _, labels = make()
+    weight.requires_grad_()
+    F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten()).backward()
+    for error, gradient in run_ranks(sharded, 3):
+        assert error.startswith("weight is a DTensor")
+        found = torch.tensor(gradient, dtype=torch.float64)
+        torch.testing.assert_close(found, weight.grad.flatten(), atol=1e-12, rtol=0)  # type: ignore[union-attr]
