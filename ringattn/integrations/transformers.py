@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import InvalidInput, Mismatch, Unsupported
-from ..functional import ring_attention, telling
+from ..functional import exchange, ring_attention, telling
 from ..layout.regular import make_layout
 from ..pattern import Causal, Documents, Full, Pattern, Window
 from ..runtime.options import AttentionOptions, check_option_names
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ..runtime.options import AttentionKeywords
 
     Batch = Mapping[str, torch.Tensor]
+    Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 
 #: The name under which transformers finds `_attend` and `_pass_padding`.
 NAME = "ringattn"
@@ -54,6 +56,8 @@ class _Ring:
     place: WeakGroup
     layout: str
     options: AttentionOptions
+    #: On CUDA, the shape of the latest position_ids: others of this shape are not copied to the host for a check.
+    checked: list[torch.Size] = field(default_factory=list, compare=False)
 
     def __deepcopy__(self, memo: object) -> _Ring:
         return self
@@ -85,7 +89,7 @@ def parallelize(
     make_layout(layout, tokens=1, ranks=1)  # raises for a name that is wrong, or that needs a pattern
     ring = _Ring(_place(group), layout, AttentionOptions(**options))
     if not hasattr(layers[0], _STATE):
-        model.register_forward_pre_hook(_demand_positions, with_kwargs=True)
+        model.register_forward_pre_hook(_check_positions, with_kwargs=True)
     for layer in layers:
         setattr(layer, _STATE, ring)
     model.set_attn_implementation(NAME)
@@ -98,20 +102,20 @@ def shard_batch(
     group: ProcessGroup | DeviceMesh | None = None,
     *,
     layout: str,
-    cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+    cu_seqlens: Borders | None = None,
 ) -> dict[str, torch.Tensor]:
     """This rank's part of a batch of whole sequences, as keyword arguments of the model.
 
     batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
         `position_ids`, all [B, N] and equal on all ranks.
-    cu_seqlens: the borders of packed documents, [0, ..., N], for B = 1; default: `cu_seq_lens_q` of the batch, or where
-        position_ids begin anew.
+    cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list for each row; default:
+        `cu_seq_lens_q` of the batch, or where position_ids begin anew in each row.
 
     The result has `input_ids` and `position_ids` of the rank's rows; `labels` and `shift_labels`, shifted before the
     cut so that no label is lost at a border; `attention_mask` only if some rank has padding; `cu_seq_lens_q` for
-    documents. Padding has no label (transformers lets the last padding before a row predict its first token).
-    position_ids count from the first token that is not padding, and in each document
-    from 0.
+    documents, [B, most borders] with N repeated where the rows differ. Padding has no label (transformers lets the
+    last padding before a row predict its first token). position_ids count from the first token that is not padding,
+    and in each document from 0.
     """
     place = _place(group)
     batch = dict(batch)
@@ -131,23 +135,29 @@ def shard_batch(
     rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
     cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    starts = _find_documents(tokens, None if mask is not None else positions, cu_seqlens)
+    documents = _find_documents(tokens, None if mask is not None else positions, cu_seqlens)
     if positions is None:
-        positions = _count_positions(tokens, mask, starts)
+        positions = _count_positions(tokens, mask, documents)
     result = {"input_ids": tokens, "position_ids": positions}
     if mask is not None and not bool(mask.all()):
         result["attention_mask"] = mask
     result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in result.items()}
     if "labels" in batch:
         labels = batch["labels"].clone()
-        if starts is not None:
-            labels[:, [start for start in starts[1:-1] if start < tokens.shape[1]]] = NO_LABEL
+        if documents is not None:
+            for row, label in enumerate(labels):
+                label[[start for start in _starts(documents, row)[1:-1] if start < len(label)]] = NO_LABEL
         labels = cut.shift(labels, rank, dim=1, fill=NO_LABEL)
         if mask is not None:
             labels = labels.masked_fill(cut.shard_tensor(mask, rank, dim=1) == 0, NO_LABEL)
         result["labels"] = result["shift_labels"] = labels.contiguous()
-    if starts is not None:
-        result["cu_seq_lens_q"] = torch.tensor(starts, dtype=torch.int32, device=tokens.device)
+    if documents is not None:
+        by_row = [_starts(documents, row) for row in range(documents.rows or 1)]
+        most = max(map(len, by_row))
+        padded = [[*starts, *[tokens.shape[1]] * (most - len(starts))] for starts in by_row]
+        result["cu_seq_lens_q"] = torch.tensor(
+            padded if documents.rows else padded[0], dtype=torch.int32, device=tokens.device
+        )
     return result
 
 
@@ -155,8 +165,8 @@ def shard_batch(
 class Collator:
     """A data collator: `inner` makes a batch of whole sequences, and each rank gets its rows of the batch.
 
-    All ranks of `group` must be given the same examples; let the sampler shard by data-parallel rank only. Examples
-    whose position_ids begin anew in one row are packed documents.
+    All ranks of `group` must be given the same examples; let the sampler shard by data-parallel rank only. Where
+    position_ids begin anew in a row, the row has packed documents; rows may have different ones.
     """
 
     inner: Any
@@ -312,14 +322,44 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _demand_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise InvalidInput where a model would count the positions of its rows from 0, whatever the rank."""
-    config = cast("PreTrainedModel", model).config
-    if config._attn_implementation == NAME and kwargs.get("position_ids") is None:
-        raise InvalidInput(
-            "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
-            "batch that shard_batch or Collator has made"
-        )
+def _check_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
+
+    A model without position_ids would count the positions of its rows from 0, whatever the rank. Collective.
+    """
+    if cast("PreTrainedModel", model).config._attn_implementation != NAME:
+        return
+    ring, positions = _get_ring(model), kwargs.get("position_ids")
+    if positions is not None and torch.compiler.is_compiling():
+        return  # an exchange cannot be traced
+    with exchange("positions of a model", group=ring.place.group) as rows:
+        if positions is None:
+            raise InvalidInput(
+                "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
+                "batch that shard_batch or Collator has made"
+            )
+        rows.mine = int(positions.shape[-1]).to_bytes(8, "little")
+    tokens = sum(int.from_bytes(raw, "little") for raw in rows.records)
+    known = positions.is_cuda and ring.checked == [positions.shape]
+    if known or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
+        return  # where padding is, only the whole mask tells positions
+    ring.checked[:] = [positions.shape]
+    with telling("call", group=ring.place.group):
+        rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
+        place = make_layout(ring.layout, tokens=tokens, ranks=len(rows.records)).positions(rank)
+        for row, given in enumerate(positions.cpu().numpy()):
+            expected = place
+            if borders is not None:
+                starts = np.array(_starts(_read_borders(borders), row))
+                expected = place - starts[np.searchsorted(starts, place, "right") - 1]
+            if given.shape != expected.shape:
+                return  # the handshake of the attention says which rank has too many or too few rows
+            for i in np.flatnonzero(given != expected)[:1]:
+                raise InvalidInput(
+                    f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
+                    f"tokens: element {row}, local row {i} has {given[i]}, expected {expected[i]}; call model(**batch) "
+                    "with the batch that shard_batch or Collator has made for this layout"
+                )
 
 
 def _pass_padding(
@@ -360,9 +400,19 @@ def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None
         pattern = pattern & Window(window - 1)
     if borders is None:
         return pattern
+    return pattern & _read_borders(borders)
+
+
+def _read_borders(borders: torch.Tensor) -> Documents:
+    """The documents with these borders; read once."""
     if borders not in _borders:
         _borders[borders] = Documents(cu_seqlens=borders.tolist())
-    return pattern & _borders[borders]
+    return cast(Documents, _borders[borders])
+
+
+def _starts(documents: Documents, row: int) -> tuple[int, ...]:
+    """The borders of the documents of a row of a batch."""
+    return documents.row(row).starts
 
 
 def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
@@ -407,31 +457,31 @@ def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
 
 
 def _find_documents(
-    tokens: torch.Tensor, positions: torch.Tensor | None, cu_seqlens: Sequence[int] | torch.Tensor | None
-) -> list[int] | None:
-    """The borders of packed documents, [0, ..., N]; None for one document per row."""
+    tokens: torch.Tensor, positions: torch.Tensor | None, cu_seqlens: Borders | None
+) -> Documents | None:
+    """The packed documents of a batch, which may differ between its rows; None for one document per row."""
     if cu_seqlens is None:
         if positions is None:
             return None
         begins = positions[:, 1:] != positions[:, :-1] + 1
         if not bool(begins.any()):
             return None
-        starts = [0, *(begins[0].nonzero().flatten() + 1).tolist(), tokens.shape[1]]
-        if len(tokens) > 1 and not bool((begins == begins[:1]).all()):
-            raise Unsupported("the rows of this batch have documents of different lengths; pack them into one row")
-        return starts
-    starts = list(map(int, cu_seqlens))
-    Documents(cu_seqlens=starts).check(tokens.shape[1], 1)
-    return starts
+        cu_seqlens = [[0, *(row.nonzero().flatten() + 1).tolist(), tokens.shape[1]] for row in begins]
+    documents = Documents(cu_seqlens=cu_seqlens)
+    documents.check(tokens.shape[1], 1)
+    if documents.rows not in (None, len(tokens)):
+        raise InvalidInput(f"cu_seqlens has {documents.rows} rows, input_ids {len(tokens)}; give borders for each row")
+    return documents
 
 
-def _count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, starts: list[int] | None) -> torch.Tensor:
+def _count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, documents: Documents | None) -> torch.Tensor:
     """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    if starts is not None:
-        begin = torch.zeros_like(positions[0])
-        for start in starts[:-1]:
-            begin[start:] = start
+    if documents is not None:
+        begin = torch.zeros_like(positions)
+        for row in range(len(tokens)):
+            for start in _starts(documents, row)[:-1]:
+                begin[row, start:] = start
         return positions - begin
     if mask is not None:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)

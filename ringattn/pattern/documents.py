@@ -50,7 +50,7 @@ class Documents(Pattern):
     def __init__(self, lengths: Integers | None = None, *, cu_seqlens: Integers | None = None) -> None:
         if (lengths is None) == (cu_seqlens is None):
             raise InvalidInput(f"Documents takes lengths or cu_seqlens, one of them; try {EXAMPLE}")
-        source = lengths if cu_seqlens is None else cu_seqlens
+        source: object = lengths if cu_seqlens is None else cu_seqlens
         values: object = source.tolist() if hasattr(source, "tolist") else source
         cumulative = True if cu_seqlens is not None else None if hasattr(source, "tolist") else False
         if isinstance(values, list | tuple) and values and all(isinstance(row, list | tuple) for row in values):
@@ -71,7 +71,7 @@ class Documents(Pattern):
         return len(self.lengths) if self.lengths and isinstance(self.lengths[0], tuple) else None
 
     def row(self, index: int) -> Documents:
-        return self if self.rows is None else Documents(self.lengths[index])
+        return self if self.rows is None else Documents(cast("tuple[int, ...]", self.lengths[index]))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
