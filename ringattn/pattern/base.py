@@ -131,16 +131,17 @@ class Pattern(Value, ABC):
         return None
 
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
-        """How often each pair counts: int64 [heads, tokens, tokens]. For small `tokens`; the oracle of the tests.
+        """Which pairs are seen, bool [heads, tokens, tokens]; with branches how often each pair counts, int64.
 
-        Raises InvalidInput if the pattern does not fit `tokens` and `heads`.
+        For small `tokens`; the oracle of the tests. Raises InvalidInput if the pattern does not fit `tokens` and `heads`.
         """
         self.check(tokens, heads)
         bound = self.bind(heads, tokens)
         position = np.arange(tokens, dtype=np.int64)
         shape = (tokens, tokens)
         masks = [bound.visible(position[:, None], position[None, :], head, tokens) for head in range(heads)]
-        return np.stack([np.broadcast_to(mask, shape).astype(np.int64) for mask in masks])
+        kind = bool if bound.branches == 1 else np.int64
+        return np.stack([np.broadcast_to(mask, shape).astype(kind) for mask in masks])
 
     def row_mask(self, position: int, tokens: int, head: int = 0, heads: int | None = None) -> np.ndarray:
         """How often query `position` of `head` attends each key: int64 [tokens], a row of `mask(tokens, heads)`.

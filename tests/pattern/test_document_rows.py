@@ -36,12 +36,13 @@ def test_the_text_of_rows_reads_back(pattern: Documents) -> None:
 def test_rows_one_after_another_see_what_each_sees(pattern: Documents) -> None:
     stacked, whole = RowByRow(pattern, 8), range(24)
     mask = stacked.mask(24)[0]
+    assert mask.dtype == bool
     for row in range(3):
         part = slice(8 * row, 8 * row + 8)
         assert (mask[part, part] == pattern.row(row).mask(8)[0]).all()
         mask[part, part] = 0
     assert not mask.any()
-    mask = stacked.mask(24)[0]
+    mask = stacked.mask(24)[0].astype(int)
     for q, k in ((whole, whole), (range(2, 21, 3), whole), (range(5, 19), range(1, 24, 2))):
         expected, found = np.zeros_like(mask), np.zeros_like(mask)
         expected[np.ix_(q, k)] = mask[np.ix_(q, k)]
