@@ -133,7 +133,8 @@ class Pattern(Value, ABC):
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
         """Which pairs are seen, bool [heads, tokens, tokens]; with branches how often each pair counts, int64.
 
-        For small `tokens`; the oracle of the tests. Raises InvalidInput if the pattern does not fit `tokens` and `heads`.
+        For small `tokens`; the oracle of the tests. Raises InvalidInput if the pattern does not fit `tokens` and
+        `heads`.
         """
         self.check(tokens, heads)
         bound = self.bind(heads, tokens)
