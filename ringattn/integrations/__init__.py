@@ -1,1 +1,1 @@
-"""Doors for models of other libraries. Each module needs the library that it is named after."""
+"""Doors for models of other libraries. Each module but `borders` needs the library that it is named after."""

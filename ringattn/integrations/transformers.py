@@ -10,7 +10,7 @@ its own attention functions (transformers.AttentionInterface).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -19,16 +19,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import exchange, ring_attention, telling
 from ..layout.regular import make_layout
-from ..pattern import Causal, Documents, Full, Pattern, Window
+from ..pattern import Causal, Full, Pattern, Window
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup
+from .borders import count_from_borders, count_positions, find_documents, read_borders, write_borders
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..runtime.options import AttentionKeywords
+    from .borders import Borders
 
     Batch = Mapping[str, torch.Tensor]
-    Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 
 #: The name under which transformers finds `_attend` and `_pass_padding`.
 NAME = "ringattn"
@@ -135,9 +135,9 @@ def shard_batch(
     rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
     cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    documents = _find_documents(tokens, None if mask is not None else positions, cu_seqlens)
+    documents = find_documents(tokens, None if mask is not None else positions, cu_seqlens)
     if positions is None:
-        positions = _count_positions(tokens, mask, documents)
+        positions = count_positions(tokens, mask, documents)
     result = {"input_ids": tokens, "position_ids": positions}
     if mask is not None and not bool(mask.all()):
         result["attention_mask"] = mask
@@ -146,18 +146,13 @@ def shard_batch(
         labels = batch["labels"].clone()
         if documents is not None:
             for row, label in enumerate(labels):
-                label[[start for start in _starts(documents, row)[1:-1] if start < len(label)]] = NO_LABEL
+                label[[start for start in documents.row(row).starts[1:-1] if start < len(label)]] = NO_LABEL
         labels = cut.shift(labels, rank, dim=1, fill=NO_LABEL)
         if mask is not None:
             labels = labels.masked_fill(cut.shard_tensor(mask, rank, dim=1) == 0, NO_LABEL)
         result["labels"] = result["shift_labels"] = labels.contiguous()
     if documents is not None:
-        by_row = [_starts(documents, row) for row in range(documents.rows or 1)]
-        most = max(map(len, by_row))
-        padded = [[*starts, *[tokens.shape[1]] * (most - len(starts))] for starts in by_row]
-        result["cu_seq_lens_q"] = torch.tensor(
-            padded if documents.rows else padded[0], dtype=torch.int32, device=tokens.device
-        )
+        result["cu_seq_lens_q"] = write_borders(documents, tokens)
     return result
 
 
@@ -348,10 +343,7 @@ def _check_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         place = make_layout(ring.layout, tokens=tokens, ranks=len(rows.records)).positions(rank)
         for row, given in enumerate(positions.cpu().numpy()):
-            expected = place
-            if borders is not None:
-                starts = np.array(_starts(_read_borders(borders), row))
-                expected = place - starts[np.searchsorted(starts, place, "right") - 1]
+            expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
             if given.shape != expected.shape:
                 return  # the handshake of the attention says which rank has too many or too few rows
             for i in np.flatnonzero(given != expected)[:1]:
@@ -389,10 +381,6 @@ def _check_window(module: nn.Module, window: int | None) -> int | None:
     return window
 
 
-#: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
-_borders: Any = WeakIdKeyDictionary()
-
-
 def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None) -> Pattern:
     """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal on both sides."""
     pattern: Pattern = Causal() if causal else Full()
@@ -400,19 +388,7 @@ def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None
         pattern = pattern & Window(window - 1)
     if borders is None:
         return pattern
-    return pattern & _read_borders(borders)
-
-
-def _read_borders(borders: torch.Tensor) -> Documents:
-    """The documents with these borders; read once."""
-    if borders not in _borders:
-        _borders[borders] = Documents(cu_seqlens=borders.tolist())
-    return cast(Documents, _borders[borders])
-
-
-def _starts(documents: Documents, row: int) -> tuple[int, ...]:
-    """The borders of the documents of a row of a batch."""
-    return documents.row(row).starts
+    return pattern & read_borders(borders)
 
 
 def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
@@ -454,38 +430,6 @@ def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             raise Unsupported(f"{name} has {feature}; ringattn cannot compute its attention over ranks")
     if config is not model.config:
         raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
-
-
-def _find_documents(
-    tokens: torch.Tensor, positions: torch.Tensor | None, cu_seqlens: Borders | None
-) -> Documents | None:
-    """The packed documents of a batch, which may differ between its rows; None for one document per row."""
-    if cu_seqlens is None:
-        if positions is None:
-            return None
-        begins = positions[:, 1:] != positions[:, :-1] + 1
-        if not bool(begins.any()):
-            return None
-        cu_seqlens = [[0, *(row.nonzero().flatten() + 1).tolist(), tokens.shape[1]] for row in begins]
-    documents = Documents(cu_seqlens=cu_seqlens)
-    documents.check(tokens.shape[1], 1)
-    if documents.rows not in (None, len(tokens)):
-        raise InvalidInput(f"cu_seqlens has {documents.rows} rows, input_ids {len(tokens)}; give borders for each row")
-    return documents
-
-
-def _count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, documents: Documents | None) -> torch.Tensor:
-    """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    if documents is not None:
-        begin = torch.zeros_like(positions)
-        for row in range(len(tokens)):
-            for start in _starts(documents, row)[:-1]:
-                begin[row, start:] = start
-        return positions - begin
-    if mask is not None:
-        return (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return positions
 
 
 def _longest_window(model: nn.Module) -> int:
