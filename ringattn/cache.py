@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sized
+from collections.abc import Callable, Hashable
 from dataclasses import Field
 from functools import wraps
 from itertools import islice
@@ -19,7 +19,7 @@ ENTRY = 256
 SAMPLED, MOST = 16, 4096
 #: Least recently used entries that are measured again with every new entry, if values grow.
 REMEASURED = 8
-SCALARS = (bool, int, float, type(None))
+SCALARS = frozenset((bool, int, float, type(None)))
 _ABSENT: Any = object()
 
 
@@ -121,8 +121,10 @@ def estimate_bytes(value: object) -> int:
         kind = type(item)
         if kind is range:
             total += 144 * weight
-        elif kind in (int, bool, float, str, bytes, type(None)):
-            total += ((len(item) if isinstance(item, Sized) else 0) + 32) * weight
+        elif kind in SCALARS:
+            total += 32 * weight
+        elif kind is str or kind is bytes:
+            total += (32 + len(item)) * weight
         elif kind in (tuple, list):
             total += (56 + 8 * len(item)) * weight
             sample = item[:: -(-len(item) // SAMPLED)] if len(item) > SAMPLED else item

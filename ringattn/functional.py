@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .kernels.dropout import Dropout
+    from .plan.plan import Plan
     from .runtime.options import AttentionKeywords, RankKeywords, RingKeywords, StreamKeywords, VirtualKeywords
     from .transport.base import Transport
 
@@ -130,7 +131,7 @@ def ring_attention(
     plan, kernel = agree(ring, call, prepare)
     q, scale = _make_scale_positive(q, call.scale)
     runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse or call.sinks), ring, next(ring.calls))
-    out, lse = attend_sinks(*_apply(q, k, v, runner, plan.pattern.output_scale, floor), sinks)
+    out, lse = attend_sinks(*_apply(q, k, v, runner, plan, floor), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -165,7 +166,7 @@ def positions(
         return q, k, v
 
     plan, _ = agree(ring, call, prepare, "positions")
-    return plan.layout.positions(ring.rank)
+    return plan.layout.base.positions(ring.rank)
 
 
 def telling(stage: str = "call", **ranks: Unpack[RankKeywords]) -> Telling:
@@ -261,7 +262,7 @@ def virtual_attention(
     )
     q, scale = _make_scale_positive(q, call.scale)
     runner = AllRanks(plan, kernel, scale, return_lse or call.sinks)
-    out, lse = attend_sinks(*_apply(q, k, v, runner, plan.pattern.output_scale, floor), sinks)
+    out, lse = attend_sinks(*_apply(q, k, v, runner, plan, floor), sinks)
     return (out, lse) if return_lse else out
 
 
@@ -388,7 +389,7 @@ def _stream_from_host(
         check_padding(mask, k)
         q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
         runner = make_stream(call, q, k, v, chunk=chunk, device=device, backward=backward)
-    return _apply(q, k, v, runner.seeded(), runner.plan.pattern.output_scale, floor)
+    return _apply(q, k, v, runner.seeded(), runner.plan, floor)
 
 
 def check_arguments(
@@ -461,14 +462,15 @@ def _make_scale_positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, f
 
 
 def _apply(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: Runner, output_scale: float, floor: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: Runner, plan: Plan, floor: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a runner; rows with lse < floor have seen padded keys only."""
-    out, lse = Attention.apply(q, k, v, runner, floor)
-    if output_scale != 1.0:
+    """(out, lse) of a runner of `plan`; rows with lse < floor have seen padded keys only."""
+    layout, scale = plan.layout, plan.pattern.output_scale
+    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), runner, floor)
+    if scale != 1.0:
         # The graph may still need the unscaled output.
-        out = out * output_scale if out.requires_grad else out.mul_(output_scale)
-    return out, lse
+        out = out * scale if out.requires_grad else out.mul_(scale)
+    return layout.unstack(out), layout.unstack(lse)
 
 
 #: One transport per process group, so that its handshakes are remembered. An entry ends with its group.

@@ -10,7 +10,7 @@ from .machine.machine import Machine
 from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
 from .plan.message_sizes import check_sizes
-from .plan.plan import Plan
+from .plan.plan import Plan, arrange
 from .plan.schedules import resolve
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def make_plan(
     bound, on_machine = pattern.bind(heads, tokens), get_machine(machine)
 
     def make(layout: Layout, schedule: str) -> Plan:
-        return Plan(bound, layout, schedule, *sizes)
+        return arrange(bound, layout, schedule, sizes)
 
     def make_named() -> Plan:
         return make(layouts[0], schedule)

@@ -36,7 +36,7 @@ def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
     """The plan of a configuration with the sizes of its input, on the device of its transport. Raises InvalidInput."""
     shape = source.shape
     device = "cuda" if config.transport.spec == "nccl" or config.transport.gpu_aware else "cpu"
-    return plan_from_config(
+    plan = plan_from_config(
         config,
         config.machine.made(device, ranks),
         tokens=shape.tokens,
@@ -48,6 +48,12 @@ def plan_run(config: RunConfig, source: InputSource, ranks: int) -> Plan:
         dtype=shape.dtype,
         batch=shape.batch,
     )
+    if plan.layout.stacked > 1:
+        raise InvalidInput(
+            f"pattern={plan.pattern.unstacked!r}: ringattn run has one pattern for all rows of the batch; try ringattn "
+            "plan, or ringattn.virtual_attention in a program"
+        )
+    return plan
 
 
 def check_memory(plan: Plan, rows: int) -> None:

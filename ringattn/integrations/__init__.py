@@ -1,1 +1,1 @@
-"""Doors for models of other libraries. Each module but `comparison` needs the library that it is named after."""
+"""Doors for models of other libraries. `borders` and `comparison` need no other library."""

@@ -10,29 +10,30 @@ its own attention functions (transformers.AttentionInterface).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import InvalidInput, Mismatch, Unsupported
-from ..functional import ring_attention, telling
+from ..functional import exchange, ring_attention, telling
 from ..kernels import split_kernel
 from ..layout.regular import make_layout
 from ..machine.presets import get_machine
-from ..pattern import Causal, Documents, Full, Pattern, Window
+from ..pattern import Causal, Full, Pattern, Window
 from ..plan.message_sizes import check_rotate
 from ..plan.schedules import resolve
 from ..runtime.autograd import compilable
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup
+from .borders import count_from_borders, count_positions, find_documents, read_borders, write_borders
 from .comparison import Agreement, difference, evaluating, gradients_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..runtime.options import AttentionKeywords
+    from .borders import Borders
 
     Batch = Mapping[str, torch.Tensor]
 
@@ -60,6 +62,8 @@ class _Ring:
     place: WeakGroup
     layout: str
     options: AttentionOptions
+    #: On CUDA, the shape of the latest position_ids: others of this shape are not copied to the host for a check.
+    checked: list[torch.Size] = field(default_factory=list, compare=False)
 
     def check(self) -> None:
         """Raise InvalidInput for a name that no call could use: of a layout, schedule, kernel, machine or rotation."""
@@ -118,20 +122,20 @@ def shard_batch(
     group: ProcessGroup | DeviceMesh | None = None,
     *,
     layout: str,
-    cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+    cu_seqlens: Borders | None = None,
 ) -> dict[str, torch.Tensor]:
     """This rank's part of a batch of whole sequences, as keyword arguments of the model.
 
     batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
         `position_ids`, all [B, N] and equal on all ranks.
-    cu_seqlens: the borders of packed documents, [0, ..., N], for B = 1; default: `cu_seq_lens_q` of the batch, or where
-        position_ids begin anew.
+    cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list for each row; default:
+        `cu_seq_lens_q` of the batch, or where position_ids begin anew in each row.
 
     The result has `input_ids` and `position_ids` of the rank's rows; `labels` and `shift_labels`, shifted before the
     cut so that no label is lost at a border; `attention_mask` only if some rank has padding; `cu_seq_lens_q` for
-    documents. Padding has no label (transformers lets the last padding before a row predict its first token).
-    position_ids count from the first token that is not padding, and in each document
-    from 0.
+    documents, [B, most borders] with N repeated where the rows differ. Padding has no label (transformers lets the
+    last padding before a row predict its first token). position_ids count from the first token that is not padding,
+    and in each document from 0.
     """
     place = _place(group)
     if not isinstance(batch, Mapping):
@@ -145,23 +149,24 @@ def shard_batch(
     rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
     cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    starts = _find_documents(tokens, None if mask is not None else positions, cu_seqlens)
+    documents = find_documents(tokens, None if mask is not None else positions, cu_seqlens)
     if positions is None:
-        positions = _count_positions(tokens, mask, starts)
+        positions = count_positions(tokens, mask, documents)
     result = {"input_ids": tokens, "position_ids": positions}
     if mask is not None and not bool(mask.all()):
         result["attention_mask"] = mask
     result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in result.items()}
     if "labels" in batch:
         labels = batch["labels"].clone()
-        if starts is not None:
-            labels[:, [start for start in starts[1:-1] if start < tokens.shape[1]]] = NO_LABEL
+        if documents is not None:
+            for row, label in enumerate(labels):
+                label[[start for start in documents.row(row).starts[1:-1] if start < len(label)]] = NO_LABEL
         labels = cut.shift(labels, rank, dim=1, fill=NO_LABEL)
         if mask is not None:
             labels = labels.masked_fill(cut.shard_tensor(mask, rank, dim=1) == 0, NO_LABEL)
         result["labels"] = result["shift_labels"] = labels.contiguous()
-    if starts is not None:
-        result["cu_seq_lens_q"] = torch.tensor(starts, dtype=torch.int32, device=tokens.device)
+    if documents is not None:
+        result["cu_seq_lens_q"] = write_borders(documents, tokens)
     return result
 
 
@@ -169,8 +174,8 @@ def shard_batch(
 class Collator:
     """A data collator: `inner` makes a batch of whole sequences, and each rank gets its rows of the batch.
 
-    All ranks of `group` must be given the same examples; let the sampler shard by data-parallel rank only. Examples
-    whose position_ids begin anew in one row are packed documents.
+    All ranks of `group` must be given the same examples; let the sampler shard by data-parallel rank only. Where
+    position_ids begin anew in a row, the row has packed documents; rows may have different ones.
     """
 
     inner: Any
@@ -332,20 +337,51 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> None:
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where a model would count positions from 0 on every rank, and where it is asked for attention weights."""
+    """Raise where positions are not those of this rank's rows, and where a model is asked for attention weights."""
     config = cast("PreTrainedModel", model).config
     if config._attn_implementation != NAME:
         return
-    if kwargs.get("position_ids") is None:
-        raise InvalidInput(
-            "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
-            "batch that shard_batch or Collator has made"
-        )
     if kwargs.get("output_attentions", config.output_attentions):
         raise Unsupported(
             "output_attentions=True: no rank holds the attention weights of whole rows; leave it out, or load another "
             "model with attn_implementation='eager'"
         )
+    _check_positions(_get_ring(model), kwargs)
+
+
+def _check_positions(ring: _Ring, kwargs: dict[str, Any]) -> None:
+    """Raise InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
+
+    A model without position_ids would count the positions of its rows from 0, whatever the rank. Collective.
+    """
+    positions = kwargs.get("position_ids")
+    if positions is not None and torch.compiler.is_compiling():
+        return  # an exchange cannot be traced
+    with exchange("positions of a model", group=ring.place.group) as rows:
+        if positions is None:
+            raise InvalidInput(
+                "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
+                "batch that shard_batch or Collator has made"
+            )
+        rows.mine = int(positions.shape[-1]).to_bytes(8, "little")
+    tokens = sum(int.from_bytes(raw, "little") for raw in rows.records)
+    known = positions.is_cuda and ring.checked == [positions.shape]
+    if known or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
+        return  # where padding is, only the whole mask tells positions
+    ring.checked[:] = [positions.shape]
+    with telling("call", group=ring.place.group):
+        rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
+        place = make_layout(ring.layout, tokens=tokens, ranks=len(rows.records)).positions(rank)
+        for row, given in enumerate(positions.cpu().numpy()):
+            expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
+            if given.shape != expected.shape:
+                return  # the handshake of the attention says which rank has too many or too few rows
+            for i in np.flatnonzero(given != expected)[:1]:
+                raise InvalidInput(
+                    f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
+                    f"tokens: element {row}, local row {i} has {given[i]}, expected {expected[i]}; call model(**batch) "
+                    "with the batch that shard_batch or Collator has made for this layout"
+                )
 
 
 def _pass_padding(
@@ -375,10 +411,6 @@ def _check_window(module: nn.Module, window: int | None) -> int | None:
     return window
 
 
-#: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
-_borders: Any = WeakIdKeyDictionary()
-
-
 def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None) -> Pattern:
     """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal on both sides."""
     pattern: Pattern = Causal() if causal else Full()
@@ -386,9 +418,7 @@ def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None
         pattern = pattern & Window(window - 1)
     if borders is None:
         return pattern
-    if borders not in _borders:
-        _borders[borders] = Documents(cu_seqlens=borders.tolist())
-    return pattern & _borders[borders]
+    return pattern & read_borders(borders)
 
 
 def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
@@ -457,38 +487,6 @@ def _check_batch(batch: Batch) -> torch.Tensor:
     if len(set(sizes.values())) > 1:
         raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
     return tokens
-
-
-def _find_documents(
-    tokens: torch.Tensor, positions: torch.Tensor | None, cu_seqlens: Sequence[int] | torch.Tensor | None
-) -> list[int] | None:
-    """The borders of packed documents, [0, ..., N]; None for one document per row."""
-    if cu_seqlens is None:
-        if positions is None:
-            return None
-        begins = positions[:, 1:] != positions[:, :-1] + 1
-        if not bool(begins.any()):
-            return None
-        starts = [0, *(begins[0].nonzero().flatten() + 1).tolist(), tokens.shape[1]]
-        if len(tokens) > 1 and not bool((begins == begins[:1]).all()):
-            raise Unsupported("the rows of this batch have documents of different lengths; pack them into one row")
-        return starts
-    starts = list(map(int, cu_seqlens))
-    Documents(cu_seqlens=starts).check(tokens.shape[1], 1)
-    return starts
-
-
-def _count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, starts: list[int] | None) -> torch.Tensor:
-    """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    if starts is not None:
-        begin = torch.zeros_like(positions[0])
-        for start in starts[:-1]:
-            begin[start:] = start
-        return positions - begin
-    if mask is not None:
-        return (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return positions
 
 
 def _longest_window(model: nn.Module) -> int:

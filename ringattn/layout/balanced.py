@@ -141,8 +141,10 @@ def balance(tokens: int, ranks: int, chunk: int | None, pattern: Pattern, heads:
         chunk -= chunk % ALIGNED if chunk > ALIGNED else 0
     pattern.check(tokens, heads)
     bound, positions = pattern.bind(heads, tokens), range(tokens)
+    rows = [bound.row(index) for index in range(bound.rows or 1)]  # of a batch whose rows have patterns of their own
     costs = [
-        bound.count(positions[start : start + chunk], positions, range(heads)) for start in range(0, tokens, chunk)
+        sum(row.count(positions[start : start + chunk], positions, range(heads)) for row in rows)
+        for start in range(0, tokens, chunk)
     ]
     # Without the common factor, a pattern that is the same for all heads gives one layout for any number of heads.
     common = gcd(*costs) or 1

@@ -61,6 +61,16 @@ class Layout(Value, ABC):
         return ""
 
     @property
+    def base(self) -> Layout:
+        """How one row of a batch is cut: `self`, but where rows lie one after another (`layout.stacked`)."""
+        return self
+
+    @property
+    def stacked(self) -> int:
+        """How many rows of a batch lie one after another; 1: the layout is that of one sequence."""
+        return 1
+
+    @property
     def regular(self) -> bool:
         """True if every range of every `span` is known to hold a row of each of its ranks; False means unknown."""
         return False
@@ -102,6 +112,14 @@ class Layout(Value, ABC):
         import torch
 
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor x [B, H, n, ...] of a call as this layout cuts it: [1, H, B * n, ...] where rows are stacked."""
+        return x
+
+    def unstack(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `stack`."""
+        return x
 
     def unshard_tensor(self, shards: Sequence[torch.Tensor], dim: int = -2) -> torch.Tensor:
         """The tensor of the whole sequence from the shards of all ranks in rank order: the inverse of `shard_tensor`.

@@ -40,7 +40,7 @@ def check_integer(value: object, name: str, least: int, example: str) -> int:
 
 
 class Pattern(Value, ABC):
-    """Which query position attends which key position, for each head; the same for every element of a batch.
+    """Which query position attends which key position, for each head; for every element of a batch, see `rows`.
 
     Positions are global, 0 .. tokens-1. A pattern is an immutable value that can be compared, hashed and pickled, and
     `repr(pattern)` is text that `parse_pattern` reads back. Patterns combine by `a & b` (pairs of both), `a | b` (pairs
@@ -76,6 +76,20 @@ class Pattern(Value, ABC):
     def union_hint(self) -> str:
         """For the error of `|` with a multi-branch pattern: the spelling of the pattern that `|` accepts, or ""."""
         return ""
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows of a batch, where each row has a pattern of its own (`row`); None: all have this one."""
+        return None
+
+    def row(self, index: int) -> Pattern:
+        """The pattern of one row of a batch; `self` where `rows` is None."""
+        return self
+
+    @property
+    def unstacked(self) -> Pattern:
+        """The pattern of a batch, of which `RowByRow` is the pattern of the rows one after another; else `self`."""
+        return self
 
     def bind(self, heads: int, tokens: int) -> Pattern:
         """The pattern for these numbers of query heads and tokens; `self` if its meaning depends on neither."""
@@ -135,16 +149,18 @@ class Pattern(Value, ABC):
         return None
 
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
-        """How often each pair counts: int64 [heads, tokens, tokens]. For small `tokens`; the oracle of the tests.
+        """Which pairs are seen, bool [heads, tokens, tokens]; with branches how often each pair counts, int64.
 
-        Raises InvalidInput if the pattern does not fit `tokens` and `heads`.
+        For small `tokens`; the oracle of the tests. Raises InvalidInput if the pattern does not fit `tokens` and
+        `heads`.
         """
         self.check(tokens, heads)
         bound = self.bind(heads, tokens)
         position = np.arange(tokens, dtype=np.int64)
         shape = (tokens, tokens)
         masks = [bound.visible(position[:, None], position[None, :], head, tokens) for head in range(heads)]
-        return np.stack([np.broadcast_to(mask, shape).astype(np.int64) for mask in masks])
+        kind = bool if bound.branches == 1 else np.int64
+        return np.stack([np.broadcast_to(mask, shape).astype(kind) for mask in masks])
 
     def row_mask(self, position: int, tokens: int, head: int = 0, heads: int | None = None) -> np.ndarray:
         """How often query `position` of `head` attends each key: int64 [tokens], a row of `mask(tokens, heads)`.
@@ -224,6 +240,24 @@ class Combination(Pattern):
             operand.check(tokens, heads)
 
     @property
+    def rows(self) -> int | None:
+        """As in `Pattern`. Raises InvalidInput where operands are for batches of different sizes."""
+        counts = {operand.rows for operand in self.operands} - {None}
+        if len(counts) > 1:
+            raise InvalidInput(f"{self!r} joins patterns for batches of {sorted(map(str, counts))} rows; give all one")
+        return counts.pop() if counts else None
+
+    def bind(self, heads: int, tokens: int) -> Pattern:
+        return self._with(tuple(operand.bind(heads, tokens) for operand in self.operands))
+
+    def row(self, index: int) -> Pattern:
+        return self if self.rows is None else self._with(tuple(operand.row(index) for operand in self.operands))
+
+    def _with(self, operands: tuple[Pattern, ...]) -> Pattern:
+        """The same combination of other operands."""
+        return type(self)(*operands)
+
+    @property
     def period(self) -> int | None:
         periods = [operand.period for operand in self.operands]
         shifts = [period for period in periods if period is not None]
@@ -248,9 +282,6 @@ class And(Combination):
     @property
     def output_scale(self) -> float:
         return self.a.output_scale * self.b.output_scale
-
-    def bind(self, heads: int, tokens: int) -> Pattern:
-        return And(self.a.bind(heads, tokens), self.b.bind(heads, tokens))
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         for left in self.a.tiles(q, k, heads):
@@ -342,9 +373,6 @@ class Or(Union):
     def operands(self) -> tuple[Pattern, ...]:
         return self.a, self.b
 
-    def bind(self, heads: int, tokens: int) -> Pattern:
-        return Or(self.a.bind(heads, tokens), self.b.bind(heads, tokens))
-
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         yield from self.a.tiles(q, k, heads)
         for tile in self.b.tiles(q, k, heads):
@@ -379,8 +407,8 @@ class Mix(Union):
     def branches(self) -> int:
         return sum(part.branches for part in self.parts)
 
-    def bind(self, heads: int, tokens: int) -> Pattern:
-        return Mix(tuple(part.bind(heads, tokens) for part in self.parts))
+    def _with(self, operands: tuple[Pattern, ...]) -> Pattern:
+        return Mix(operands)
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         first = 0

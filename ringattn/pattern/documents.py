@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from .tile import Tile, make_tile
 if TYPE_CHECKING:
     import torch
 
-    Integers = Sequence[int] | np.ndarray | torch.Tensor
+    Integers = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | torch.Tensor
 
 EXAMPLE = "Documents([512, 256, 256])"
 
@@ -34,6 +34,9 @@ class Documents(Pattern):
     512, 768, 1024 for documents of 512, 256 and 256 tokens. Both may be a list, a tuple, or a one-dimensional integer
     array or tensor. Combine with `Causal()` for language models: `Causal() & Documents([512, 256, 256])`.
 
+    `Documents([[512, 512], [1024]])` gives every row of a batch documents of its own, and is for batches of as many
+    rows only; `cu_seqlens` may have rows, too. The positions of each row count from 0. Equal rows are one row.
+
     A positional array or tensor that begins with 0 is read as cu_seqlens. For an array of lengths whose first document
     is empty write `Documents(x.tolist())`.
 
@@ -41,15 +44,20 @@ class Documents(Pattern):
     lengths do not sum to its tokens.
     """
 
-    lengths: tuple[int, ...]
+    #: The lengths of each document, or for each row of a batch the lengths of its documents.
+    lengths: tuple[int, ...] | tuple[tuple[int, ...], ...]
 
     def __init__(self, lengths: Integers | None = None, *, cu_seqlens: Integers | None = None) -> None:
         if (lengths is None) == (cu_seqlens is None):
             raise InvalidInput(f"Documents takes lengths or cu_seqlens, one of them; try {EXAMPLE}")
-        values = _read_integers(lengths if cu_seqlens is None else cu_seqlens)
-        if cu_seqlens is not None or (values[:1] == (0,) and not isinstance(lengths, list | tuple)):
-            values = _subtract_neighbors(values)
-        self._normalize(lengths=values)
+        source: object = lengths if cu_seqlens is None else cu_seqlens
+        values: object = source.tolist() if hasattr(source, "tolist") else source
+        cumulative = True if cu_seqlens is not None else None if hasattr(source, "tolist") else False
+        if isinstance(values, list | tuple) and values and all(isinstance(row, list | tuple) for row in values):
+            rows = [_read_lengths(row, cumulative) for row in values]
+            self._normalize(lengths=rows[0] if len(set(rows)) == 1 else tuple(rows))
+        else:
+            self._normalize(lengths=_read_lengths(values, cumulative))
 
     def __hash__(self) -> int:
         return self._hash  # cached: plans are looked up by pattern often, and there may be a million lengths
@@ -58,23 +66,47 @@ class Documents(Pattern):
     def _hash(self) -> int:
         return hash(self.lengths)
 
+    @property
+    def rows(self) -> int | None:
+        return len(self.lengths) if self.lengths and isinstance(self.lengths[0], tuple) else None
+
+    def row(self, index: int) -> Documents:
+        return self if self.rows is None else Documents(cast("tuple[int, ...]", self.lengths[index]))
+
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first position of each document, then the end of the last document: the cu_seqlens."""
-        return tuple(accumulate(self.lengths, initial=0))
+        """The first position of each document, then the end of the last document: the cu_seqlens.
+
+        Raises InvalidInput where rows of a batch have documents of their own.
+        """
+        return tuple(accumulate(self._of_all_rows, initial=0))
+
+    @property
+    def _of_all_rows(self) -> tuple[int, ...]:
+        """The lengths, which are those of every row of a batch. Raises InvalidInput where rows differ."""
+        if self.rows is not None:
+            raise InvalidInput(
+                f"Documents has {self.rows} rows of a batch, each with documents of its own, and this asks for one "
+                "sequence; take the pattern of one row, pattern.row(0), or a plan with batch="
+                f"{self.rows}"
+            )
+        return cast("tuple[int, ...]", self.lengths)
 
     def check(self, tokens: int, heads: int) -> None:
-        total = self.starts[-1]
+        if self.rows is not None:
+            for index in range(self.rows):
+                self.row(index).check(tokens, heads)
+            return
+        total, lengths = self.starts[-1], self._of_all_rows
         if total != tokens:
             if total < tokens:
                 hint = f"try adding a last document of {tokens - total:,} tokens"
-            elif self.lengths[0] == 0 and self.lengths[-1] == tokens:
+            elif lengths[0] == 0 and lengths[-1] == tokens:
                 hint = "the lengths look like cu_seqlens; try Documents(cu_seqlens=...)"
             else:
                 hint = f"drop {total - tokens:,} tokens"
             raise InvalidInput(
-                f"Documents: the {len(self.lengths)} lengths sum to {total:,}, the sequence has {tokens:,} tokens; "
-                f"{hint}"
+                f"Documents: the {len(lengths)} lengths sum to {total:,}, the sequence has {tokens:,} tokens; {hint}"
             )
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
@@ -96,21 +128,21 @@ class Documents(Pattern):
         return self.key_run(first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        document = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        document = np.repeat(np.arange(len(self.lengths)), self._of_all_rows)
         return document[q] == document[k]
 
 
-def _read_integers(source: object) -> tuple[int, ...]:
-    """The Python ints >= 0 of a list, a tuple, or a one-dimensional integer array or tensor."""
-    values = source.tolist() if hasattr(source, "tolist") else source
+def _read_lengths(values: object, cumulative: bool | None) -> tuple[int, ...]:
+    """The lengths that a list or a tuple gives; `cumulative` None: as cu_seqlens if it begins with 0."""
     if not isinstance(values, list | tuple):
-        raise InvalidInput(f"Documents({source!r}): give the list of lengths; try {EXAMPLE}")
+        raise InvalidInput(f"Documents({values!r}): give the list of lengths; try {EXAMPLE}")
     hint = f"{EXAMPLE}, or a one-dimensional tensor of integers"
     # There may be a million lengths: plain ints, the usual case, are checked without a function call.
-    return tuple(
+    numbers = tuple(
         value if type(value) is int and value >= 0 else check_integer(value, "Documents: a length", 0, hint)
         for value in values
     )
+    return _subtract_neighbors(numbers) if cumulative or (cumulative is None and numbers[:1] == (0,)) else numbers
 
 
 def _subtract_neighbors(cumulative: tuple[int, ...]) -> tuple[int, ...]:

@@ -292,21 +292,22 @@ class Plan(Value):
 
     def _inputs(self) -> dict[str, Any]:
         # A balanced layout may have been made for another pattern than the plan's.
-        partition = {"partition": self.layout.runs} if isinstance(self.layout, Balanced) else {}
+        layout = self.layout.base
+        partition = {"partition": layout.runs} if isinstance(layout, Balanced) else {}
         return {
             **partition,
             "format": FORMAT,
-            "pattern": repr(self.pattern),
-            "tokens": self.tokens,
+            "pattern": repr(self.pattern.unstacked),
+            "tokens": layout.tokens,
             "ranks": self.ranks,
-            "layout": self.layout.name,
+            "layout": layout.name,
             "schedule": self.schedule,
             "heads": self.heads,
             "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "value_dim": self.value_dim,
             "dtype": self.dtype,
-            "batch": self.batch,
+            "batch": self.batch * self.layout.stacked,
             "comm_dtype": self.comm_dtype,
             "rotate": self.rotate,
         }
@@ -322,4 +323,24 @@ def build_plan(
     name = resolve(schedule, ranks, checked.heads, checked.kv_heads)
     if name == "auto":
         raise InvalidInput("schedule='auto' is chosen by make_plan; build_plan takes a named schedule")
-    return Plan(pattern.bind(checked.heads, tokens), partition, name, *checked)
+    return arrange(pattern.bind(checked.heads, tokens), partition, name, checked)
+
+
+def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes) -> Plan:
+    """The plan of a bound pattern; where rows of the batch have patterns of their own, of the rows one after another.
+
+    The rows are then one sequence, each rank has its positions of every row, and the batch is 1. Raises InvalidInput
+    for a batch of another size.
+    """
+    rows = bound.rows
+    if rows is None:
+        return Plan(bound, layout, schedule, *sizes)
+    if rows != sizes.batch:
+        raise InvalidInput(
+            f"the pattern has {rows} rows of documents, and the batch has {sizes.batch}; give one list of lengths for "
+            f"each element of the batch, or try batch={rows}"
+        )
+    from ..layout.stacked import stack_rows  # few batches have rows with patterns of their own
+    from ..pattern.stacked import RowByRow
+
+    return Plan(RowByRow(bound, layout.tokens), stack_rows(layout, rows), schedule, *sizes._replace(batch=1))

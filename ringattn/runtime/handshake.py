@@ -384,12 +384,13 @@ def _list_ranks(ranks: list[int]) -> str:
 
 def _check_rows(plan: Plan, rows: list[int]) -> None:
     """Raise a Mismatch that names the first rank whose number of rows differs from the layout's."""
-    planned = [plan.layout.rows(rank) for rank in range(plan.ranks)]
+    layout = plan.layout.base
+    planned = [layout.rows(rank) for rank in range(plan.ranks)]
     for rank, (actual, expected) in enumerate(zip(rows, planned, strict=True)):
         if actual != expected:
-            more = ", pattern=..., heads=..." if plan.layout.digest else ""
+            more = ", pattern=..., heads=..." if layout.digest else ""
             raise Mismatch(
-                f"rank {rank} holds {actual:,} rows, but the layout {plan.layout.name} of {plan.tokens:,} tokens over "
-                f"{plan.ranks} ranks gives it {expected:,}; shard with ringattn.make_layout({plan.layout.name!r}, "
-                f"tokens={plan.tokens}, ranks={plan.ranks}{more}).shard_tensor(x, rank)"
+                f"rank {rank} holds {actual:,} rows, but the layout {layout.name} of {layout.tokens:,} tokens over "
+                f"{plan.ranks} ranks gives it {expected:,}; shard with ringattn.make_layout({layout.name!r}, "
+                f"tokens={layout.tokens}, ranks={plan.ranks}{more}).shard_tensor(x, rank)"
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cache import Cache
 from ..dtypes import ITEM_BYTES
-from ..errors import InvalidInput, OutOfMemory
+from ..errors import InvalidInput, OutOfMemory, Unsupported
 from ..kernels.base import Kernel, positive, wide
 from ..pattern import Pattern
 from ..plan.plan import Plan
@@ -170,6 +170,11 @@ def make_stream(
     backward if `backward`. Raises InvalidInput, Unsupported or OutOfMemory.
     """
     kernel = call.check(*(stand_in(x, device) for x in (q, k, v)))
+    if call.pattern.rows is not None:
+        raise Unsupported(
+            "stream='host' has one pattern for all rows of the batch; stream row by row, "
+            "attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], pattern.row(i), stream='host')"
+        )
     sizes, tokens = describe(q, k, v), q.shape[2]
     rows = chunk_rows(tokens, device=device, backward=backward, **sizes) if chunk is None else chunk
 

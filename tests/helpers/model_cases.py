@@ -92,35 +92,41 @@ def told(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def padded(rank: int, name: str, checkpointing: bool) -> tuple[float, float]:
-    """Largest differences of logits and gradients with left and right padding from each row run alone, eagerly."""
-    lengths, tokens = (37, 23), 37
-    source = torch.Generator().manual_seed(2)
-    ids = torch.randint(61, (2, tokens), generator=source)
-    mask = torch.ones_like(ids)
-    mask[1, : tokens - lengths[1]] = 0
-    labels = ids.masked_fill(mask == 0, -100)
+def batches(rank: int, name: str, checkpointing: bool, packed: bool) -> tuple[float, float]:
+    """Largest differences of logits and gradients from each sequence run alone, eagerly.
+
+    The second row of the batch has left padding; with `packed` the rows have different documents instead.
+    """
+    tokens, layout = 37, "striped(3)"
+    alone = [(0, 0, 9), (0, 9, tokens), (1, 0, tokens)] if packed else [(0, 0, tokens), (1, 14, tokens)]
+    ids = torch.randint(61, (2, tokens), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    whole = {"input_ids": ids, "labels": labels}
+    if not packed:
+        mask = whole["attention_mask"] = torch.ones_like(ids)
+        mask[1, :14], labels[1, :14] = 0, -100
     eager = make(name, attn_implementation="eager")
-    total = sum(lengths) - len(lengths)
-    loss, alone = torch.zeros(()), []
-    for row, length in enumerate(lengths):
-        part = ids[row : row + 1, tokens - length :]
-        alone.append(eager(part, use_cache=False).logits)
-        loss = loss + torch.nn.functional.cross_entropy(alone[-1][0, :-1], part[0, 1:], reduction="sum") / total
-    expected = torch.autograd.grad(loss, list(eager.parameters()))
-    model = parallelize(make(name), layout="striped(3)").train()
+    total = sum(stop - start - 1 for _, start, stop in alone)
+    loss, expected = torch.zeros(()), []
+    for row, start, stop in alone:
+        part = ids[row : row + 1, start:stop]
+        expected.append(eager(part, use_cache=False).logits[0])
+        loss = loss + torch.nn.functional.cross_entropy(expected[-1][:-1], part[0, 1:], reduction="sum") / total
+    gradients = torch.autograd.grad(loss, list(eager.parameters()))
+    model = parallelize(make(name), layout=layout).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = shard_batch({"input_ids": ids, "labels": labels, "attention_mask": mask}, layout="striped(3)")
+    batch = shard_batch(whole, layout=layout, cu_seqlens=[[0, 9, tokens], [0, tokens]] if packed else None)
     result = model(**batch, use_cache=False, num_items_in_batch=total)
     result.loss.backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-    logits = gather_logits(result.logits, layout="striped(3)")
+    logits = gather_logits(result.logits, layout=layout)
     wrong = max(
-        float((logits[row, tokens - n :] - alone[row][0]).detach().abs().max()) for row, n in enumerate(lengths)
+        float((logits[row, start:stop] - right).detach().abs().max())
+        for (row, start, stop), right in zip(alone, expected, strict=True)
     )
-    pairs = zip(model.parameters(), expected, strict=True)
+    pairs = zip(model.parameters(), gradients, strict=True)
     return wrong, max(float((p.grad - g).abs().max()) for p, g in pairs)
 
 
@@ -171,7 +177,7 @@ def passed_keywords() -> tuple[set[str], set[str]]:
     return attention, masks
 
 
-def batches(rank: int) -> dict[str, str]:
+def refused_batches(rank: int) -> dict[str, str]:
     """What `shard_batch` says to batches that it cannot cut, and whether a config stays that of its other model."""
     ids = torch.zeros(1, 8, dtype=torch.long)
     wrong: dict[str, Any] = {
@@ -227,6 +233,9 @@ def refusals(rank: int) -> dict[str, str]:
     found["dropout"] = told(lambda: dropping(**batch))
     llama = parallelize(make("Llama"), layout="zigzag")
     found["positions"] = told(lambda: llama(batch["input_ids"]))
+    moved = {**batch, "position_ids": batch["position_ids"] + rank}
+    found["moved"] = told(lambda: llama(**moved))
+    found["on one rank"] = told(lambda: llama(batch["input_ids"]) if rank == 0 else llama(**batch))
     found["generate"] = told(lambda: llama.generate(**batch, max_new_tokens=2))
     found["group"] = told(lambda: parallelize(make("Llama"), 2, layout="zigzag"))  # type: ignore[arg-type]
     chunked = make("Gemma 3, hybrid")

@@ -27,7 +27,7 @@ PATTERNS: tuple[Pattern, ...] = (
     Causal(),
     Causal() & Window(20),
     Window(5, 9),
-    Documents([40, 1, 60]),
+    Causal() & Documents([[40, 1, 60], [101]]),
     Causal() & (Sinks(2) | Window(7)),
     mix(Causal(), Strided(3)),
     Dilated((16, 40), (2, 3)),

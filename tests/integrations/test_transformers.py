@@ -30,9 +30,14 @@ def test_logits_and_gradients_are_those_of_the_eager_model(run_ranks, ranks: int
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("name", "checkpointing"), [("Gemma 2, softcap", False), ("GPT-OSS, sinks", True)])
-def test_padded_rows_equal_rows_alone(run_ranks, name: str, checkpointing: bool) -> None:  # type: ignore[no-untyped-def]
-    for logits, gradients in run_ranks(model_cases.padded, 2, name, checkpointing, timeout=120):
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "packed"),
+    [("Gemma 2, softcap", False, False), ("GPT-OSS, sinks", True, False), ("Mistral, window", True, True)],
+)
+def test_padded_and_packed_rows_equal_sequences_alone(  # type: ignore[no-untyped-def]
+    run_ranks, name: str, checkpointing: bool, packed: bool
+) -> None:
+    for logits, gradients in run_ranks(model_cases.batches, 2, name, checkpointing, packed, timeout=120):
         assert logits <= 32 * EPS and gradients <= 32 * EPS
 
 
@@ -49,6 +54,8 @@ def test_what_cannot_be_honoured_is_refused_on_all_ranks_by_name(run_ranks) -> N
         "short": "InvalidInput: check: a window of 9 keys hides nothing",
         "dropout": "Unsupported: kernel aten_cpu has no dropout",
         "positions": "InvalidInput: position_ids is missing",
+        "moved": "position_ids of rank 1 are not those of its rows under layout 'zigzag' of 40 tokens",
+        "on one rank": "position_ids is missing",
         "generate": "Unsupported: generate() of a parallelized model",
         "group": "InvalidInput: group=2: expected a ProcessGroup",
         "layers": "layers of type chunked_attention",
@@ -85,7 +92,7 @@ def test_batches_that_cannot_be_cut_and_a_config_of_two_models(run_ranks) -> Non
         "config": "sdpa",
         "logits": "no error",
     }
-    for found in run_ranks(model_cases.batches, 2, timeout=120):
+    for found in run_ranks(model_cases.refused_batches, 2, timeout=120):
         for name, text in words.items():
             assert found[name].startswith(text), (name, found[name])
 

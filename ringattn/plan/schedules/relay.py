@@ -79,6 +79,9 @@ def reach(demand: BlockDemand, owner: int, way: Way) -> int:
         return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
 
     # Most blocks go all the way or not far: look there before halving.
+    by_hop = _count_all_carried(demand, way)
+    if by_hop is not None:
+        return int(np.count_nonzero(by_hop[owner]))
     if not way.limit or reached(way.limit):
         return way.limit
     low, high = 0, 1
@@ -114,6 +117,11 @@ def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = 
         start = rank - (far if way.sign > 0 else -near)
         return all(demand.all_needed(rank, owners) for owners in runs(start, far - near + 1, demand.layout.ranks))
 
+    by_hop = _count_all_carried(demand, way)
+    if by_hop is not None:
+        hops = np.arange(way.limit, 0, -1) if distances is None else np.array(distances, dtype=np.int64)
+        arriving = by_hop[(rank - way.sign * hops) % demand.layout.ranks, way.limit - hops] > 0
+        return iter(hops[arriving].tolist())
     if distances is None:
         return search(arrives, 1, way.limit, all_arrive)
     return search(arrives, distances[-1], distances[0], all_arrive) if distances else iter(())
@@ -151,6 +159,11 @@ def row_counts(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, in
     last = reach(demand, owner, way)
     if not last:
         return ()
+    by_hop = _count_all_carried(demand, way)
+    if by_hop is not None:
+        counts = by_hop[owner, way.limit - last :][::-1] * demand.block_heads  # by hop, from distance 1 on
+        ends = np.flatnonzero(np.diff(counts, append=0)) + 1
+        return tuple(zip(ends.tolist(), counts[ends - 1].tolist(), strict=True))
     end = size(last)
     return (*changes(1, last, size(1), end), (last, end))
 
@@ -173,33 +186,18 @@ class EndTable:
 
     def count_carried(self, way: Way) -> np.ndarray:
         """Rows of one head that each block sends on each hop, the farthest hop first: int64 [blocks, hops]."""
-        ranks = self.first.shape[1]
+        runs, ranks = self.first.shape
         distances = np.arange(
             way.limit, 0, -1
         )  # the farthest first: a hop carries what its target or a rank beyond needs
         passed = (np.array(self.blocks)[self.block_index][:, None] + way.sign * distances) % ranks
-        first, last = (
-            np.maximum.accumulate(np.take_along_axis(needed, passed, 1), 1) for needed in (self.first, self.last)
-        )
+        passed += np.arange(0, runs * ranks, ranks)[:, None]
+        first, last = (np.maximum.accumulate(needed.take(passed), 1) for needed in (self.first, self.last))
+        rows = np.minimum(first + last, self.length[:, None])
         carried = np.zeros((len(self.blocks), way.limit), dtype=np.int64)
-        np.add.at(carried, self.block_index, np.minimum(first + last, self.length[:, None]))
+        firsts = np.flatnonzero(np.diff(self.block_index, prepend=-1))  # the first run of each block that has runs
+        carried[self.block_index[firsts]] = np.add.reduceat(rows, firsts)
         return carried
-
-    def count_kept(self, way: Way, rows: np.ndarray) -> int:
-        """Rows of one head that all ranks together keep of the rows that stop there on a way, see `Route.kept_rows`.
-
-        `rows` has the rows of the block of each rank, int64 [ranks]. `blocks` must have all ranks.
-        """
-        ranks = len(rows)
-        stopping = np.diff(
-            self.count_carried(way), axis=1, prepend=0
-        )  # rows that arrive at a distance and go no further
-        room, kept = rows.copy(), 0
-        for place, distance in enumerate(range(way.limit, 0, -1)):
-            size = np.where(room > 0, stopping[(np.arange(ranks) - way.sign * distance) % ranks, place], 0)
-            kept += int(size[(size <= room) | (room == rows)].sum())
-            room -= size
-        return kept
 
 
 @cached
@@ -218,29 +216,44 @@ def _end_table(demand: BlockDemand) -> EndTable | None:
     cells = len(block_runs) * layout.ranks * most
     if not block_runs or cells > TABLE_CELLS or any(run.step != 1 for shard in shards for run in shard):
         return None
-    start, stop, low, high = np.zeros((4, layout.ranks, most), dtype=np.int64)
-    for rank, shard in enumerate(shards):
-        for i, run in enumerate(shard):
+    bounds: list[tuple[int, int, int, int]] = []
+    for shard in shards:
+        for run in shard:
             needed = demand.needed_run(run.start, run.stop - 1)
             if needed is None:
                 return None
-            start[rank, i], stop[rank, i], low[rank, i], high[rank, i] = run.start, run.stop, needed[0], needed[1] + 1
-    filled = stop > start
-    begins = np.array([run.start for _, run in block_runs])[:, None, None]
-    ends = np.array([run.stop for _, run in block_runs])[:, None, None]
+            bounds.append((run.start, run.stop, needed[0], needed[1] + 1))
+        bounds += [(0, 0, 0, 0)] * (most - len(shard))
+    table = np.array(bounds, dtype=np.int64).reshape(layout.ranks, most, 4)
+    begins, ends = np.array([(run.start, run.stop) for _, run in block_runs]).T[:, :, None]
     length = ends - begins
-    first = np.where(filled & (stop <= begins), np.clip(high - begins, 0, length), 0).max(2)
-    last = np.where(filled & (start >= ends), np.clip(ends - low, 0, length), 0).max(2)
+    first = last = np.zeros((len(block_runs), layout.ranks), dtype=np.int64)
+    for start, stop, low, high in table.transpose(1, 2, 0):  # range i of every rank
+        # A rank without a range i has an empty range at 0, which needs nothing.
+        first = np.maximum(first, np.where(stop <= begins, np.minimum(high - begins, length), 0))
+        last = np.maximum(last, np.where(start >= ends, np.minimum(ends - low, length), 0))
     return EndTable(blocks, np.array([index for index, _ in block_runs]), length.ravel(), first, last)
+
+
+@cached
+def _count_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
+    """Rows of one head that the blocks of `_end_table` send on each hop; None where there is no table."""
+    table = _end_table(demand)
+    return None if table is None else table.count_carried(way)
+
+
+def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
+    """The answer of `_count_carried` where the table lists the blocks of all ranks; else None."""
+    return _count_carried(demand, way) if way.limit and demand.layout.ranks <= TABLE_ALL else None
 
 
 @cached
 def _rows_along_by_owner(demand: BlockDemand, way: Way) -> dict[int, int]:
     """By owner, the answer of `rows_along`, for the blocks of `_end_table`; empty where there is no table."""
-    table = _end_table(demand)
-    if table is None:
+    table, carried = _end_table(demand), _count_carried(demand, way)
+    if table is None or carried is None:
         return {}
-    rows = table.count_carried(way).sum(1) * demand.block_heads
+    rows = carried.sum(1) * demand.block_heads
     return dict(zip(table.blocks, rows.tolist(), strict=True))
 
 
@@ -271,7 +284,23 @@ def count_kept(demand: BlockDemand, ways: Sequence[Way]) -> int | None:
     if table is None or len(table.blocks) < ranks:
         return None
     rows = np.array([demand.layout.rows(rank) for rank in range(ranks)])
-    return sum(table.count_kept(way, rows) for way in ways) * demand.block_heads
+    carried = [(way, _count_carried(demand, way)) for way in ways]
+    return sum(_count_kept(way, hops, rows) for way, hops in carried if hops is not None) * demand.block_heads
+
+
+def _count_kept(way: Way, carried: np.ndarray, rows: np.ndarray) -> int:
+    """Rows of one head that all ranks together keep of the rows that stop there on a way, see `Route.kept_rows`.
+
+    `carried` are the rows that the blocks of all ranks send on each hop, the farthest first: int64 [ranks, hops], and
+    `rows` the rows of the block of each rank, int64 [ranks].
+    """
+    ranks = len(rows)
+    stopping = np.diff(carried, axis=1, prepend=0)  # rows that arrive at a distance and go no further
+    owners = (np.arange(ranks)[:, None] - way.sign * np.arange(way.limit, 0, -1)) % ranks
+    size = stopping[owners, np.arange(way.limit)]
+    # A rank looks at rows as long as there is room, which the rows that came before have taken.
+    room = rows[:, None] - np.cumsum(size, 1) + size
+    return int(size[(room > 0) & ((size <= room) | (room == rows[:, None]))].sum())
 
 
 @cached

@@ -1,0 +1,71 @@
+"""The borders of packed documents in a batch of token sequences, whose rows may have documents of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import InvalidInput
+from ..pattern import Documents
+
+#: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
+Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
+#: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
+_borders: Any = WeakIdKeyDictionary()
+
+
+def read_borders(borders: torch.Tensor) -> Documents:
+    """The documents with these borders; read once."""
+    if borders not in _borders:
+        _borders[borders] = Documents(cu_seqlens=borders.tolist())
+    return cast(Documents, _borders[borders])
+
+
+def write_borders(documents: Documents, tokens: torch.Tensor) -> torch.Tensor:
+    """The borders for a model's `cu_seq_lens_q`: int32 [L], or [B, L] where rows differ, with N repeated at the end."""
+    by_row = [documents.row(row).starts for row in range(documents.rows or 1)]
+    most = max(map(len, by_row))
+    padded = [[*starts, *[tokens.shape[1]] * (most - len(starts))] for starts in by_row]
+    return torch.tensor(padded if documents.rows else padded[0], dtype=torch.int32, device=tokens.device)
+
+
+def count_from_borders(places: np.ndarray, documents: Documents, row: int) -> np.ndarray:
+    """The positions of a row of a batch counted from the begin of the document of each."""
+    starts = np.array(documents.row(row).starts)
+    return places - starts[np.searchsorted(starts, places, "right") - 1]
+
+
+def find_documents(
+    tokens: torch.Tensor, positions: torch.Tensor | None, cu_seqlens: Borders | None
+) -> Documents | None:
+    """The packed documents of a batch, which may differ between its rows; None for one document per row."""
+    if cu_seqlens is None:
+        if positions is None:
+            return None
+        begins = positions[:, 1:] != positions[:, :-1] + 1
+        if not bool(begins.any()):
+            return None
+        cu_seqlens = [[0, *(row.nonzero().flatten() + 1).tolist(), tokens.shape[1]] for row in begins]
+    documents = Documents(cu_seqlens=cu_seqlens)
+    documents.check(tokens.shape[1], 1)
+    if documents.rows not in (None, len(tokens)):
+        raise InvalidInput(f"cu_seqlens has {documents.rows} rows, input_ids {len(tokens)}; give borders for each row")
+    return documents
+
+
+def count_positions(tokens: torch.Tensor, mask: torch.Tensor | None, documents: Documents | None) -> torch.Tensor:
+    """Positions [B, N]: from the first token that is not padding, and in each document from 0."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if documents is not None:
+        begin = torch.zeros_like(positions)
+        for row in range(len(tokens)):
+            for start in documents.row(row).starts[:-1]:
+                begin[row, start:] = start
+        return positions - begin
+    if mask is not None:
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return positions

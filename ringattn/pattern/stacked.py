@@ -1,0 +1,100 @@
+"""The rows of a batch one after another as one sequence, in which each row has its own pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from .base import ONE_HEAD, Pattern, Run
+from .ranges import clip
+from .tile import Tile
+
+
+@dataclass(frozen=True)
+class RowByRow(Pattern):
+    """The rows of a batch of `pattern.rows` rows of `tokens` tokens as one sequence: no row sees another.
+
+    Position p is position p % tokens of row p // tokens. `pattern` is bound to the tokens of one row.
+    """
+
+    pattern: Pattern
+    tokens: int
+
+    @cached_property
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return tuple(self.pattern.row(index) for index in range(self.pattern.rows or 1))
+
+    @property
+    def unstacked(self) -> Pattern:
+        return self.pattern
+
+    @property
+    def branches(self) -> int:
+        return self._patterns[0].branches
+
+    @property
+    def output_scale(self) -> float:
+        return self._patterns[0].output_scale
+
+    def _parts(self, q: range, k: range) -> Iterator[tuple[Pattern, int, range, range]]:
+        """(pattern, first position, queries, keys) of every row with queries and keys, which count from its first."""
+        if not q or not k:
+            return
+        size = self.tokens
+        for index in range(max(q[0], k[0]) // size, min(q[-1], k[-1]) // size + 1):
+            first = index * size
+            mine, block = (clip(r, first, first + size - 1) for r in (q, k))
+            if mine and block:
+                yield self._patterns[index], first, _shift(mine, -first), _shift(block, -first)
+
+    def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
+        for pattern, first, mine, block in self._parts(q, k):
+            for tile in pattern.tiles(mine, block, heads):
+                yield replace(tile, q=_shift(tile.q, first), k=_shift(tile.k, first))
+
+    def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
+        return sum(pattern.count(mine, block, heads) for pattern, _, mine, block in self._parts(q, k))
+
+    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for pattern, first, mine, block in self._parts(q, k):
+            for some, rows in pattern.keys(mine, block, heads):
+                yield some, _shift(rows, first)
+
+    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for pattern, first, mine, block in self._parts(q, k):
+            for some, rows in pattern.queries(mine, block, heads):
+                yield some, _shift(rows, first)
+
+    def key_run(self, first: int, last: int) -> Run | None:
+        return self._run(first, last, keys=True)
+
+    def query_run(self, first: int, last: int) -> Run | None:
+        return self._run(first, last, keys=False)
+
+    def _run(self, first: int, last: int, *, keys: bool) -> Run | None:
+        """The run of the first row from its start, and of the last row to its end."""
+        (one, start), (other, end) = divmod(first, self.tokens), divmod(last, self.tokens)
+        most = self.tokens - 1
+        a, b = self._patterns[one], self._patterns[other]
+        left, right = start, end if one == other else most
+        low = a.key_run(left, right) if keys else a.query_run(left, right)
+        left = start if one == other else 0
+        high = b.key_run(left, end) if keys else b.query_run(left, end)
+        if low is None or high is None:
+            return None
+        return one * self.tokens + max(low[0], 0), other * self.tokens + min(high[1], most)
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        total = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
+        (row, mine), (other, block) = np.divmod(q, self.tokens), np.divmod(k, self.tokens)
+        for index, pattern in enumerate(self._patterns):
+            seen = np.asarray(pattern.visible(mine, block, head, self.tokens), dtype=np.int64)
+            total = total + np.where((row == index) & (other == index), seen, 0)
+        return total
+
+
+def _shift(rows: range, offset: int) -> range:
+    return range(rows.start + offset, rows.stop + offset, rows.step)

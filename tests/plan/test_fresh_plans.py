@@ -1,0 +1,56 @@
+"""Plans of packings that change in every step: read off a table, and not kept for ever."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import pytest
+
+from ringattn import Causal, Documents, Pattern, Window, make_plan, planner
+from ringattn.cache import Cache
+from ringattn.plan.schedules import relay
+
+
+def pack(source: random.Random, tokens: int) -> Documents:
+    """Documents between random borders; some may be empty."""
+    borders = [0, *sorted(source.choices(range(tokens + 1), k=source.randrange(12))), tokens]
+    return Documents(cu_seqlens=borders)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random.Random(1)
+    for index in range(12):
+        ranks, tokens = source.choice([2, 3, 5, 8]), source.choice([3, 31, 64, 200])
+        pattern: Pattern = Causal() & pack(source, tokens)
+        pattern = pattern & Window(9, 2) if index % 3 == 2 else pattern
+        rotate = ("keys", "queries", "auto")[index % 3]
+
+        def steps() -> list[object]:
+            planner._plans.clear()
+            plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", rotate=rotate)
+            ways = relay.choose_ways(plan.demand)
+            counts = [relay.row_counts(plan.demand, rank, way) for rank in range(ranks) for way in ways]
+            return [plan.rotates, counts, [plan.for_rank(rank) for rank in range(ranks)]]
+
+        by_table = steps()
+        with monkeypatch.context() as patch:
+            patch.setattr(relay, "TABLE_RANKS", 0)
+            assert by_table == steps(), (pattern, ranks)
+
+
+def test_plans_of_passed_steps_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = Cache(1 << 18, lambda plan: int(plan.kept_bytes), grows=True)
+    monkeypatch.setattr(planner, "_plans", plans)
+    source, made = random.Random(2), []
+    for _ in range(40):
+        plan = make_plan(Causal() & pack(source, 500), tokens=500, ranks=8, layout="zigzag", schedule="ring")
+        plan.for_rank(3)
+        made.append(weakref.ref(plan))
+        largest = plan.kept_bytes
+        del plan
+    gc.collect()
+    assert sum(ref() is not None for ref in made) <= len(plans) < 40
+    assert plans.bytes <= plans.limit + largest
