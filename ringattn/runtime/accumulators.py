@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from ..kernels.base import spread_marks, wide
+from ..kernels.pad import crop_to
 from ..plan.work import Work, shift_range
 from .memory import empty
 from .merge_plan import KernelCall, Section
@@ -71,10 +72,11 @@ def select(x: torch.Tensor, heads: range, rows: range, repeat: int = 1, shift: i
 
     With repetitions the view's batch dimension counts them; repetitions are `shift` rows apart.
     """
-    row_stride = x.stride(2)
-    if len(heads) != x.size(1):
+    _, all_heads, all_rows, *_ = x.shape
+    row_stride = 0 if repeat == 1 else x.stride(2)
+    if len(heads) != all_heads:
         x = x[:, heads.start : heads.stop : heads.step]
-    if len(rows) != x.size(2):
+    if len(rows) != all_rows:
         x = x[:, :, rows.start : rows.stop : rows.step]
     if repeat == 1:
         return x
@@ -85,8 +87,7 @@ def accumulate(
     x: torch.Tensor, heads: range, runs: tuple[range, ...], work: Work, shift: int, part: torch.Tensor
 ) -> None:
     """Add `part` [B or repeat, heads, rows, D or more] to those rows of x [B, H, n, D] that the call has read."""
-    width = x.size(-1)
-    part = part if part.size(-1) == width else part[..., :width]
+    part = crop_to(part, x.shape[-1])
     first = 0
     for run in runs:
         rows = part if len(runs) == 1 else part[:, :, first : first + len(run)]
@@ -123,9 +124,10 @@ class OutputAccumulator:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
             self._open[section] = self.out, self.lse
             return
-        work, rows = call.work, shift_range(call.work.q, -section.rows.start)
+        work, rows = call.work, call.rows
         out, lse = self._open.get(section) or self._open_section(section)
-        out, lse = (select(in_batch(x, batch), work.heads, rows, work.repeat, work.q_shift) for x in (out, lse))
+        out = select(in_batch(out, batch), work.heads, rows, work.repeat, work.q_shift)
+        lse = select(in_batch(lse, batch), work.heads, rows, work.repeat, work.q_shift)
         if call.first:
             out.copy_(part)
             lse.copy_(part_lse)

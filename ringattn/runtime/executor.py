@@ -25,7 +25,7 @@ from ..kernels.base import (
 )
 from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
-from ..kernels.pad import delta, with_column, with_delta
+from ..kernels.pad import crop_to, delta, with_column, with_delta
 from ..plan.plan import Plan
 from ..transport.base import Program
 from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, in_batch
@@ -181,7 +181,7 @@ def _backward_by_keys(
         query, out = with_column(q, 0.0), with_column(out, 0.0)
         grad = with_column(grad, grad_lse.to(grad.dtype))
     lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
-    marked_rows = (grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf))
+    marked_rows = (grad, query, out, _hide_keyless(lse))
     hidden_rows = hide_bad_rows(*marked_rows)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
@@ -272,7 +272,7 @@ def _differentiate(
             gradients = kernel_backward(job.kernel, rows, keys, work, job.scale)
             for total, new, of, part in zip(sums, is_new, (of_query, of_key, of_key), gradients, strict=True):
                 if new:
-                    total.copy_(part[..., : total.size(-1)])
+                    total.copy_(crop_to(part, total.shape[-1]))
                 else:
                     accumulate(in_batch(total, batch), *of, part)
             del gradients, part  # free them before the next call allocates its own
@@ -283,6 +283,11 @@ def _zeros(*like: Tensor) -> Tensors:
     return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
 
 
+def _hide_keyless(lse: Tensor) -> Tensor:
+    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
+    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)
+
+
 def _query_inputs(block: Tensors, row: Tensors, lse_column: bool, *, rounded: bool) -> Tensors:
     """(dO, q, out, lse) of query rows as a kernel takes them; see `_is_rounded` for `rounded`."""
     (query, grad), (lse, row_delta) = block, row
@@ -291,4 +296,4 @@ def _query_inputs(block: Tensors, row: Tensors, lse_column: bool, *, rounded: bo
         lse, query, grad, row_delta = mark_bad_rows(lse, query, grad, row_delta)
     grad, out = with_delta(grad, row_delta, wider=lse_column)
     query = with_column(query, 0.0) if lse_column else query
-    return grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf)
+    return grad, query, out, _hide_keyless(lse)

@@ -104,7 +104,7 @@ def number_tags(program: Program[T], number: int, *, backward: bool) -> Program[
     first = number * SPAN + backward
 
     def renumber(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return tuple(Message(m.peer, (first + 2 * m.tag) % TAGS, m.data) for m in messages)
+        return tuple([Message(peer, (first + 2 * tag) % TAGS, data) for peer, tag, data in messages])
 
     reply: Any = None
     while True:
