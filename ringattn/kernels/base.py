@@ -226,9 +226,10 @@ def spread_marks(marks: torch.Tensor, *tensors: torch.Tensor) -> None:
 
 def finite(*tensors: torch.Tensor) -> bool:
     """True if all entries are known to be finite. False for tensors off the CPU: looking would wait for the device."""
-    if any(x.device.type != "cpu" for x in tensors):
-        return False
-    return all(isfinite(x.sum(dtype=wide(x.dtype)).item()) or bool(x.isfinite().all()) for x in tensors)
+    for x in tensors:
+        if x.device.type != "cpu" or not (isfinite(x.sum(dtype=wide(x.dtype)).item()) or bool(x.isfinite().all())):
+            return False
+    return True
 
 
 def none(flags: torch.Tensor) -> bool:

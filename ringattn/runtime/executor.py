@@ -28,7 +28,7 @@ from ..kernels.base import forward as kernel_forward
 from ..kernels.pad import crop_to, delta, with_column, with_delta
 from ..plan.plan import Plan
 from ..transport.base import Program
-from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, in_batch
+from .accumulators import KernelInputs, OutputAccumulator, RowViews, accumulate, align_rows
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
 from .rank_run import PassTensors, Tensors
@@ -137,6 +137,7 @@ def _forward_ring(
     query, bad = finite_rows(q)
     run.give(program.own["kv"], mark_bad_keys(k, v))
     output, inputs, count = OutputAccumulator(q, v.shape[-1], out), KernelInputs(), q.size(0)
+    own = RowViews(query)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"forward step {index}")
         for visit in step.visits:
@@ -144,11 +145,11 @@ def _forward_ring(
             marked = run.get(visit.block)
             if _is_rounded(job, visit):
                 marked = mark_bad_keys(*marked)
-            hidden = marked if visit.is_dense else hide_bad_keys(*marked)
+            dense, banded = _views(marked, None if visit.is_dense else hide_bad_keys(*marked))
             for part in visit.parts:
                 for call in part.calls:
                     for batch in batches(call.work, count):
-                        x, *keys = inputs.select(call.work, batch, (query,), marked if call.work.dense else hidden)
+                        (x,), keys = inputs.select(call.work, batch, own, dense if call.work.dense else banded)
                         # A name for the result would keep it alive beside the next call's.
                         output.add(
                             part.section, call, *kernel_forward(job.kernel, x, keys, call.work, job.scale), batch
@@ -182,7 +183,7 @@ def _backward_by_keys(
         grad = with_column(grad, grad_lse.to(grad.dtype))
     lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
     marked_rows = (grad, query, out, _hide_keyless(lse))
-    hidden_rows = hide_bad_rows(*marked_rows)
+    rows, sums_of_rows = _views(marked_rows, hide_bad_rows(*marked_rows)), RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
@@ -192,10 +193,9 @@ def _backward_by_keys(
                 marked = mark_bad_keys(*marked)
             if grad_lse is not None:
                 marked = with_column(marked[0], 0.0), with_column(marked[1], 1.0)
-            hidden = marked if visit.is_dense else hide_bad_keys(*marked)
-            sums = (dq, *run.get(visit.sums))
-            is_new = (False, visit.is_new, visit.is_new)
-            _differentiate(job, visit, inputs, (marked_rows, marked), (hidden_rows, hidden), sums, is_new)
+            keys = _views(marked, None if visit.is_dense else hide_bad_keys(*marked))
+            sums = sums_of_rows, RowViews(*run.get(visit.sums))
+            _differentiate(job, visit, inputs, rows, keys, sums, (False, visit.is_new))
         yield from run.finish(step.waits)
     spread_marks(lse.isnan(), dq)
     spread_marks(dv[..., 0].isnan(), dk, dv)
@@ -224,17 +224,16 @@ def _backward_by_queries(
     inputs, marked_keys = KernelInputs(), mark_bad_keys(k, v)
     if job.lse:
         marked_keys = with_column(marked_keys[0], 0.0), with_column(marked_keys[1], 0.0)
-    hidden_keys = hide_bad_keys(*marked_keys)
+    keys, sums_of_keys = _views(marked_keys, hide_bad_keys(*marked_keys)), RowViews(dk, dv)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
             run.copy(visit.copies)
             rounded = _is_rounded(job, visit)
             marked = _query_inputs(run.get(visit.block), run.get(visit.rows), job.lse, rounded=rounded)
-            hidden = marked if visit.is_dense else hide_bad_rows(*marked)
-            sums = (*run.get(visit.sums), dk, dv)
-            is_new = (visit.is_new, False, False)
-            _differentiate(job, visit, inputs, (marked, marked_keys), (hidden, hidden_keys), sums, is_new)
+            rows = _views(marked, None if visit.is_dense else hide_bad_rows(*marked))
+            sums = RowViews(*run.get(visit.sums)), sums_of_keys
+            _differentiate(job, visit, inputs, rows, keys, sums, (visit.is_new, False))
         yield from run.finish(step.waits)
     spread_marks(lse.isnan(), dq)
     spread_marks(dv[..., 0].isnan(), dk, dv)
@@ -250,32 +249,44 @@ def _differentiate(
     job: Job,
     visit: Visit,
     inputs: KernelInputs,
-    marked: tuple[Tensors, Tensors],
-    hidden: tuple[Tensors, Tensors],
-    sums: Tensors,
-    is_new: tuple[bool, bool, bool],
+    by_query: tuple[RowViews, RowViews],
+    by_key: tuple[RowViews, RowViews],
+    sums: tuple[RowViews, RowViews],
+    is_new: tuple[bool, bool],
 ) -> None:
-    """Add a visit's share of dq, dk and dv to `sums`.
+    """Add a visit's share of dq to `sums[0]`, and of dk and dv to `sums[1]`.
 
-    `marked` are (dO, q, out, lse) and (k, v), for dense calls; `hidden` are their forms for calls with a band, from
-    `hide_bad_rows` and `hide_bad_keys`. `is_new`: for each of the sums, whether it is arbitrary, and the visit's only
-    call writes all of it.
+    `by_query` are (dO, q, out, lse) and `by_key` are (k, v), from `_views`. `is_new`: for each of the sums, whether it
+    is arbitrary, and the visit's only call writes all of it.
     """
-    count = sums[0].size(0)
+    count = sums[0].tensors[0].size(0)
     for work in visit.works:
-        of_query = work.heads, (work.q,), work, work.q_shift
-        of_key = work.kv, work.k, work, work.k_shift
         for batch in batches(work, count):
-            by_query, by_key = marked if work.dense else hidden
-            selected = inputs.select(work, batch, by_query, by_key)
-            rows, keys = selected[: len(by_query)], selected[len(by_query) :]
-            gradients = kernel_backward(job.kernel, rows, keys, work, job.scale)
-            for total, new, of, part in zip(sums, is_new, (of_query, of_key, of_key), gradients, strict=True):
-                if new:
-                    total.copy_(crop_to(part, total.shape[-1]))
-                else:
-                    accumulate(in_batch(total, batch), *of, part)
-            del gradients, part  # free them before the next call allocates its own
+            rows, keys = inputs.select(work, batch, by_query[not work.dense], by_key[not work.dense])
+            dq, *of_keys = kernel_backward(job.kernel, rows, keys, work, job.scale)
+            if is_new[0]:
+                _write(sums[0], dq)
+            else:
+                accumulate(sums[0], work.heads, (work.q,), batch, work.repeat, work.q_shift, dq)
+            if is_new[1]:
+                _write(sums[1], *of_keys)
+            else:
+                accumulate(sums[1], work.kv, work.k, batch, work.repeat, work.k_shift, *of_keys)
+            del dq, of_keys  # free them before the next call allocates its own
+
+
+def _write(sums: RowViews, *parts: Tensor) -> None:
+    """Write `parts` [B, H, n, D or more] to all of `sums`."""
+    for total, part in zip(sums.tensors, parts, strict=True):
+        total.copy_(crop_to(part, total.shape[-1]))
+
+
+def _views(marked: Tensors, hidden: Tensors | None) -> tuple[RowViews, RowViews]:
+    """Inputs of dense calls, and of calls with a band: `hidden`, from `hide_bad_rows` or `hide_bad_keys`. A visit
+    without a band needs none.
+    """
+    views = RowViews(*marked)
+    return views, views if hidden is None else RowViews(*hidden)
 
 
 def _zeros(*like: Tensor) -> Tensors:
