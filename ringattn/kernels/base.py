@@ -200,10 +200,9 @@ def mark_bad_rows(lse: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
     """(lse', *tensors') in which only lse' [B, H, n] marks bad query rows, by NaN; the tensors [B, H, n, ...] have 0 in
     these rows. Unchanged if known to be finite. A row that sees no key, with lse -inf, is not marked.
     """
-    no_key = lse.isneginf()
-    if finite(*tensors) and (finite(lse) or finite(lse.masked_fill(no_key, 0.0))):
+    if finite(*tensors) and (finite(lse) or finite(lse.masked_fill(lse.isneginf(), 0.0))):
         return lse, *tensors
-    bad = _bad_rows(lse.unsqueeze(-1), *tensors) & ~no_key
+    bad = _bad_rows(lse.unsqueeze(-1), *tensors) & ~lse.isneginf()
     return lse.masked_fill(bad, torch.nan), *(x.masked_fill(bad.unsqueeze(-1), 0.0) for x in tensors)
 
 

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from ..kernels.base import spread_marks, wide
+from ..kernels.base import as_dtype, spread_marks, wide
 from ..kernels.pad import crop_to
 from ..plan.work import Work, shift_range
 from .memory import empty
@@ -154,9 +154,9 @@ class OutputAccumulator:
     def close(self, section: Section) -> None:
         """Write the accumulator of a section, which has all its partials, to the output."""
         accumulator, _ = self._open.pop(section).tensors
-        target = self._rows(self.out, section.rows)
-        if accumulator.dtype != target.dtype:
-            target.copy_(accumulator)
+        assert self.out is not None
+        if accumulator.dtype != self.out.dtype:
+            self._rows(self.out, section.rows).copy_(accumulator)
 
     def finish(self, empty: Sequence[range], bad: torch.Tensor | None = None) -> Pair:
         """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf; flagged rows get NaN.
@@ -173,7 +173,7 @@ class OutputAccumulator:
         if bad is not None:
             marks |= bad & (self.lse != -torch.inf)
         spread_marks(marks, self.out, self.lse.unsqueeze(-1))
-        return self.out, self.lse.to(wide(self.q.dtype))
+        return self.out, as_dtype(self.lse, wide(self.q.dtype))
 
     def _open_section(self, section: Section) -> RowViews:
         """The accumulators (out, lse) of a section, allocated and filled when it is first met."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.base import (
     Kernel,
+    as_dtype,
     finite_rows,
     hide_bad_keys,
     hide_bad_rows,
@@ -57,7 +58,7 @@ class Job:
 
     def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) as the backward returns them, from their sums and the inputs q, k, v."""
-        dq, dk, dv = (x.to(like.dtype) if self.cast_grads else x for x, like in zip(sums, inputs, strict=True))
+        dq, dk, dv = (as_dtype(x, like.dtype) if self.cast_grads else x for x, like in zip(sums, inputs, strict=True))
         return dq, dk, dv
 
 

@@ -109,8 +109,8 @@ class PassTensors:
             if (number, dtype) not in typed:
                 store = stores[number]
                 assert store is not None
-                size = store.numel() - store.numel() % dtype.itemsize
-                typed[number, dtype] = store[:size].view(dtype)
+                rest = store.numel() % dtype.itemsize
+                typed[number, dtype] = (store[:-rest] if rest else store).view(dtype)
             self.tensors.append(typed[number, dtype].as_strided(shape, strides, start))
         self._tickets: dict[int, Any] = {}
 
