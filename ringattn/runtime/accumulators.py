@@ -50,6 +50,9 @@ class RowViews:
             return tuple([_select(x if batch is None else x[batch], heads, rows, repeat, shift) for x in self.tensors])
         views = self._views.get((heads, rows))
         if views is None:
+            _, all_heads, all_rows, *_ = self.tensors[0].shape
+            if len(heads) == all_heads and len(rows) == all_rows:
+                return self.tensors
             views = self._views[heads, rows] = tuple([_select(x, heads, rows, 1, 0) for x in self.tensors])
         return views
 

@@ -28,7 +28,7 @@ from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
 from ..kernels.pad import crop_to, delta, with_column, with_delta
 from ..plan.plan import Plan
-from ..transport.base import Program
+from ..transport.base import PLAN_TAGS, Program, Tags
 from .accumulators import KernelInputs, OutputAccumulator, RowViews, accumulate, align_rows
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
@@ -76,13 +76,16 @@ def count_kept(plan: Plan, rank: int) -> int:
     return 2 * len(plan.for_rank(rank).kept) + (KEPT_BY_EXCHANGE if exchanges_heads(plan) else 0)
 
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None) -> Program[Forward]:
+def forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None, tags: Tags = PLAN_TAGS
+) -> Program[Forward]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    `keep`: keep what the backward starts from. The result is written to `out` where that is given.
+    `keep`: keep what the backward starts from. The result is written to `out` where that is given. Messages have the
+    tags of the plan, or those that `tags` gives them.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
-    run = PassTensors(program.memory, q.device)
+    run = PassTensors(program.memory, q.device, tags)
     if program.enter is None or program.leave is None:
         return (yield from _forward_ring(job, program, run, q, k, v, out))
     q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
@@ -94,7 +97,15 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tenso
 
 
 def backward(
-    job: Job, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    job: Job,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    result: Forward,
+    *,
+    tags: Tags = PLAN_TAGS,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
 
@@ -103,7 +114,7 @@ def backward(
     dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
     program = backward_program(job.plan, job.rank, job.kernel, q.device)
-    run = PassTensors(program.memory, q.device)
+    run = PassTensors(program.memory, q.device, tags)
     run_ring = _backward_by_queries if program.rotates == "queries" else _backward_by_keys
     if program.enter is None or program.leave is None:
         return (yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..plan.row_overlap import RowCopy
-from ..transport.base import Message, Post, Program, Wait
+from ..transport.base import Message, Post, Program, Tags, Wait
 from .memory import empty
 
 #: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
@@ -97,7 +97,7 @@ class Memory:
 class PassTensors:
     """The tensors of one execution of a pass, by number."""
 
-    def __init__(self, memory: Memory, device: torch.device) -> None:
+    def __init__(self, memory: Memory, device: torch.device, tags: Tags) -> None:
         stores = [empty((size,), torch.uint8, device) if size else None for size in memory.stores]
         typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.tensors: list[Any] = []
@@ -112,6 +112,7 @@ class PassTensors:
                 rest = store.numel() % dtype.itemsize
                 typed[number, dtype] = (store[:-rest] if rest else store).view(dtype)
             self.tensors.append(typed[number, dtype].as_strided(shape, strides, start))
+        self._tags = tags
         self._tickets: dict[int, Any] = {}
 
     def give(self, numbers: Numbers, tensors: Sequence[torch.Tensor]) -> None:
@@ -139,7 +140,7 @@ class PassTensors:
             self._tickets[post.ticket] = yield Post(sends, recvs, label)
 
     def _messages(self, numbered: tuple[tuple[int, int, int], ...]) -> tuple[Message, ...]:
-        return tuple([Message(peer, tag, self.tensors[data]) for peer, tag, data in numbered])
+        return tuple([Message(peer, self._tags.of(tag), self.tensors[data]) for peer, tag, data in numbered])
 
     def finish(self, waits: tuple[BatchWait, ...]) -> Program[None]:
         """Wait for the messages that are due at the end of a step, and unpack them."""

@@ -16,7 +16,7 @@ from ....pattern import parse_pattern
 from ....plan.work import Work
 from ....planner import make_plan
 from ....runtime.executor import Job, backward, forward
-from ....transport.base import Counters, Post, drive, number_tags
+from ....transport.base import Counters, Post, Tags, drive
 from ....transport.records import Agreed
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run
 
@@ -124,12 +124,12 @@ def make_passes(schedule: str, rotate: str = "auto") -> tuple[NoKernel, dict[str
     job, carrier = Job(plan, RANK, kernel, HEAD_DIM**-0.5), Silent(RANK, RANKS)
 
     def run_forward() -> Any:
-        return drive(number_tags(forward(job, q, k, v, keep=True), 0, backward=False), carrier)
+        return drive(forward(job, q, k, v, keep=True, tags=Tags.of_call(0, backward=False)), carrier)
 
     result = run_forward()
 
     def run_backward() -> Any:
-        return drive(number_tags(backward(job, grad, None, q, k, v, result), 0, backward=True), carrier)
+        return drive(backward(job, grad, None, q, k, v, result, tags=Tags.of_call(0, backward=True)), carrier)
 
     run_backward()
     return kernel, {"forward": run_forward, "backward": run_backward}
