@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -221,10 +222,9 @@ def mark_bad_rows(lse: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
     """(lse', *tensors') in which only lse' [B, H, n] marks bad query rows, by NaN; the tensors [B, H, n, ...] have 0 in
     these rows. Unchanged if known to be finite. A row that sees no key, with lse -inf, is not marked.
     """
-    no_key = lse == -torch.inf
-    if finite(*tensors, lse.masked_fill(no_key, 0.0)):
+    if finite(*tensors) and (finite(lse) or finite(lse.masked_fill(lse.isneginf(), 0.0))):
         return lse, *tensors
-    bad = _bad_rows(lse.unsqueeze(-1), *tensors) & ~no_key
+    bad = _bad_rows(lse.unsqueeze(-1), *tensors) & ~lse.isneginf()
     return lse.masked_fill(bad, torch.nan), *(x.masked_fill(bad.unsqueeze(-1), 0.0) for x in tensors)
 
 
@@ -247,9 +247,10 @@ def spread_marks(marks: torch.Tensor, *tensors: torch.Tensor) -> None:
 
 def finite(*tensors: torch.Tensor) -> bool:
     """True if all entries are known to be finite. False for tensors off the CPU: looking would wait for the device."""
-    if any(x.device.type != "cpu" for x in tensors):
-        return False
-    return all(bool(x.sum(dtype=wide(x.dtype)).isfinite()) or bool(x.isfinite().all()) for x in tensors)
+    for x in tensors:
+        if x.device.type != "cpu" or not (isfinite(x.sum(dtype=wide(x.dtype)).item()) or bool(x.isfinite().all())):
+            return False
+    return True
 
 
 def none(flags: torch.Tensor) -> bool:
@@ -260,6 +261,11 @@ def none(flags: torch.Tensor) -> bool:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results of `dtype` are accumulated: fp64 for fp64, else fp32."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in this dtype; x itself, without a call of torch, where it has the dtype."""
+    return x if x.dtype == dtype else x.to(dtype=dtype)  # by name: torch parses it in half the time
 
 
 def positive(scale: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..errors import InvalidInput, Unsupported
-from .base import wide
+from .base import as_dtype, wide
 
 #: Columns added for the gradient of lse, and for padded keys. Libraries want multiples of 8.
 EXTRA = 8
@@ -48,7 +48,7 @@ def delta(grad: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None) 
     """rowsum(dO * out) - dlse, [..., n, 1] in fp32 or fp64: all that a backward needs to know about out and dlse."""
     dtype = wide(grad.dtype)
     # Contiguous, so that the order of summation does not depend on the strides.
-    row_sum = (grad.to(dtype) * out.to(dtype)).contiguous().sum(-1, keepdim=True)
+    row_sum = (as_dtype(grad, dtype) * as_dtype(out, dtype)).contiguous().sum(-1, keepdim=True)
     return row_sum if grad_lse is None else row_sum - grad_lse.to(dtype).unsqueeze(-1)
 
 
@@ -65,10 +65,11 @@ def with_delta(grad: torch.Tensor, delta: torch.Tensor, *, wider: bool) -> tuple
         size = delta.abs()
         peak = grad.abs().amax(-1, keepdim=True).to(dtype)
         grad = with_column(grad, size.where(size > FAR * peak, 0.0).squeeze(-1).to(grad.dtype))
-    x = grad.to(dtype)
-    peak = x.abs().amax(-1, keepdim=True).clamp(min=tiny)
+    x = as_dtype(grad, dtype)
+    peak = x.abs().amax(-1, keepdim=True).clamp_min_(tiny)
     unit = x / peak  # its squares neither overflow nor vanish
-    return grad, (unit * (delta / peak / unit.square().sum(-1, keepdim=True).clamp(min=0.5))).to(grad.dtype)
+    size = unit.square().sum(-1, keepdim=True).clamp_min_(0.5)
+    return grad, as_dtype(unit * (delta / peak / size), grad.dtype)
 
 
 def check_padding(mask: torch.Tensor, k: torch.Tensor) -> None:

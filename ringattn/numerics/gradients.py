@@ -20,7 +20,7 @@ from ..pattern import Pattern
 from ..plan.plan import Plan
 from ..plan.row_sets import RowSet
 from ..plan.work import Work
-from ..runtime.accumulators import KernelInputs
+from ..runtime.accumulators import KernelInputs, RowViews
 from .faults import GRADIENT_FAULTS, Fault
 from .ledger import AuditingKernel, coefficients, entry, moments, seen_pieces, weights
 from .source import K_TAG
@@ -83,8 +83,8 @@ class Backward:
         for call in self.kernel.split(Work(work.heads, work.kv, range(len(rows)), work.k)):
             index = index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
             here = Work(call.heads, call.kv, range(len(call.q)), call.k)
-            mine = tuple(x[:, :, index] for x in (self.grad, self.q, self.out, self.lse))
-            g, x, o, total, y, z = self.inputs.select(here, slice(0, 1), mine, (block.k, block.v))
+            mine = RowViews(*(x[:, :, index] for x in (self.grad, self.q, self.out, self.lse)))
+            (g, x, o, total), (y, z) = self.inputs.select(here, None, mine, RowViews(block.k, block.v))
             dq, dk, dv = self.kernel.backward(g, x, y, z, o, total, here, self.scale)
             self.dq[:, heads, index] += dq
             self._gather(block, call.kv, self.kernel.keys(y, z), factor * dk, factor * dv)

@@ -18,7 +18,7 @@ from ..kernels import get_kernel
 from ..kernels.base import Kernel
 from ..plan.plan import Plan
 from ..plan.work import Work
-from ..runtime.accumulators import KernelInputs
+from ..runtime.accumulators import KernelInputs, RowViews
 from ..runtime.softmax import merge_
 from ..timing.options import check_seed
 from .faults import GRADIENT_FAULTS, Fault, with_fault
@@ -75,7 +75,8 @@ class _Forward:
             heads = slice(work.heads.start, work.heads.stop, work.heads.step)
             for call in self.kernel.split(some):
                 index = index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
-                x, y, z = self.inputs.select(call, slice(0, 1), (self.q[:, :, place],), (block.k, block.v))
+                mine, keys = RowViews(self.q[:, :, place]), RowViews(block.k, block.v)
+                (x,), (y, z) = self.inputs.select(call, None, mine, keys)
                 part, part_lse = self.kernel.forward(x, y, z, call, self.scale)
                 total, lse = self.out[:, heads, index], self.lse[:, heads, index]
                 merge_(total, lse, part, part_lse)

@@ -7,7 +7,8 @@ from math import prod
 
 import torch
 
-from ..kernels.base import spread_marks, wide
+from ..kernels.base import as_dtype, spread_marks, wide
+from ..kernels.pad import crop_to
 from ..plan.work import Work, shift_range
 from .memory import empty
 from .merge_plan import KernelCall, Section
@@ -31,6 +32,31 @@ def align_rows(x: torch.Tensor) -> torch.Tensor:
     return empty(x.shape, x.dtype, x.device).copy_(x)
 
 
+class RowViews:
+    """Tensors [B, H, n, ...] and the views of them that kernel calls read or write. Equal views are made once."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self._views: dict[tuple[range, range], tuple[torch.Tensor, ...]] = {}
+
+    def select(
+        self, heads: range, rows: range, batch: slice | None = None, repeat: int = 1, shift: int = 0
+    ) -> tuple[torch.Tensor, ...]:
+        """The views at these heads and rows of some elements of the batch; None is all of them.
+
+        With repetitions the batch dimension of a view counts them; repetitions are `shift` rows apart.
+        """
+        if batch is not None or repeat != 1:
+            return tuple([_select(x if batch is None else x[batch], heads, rows, repeat, shift) for x in self.tensors])
+        views = self._views.get((heads, rows))
+        if views is None:
+            _, all_heads, all_rows, *_ = self.tensors[0].shape
+            if len(heads) == all_heads and len(rows) == all_rows:
+                return self.tensors
+            views = self._views[heads, rows] = tuple([_select(x, heads, rows, 1, 0) for x in self.tensors])
+        return views
+
+
 class KernelInputs:
     """The rows that kernel calls read: views, or a copy in a workspace where the keys of a call are several runs."""
 
@@ -38,20 +64,20 @@ class KernelInputs:
         self._workspaces: dict[int, torch.Tensor] = {}
 
     def select(
-        self, work: Work, batch: slice | None, by_query: Sequence[torch.Tensor], by_key: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The rows of a call in each tensor of query or key rows. Copied keys are valid until the next call.
+        self, work: Work, batch: slice | None, by_query: RowViews, by_key: RowViews
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """The rows of a call in tensors of query rows and of key rows. Copied keys are valid until the next call.
 
         `batch` None is the whole batch.
         """
-        selected = [select(in_batch(x, batch), work.heads, work.q, work.repeat, work.q_shift) for x in by_query]
-        for place, x in enumerate(by_key):
-            of = in_batch(x, batch)
-            runs = [select(of, work.kv, run, work.repeat, work.k_shift) for run in work.k]
-            selected.append(runs[0] if len(runs) == 1 else self._concatenate(place, runs, work.keys))
-        return selected
+        rows = by_query.select(work.heads, work.q, batch, work.repeat, work.q_shift)
+        runs = [by_key.select(work.kv, run, batch, work.repeat, work.k_shift) for run in work.k]
+        if len(runs) == 1:
+            return rows, runs[0]
+        parts = enumerate(zip(*runs, strict=True))
+        return rows, tuple([self._concatenate(place, of_tensor, work.keys) for place, of_tensor in parts])
 
-    def _concatenate(self, place: int, runs: list[torch.Tensor], keys: int) -> torch.Tensor:
+    def _concatenate(self, place: int, runs: tuple[torch.Tensor, ...], keys: int) -> torch.Tensor:
         """Runs of key rows as one tensor in workspace number `place`."""
         like = runs[0]
         shape = (*like.shape[:2], keys, like.shape[3])
@@ -61,20 +87,13 @@ class KernelInputs:
         return torch.cat(runs, 2, out=self._workspaces[place][:size].view(like.dtype).view(shape))
 
 
-def in_batch(x: torch.Tensor, batch: slice | None) -> torch.Tensor:
-    """Some elements of the batch of x; all of them for None."""
-    return x if batch is None else x[batch]
-
-
-def select(x: torch.Tensor, heads: range, rows: range, repeat: int = 1, shift: int = 0) -> torch.Tensor:
-    """The view of x [B, H, n, ...] at these heads and rows.
-
-    With repetitions the view's batch dimension counts them; repetitions are `shift` rows apart.
-    """
-    row_stride = x.stride(2)
-    if len(heads) != x.size(1):
+def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int) -> torch.Tensor:
+    """The view of x [B, H, n, ...] at these heads and rows; see `RowViews.select`."""
+    _, all_heads, all_rows, *_ = x.shape
+    row_stride = 0 if repeat == 1 else x.stride(2)
+    if len(heads) != all_heads:
         x = x[:, heads.start : heads.stop : heads.step]
-    if len(rows) != x.size(2):
+    if len(rows) != all_rows:
         x = x[:, :, rows.start : rows.stop : rows.step]
     if repeat == 1:
         return x
@@ -82,23 +101,27 @@ def select(x: torch.Tensor, heads: range, rows: range, repeat: int = 1, shift: i
 
 
 def accumulate(
-    x: torch.Tensor, heads: range, runs: tuple[range, ...], work: Work, shift: int, part: torch.Tensor
+    sums: RowViews,
+    heads: range,
+    runs: tuple[range, ...],
+    batch: slice | None,
+    repeat: int,
+    shift: int,
+    *parts: torch.Tensor,
 ) -> None:
-    """Add `part` [B or repeat, heads, rows, D or more] to those rows of x [B, H, n, D] that the call has read."""
-    width = x.size(-1)
-    part = part if part.size(-1) == width else part[..., :width]
+    """Add `parts` [B or repeat, heads, rows, D or more] to those rows of `sums` [B, H, n, D] that a call has read."""
     first = 0
     for run in runs:
-        rows = part if len(runs) == 1 else part[:, :, first : first + len(run)]
-        first += len(run)
-        if work.repeat == 1:
-            add_(select(x, heads, run), rows)
-            continue
         # Overlapping repetitions are added in turns, so that no call writes an element twice.
-        turns = min(work.repeat, -(-(run[-1] + 1 - run[0]) // shift)) if shift else work.repeat
+        turns = min(repeat, -(-(run[-1] + 1 - run[0]) // shift)) if shift else repeat
         for turn in range(turns):
-            repetitions = rows[turn::turns] if turns > 1 else rows
-            add_(select(x, heads, shift_range(run, turn * shift), len(repetitions), turns * shift), repetitions)
+            count = len(range(turn, repeat, turns))
+            targets = sums.select(heads, shift_range(run, turn * shift) if turn else run, batch, count, turns * shift)
+            for target, part in zip(targets, parts, strict=True):
+                rows = crop_to(part, target.shape[-1])
+                rows = rows if len(runs) == 1 else rows[:, :, first : first + len(run)]
+                add_(target, rows if turns == 1 else rows[turn::turns])
+        first += len(run)
 
 
 class OutputAccumulator:
@@ -112,8 +135,8 @@ class OutputAccumulator:
     def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
         self.lse = q.new_empty(0)
-        #: (out, lse) of every open section.
-        self._open: dict[Section, Pair] = {}
+        #: out and lse of every open section.
+        self._open: dict[Section, RowViews] = {}
 
     def add(
         self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice | None
@@ -121,11 +144,10 @@ class OutputAccumulator:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
         if self.out is None and part.shape == self.shape and part.dtype == wide(self.q.dtype) == self.q.dtype:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
-            self._open[section] = self.out, self.lse
+            self._open[section] = RowViews(self.out, self.lse)
             return
-        work, rows = call.work, shift_range(call.work.q, -section.rows.start)
-        out, lse = self._open.get(section) or self._open_section(section)
-        out, lse = (select(in_batch(x, batch), work.heads, rows, work.repeat, work.q_shift) for x in (out, lse))
+        work, views = call.work, self._open.get(section) or self._open_section(section)
+        out, lse = views.select(work.heads, call.rows, batch, work.repeat, work.q_shift)
         if call.first:
             out.copy_(part)
             lse.copy_(part_lse)
@@ -134,10 +156,10 @@ class OutputAccumulator:
 
     def close(self, section: Section) -> None:
         """Write the accumulator of a section, which has all its partials, to the output."""
-        accumulator, _ = self._open.pop(section)
-        target = self._rows(self.out, section.rows)
-        if accumulator.dtype != target.dtype:
-            target.copy_(accumulator)
+        accumulator, _ = self._open.pop(section).tensors
+        assert self.out is not None
+        if accumulator.dtype != self.out.dtype:
+            self._rows(self.out, section.rows).copy_(accumulator)
 
     def finish(self, empty: Sequence[range], bad: torch.Tensor | None = None) -> Pair:
         """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf; flagged rows get NaN.
@@ -154,9 +176,9 @@ class OutputAccumulator:
         if bad is not None:
             marks |= bad & (self.lse != -torch.inf)
         spread_marks(marks, self.out, self.lse.unsqueeze(-1))
-        return self.out, self.lse.to(wide(self.q.dtype))
+        return self.out, as_dtype(self.lse, wide(self.q.dtype))
 
-    def _open_section(self, section: Section) -> Pair:
+    def _open_section(self, section: Section) -> RowViews:
         """The accumulators (out, lse) of a section, allocated and filled when it is first met."""
         self._allocate()
         out, lse = self._rows(self.out, section.rows), self._rows(self.lse, section.rows)
@@ -167,8 +189,8 @@ class OutputAccumulator:
         if section.filled:
             out.zero_()
             lse.fill_(-torch.inf)
-        self._open[section] = out, lse
-        return out, lse
+        views = self._open[section] = RowViews(out, lse)
+        return views
 
     def _rows(self, x: torch.Tensor | None, rows: range) -> torch.Tensor:
         assert x is not None

@@ -18,7 +18,7 @@ from ..kernels.base import Kernel
 from ..kernels.pad import HIDDEN
 from ..pattern import base as pattern_base
 from ..plan.plan import Plan
-from ..transport.base import Transport, drive, number_tags
+from ..transport.base import Tags, Transport, drive
 from ..transport.virtual import Virtual
 from .autocast import autocast_off
 from .executor import Forward, Job, backward, count_kept, forward
@@ -51,15 +51,15 @@ class OneRank:
     number: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
-        program = forward(self.job, q, k, v, keep=keep)
-        return drive(number_tags(program, self.number, backward=False), self.transport)
+        tags = Tags.of_call(self.number, backward=False)
+        return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport)
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
     ) -> Tensors:
         agree_backward(self.transport, self.number)
-        program = backward(self.job, grad, grad_lse, q, k, v, result)
-        return drive(number_tags(program, self.number, backward=True), self.transport)
+        tags = Tags.of_call(self.number, backward=True)
+        return drive(backward(self.job, grad, grad_lse, q, k, v, result, tags=tags), self.transport)
 
 
 @dataclass(frozen=True)

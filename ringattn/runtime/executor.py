@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.base import (
     Kernel,
+    as_dtype,
     finite_rows,
     hide_bad_keys,
     hide_bad_rows,
@@ -25,10 +26,10 @@ from ..kernels.base import (
 )
 from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
-from ..kernels.pad import delta, with_column, with_delta
+from ..kernels.pad import crop_to, delta, with_column, with_delta
 from ..plan.plan import Plan
-from ..transport.base import Program
-from .accumulators import KernelInputs, OutputAccumulator, accumulate, align_rows, in_batch
+from ..transport.base import PLAN_TAGS, Program, Tags
+from .accumulators import KernelInputs, OutputAccumulator, RowViews, accumulate, align_rows
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
 from .rank_run import PassTensors, Tensors
@@ -58,7 +59,7 @@ class Job:
 
     def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) as the backward returns them, from their sums and the inputs q, k, v."""
-        dq, dk, dv = (x.to(like.dtype) if self.cast_grads else x for x, like in zip(sums, inputs, strict=True))
+        dq, dk, dv = (as_dtype(x, like.dtype) if self.cast_grads else x for x, like in zip(sums, inputs, strict=True))
         return dq, dk, dv
 
 
@@ -76,13 +77,16 @@ def count_kept(plan: Plan, rank: int) -> int:
     return 2 * len(plan.for_rank(rank).kept) + (KEPT_BY_EXCHANGE if exchanges_heads(plan) else 0)
 
 
-def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None) -> Program[Forward]:
+def forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None, tags: Tags = PLAN_TAGS
+) -> Program[Forward]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    `keep`: keep what the backward starts from. The result is written to `out` where that is given.
+    `keep`: keep what the backward starts from. The result is written to `out` where that is given. Messages have the
+    tags of the plan, or those that `tags` gives them.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
-    run = PassTensors(program.memory, q.device)
+    run = PassTensors(program.memory, q.device, tags)
     if program.enter is None or program.leave is None:
         return (yield from _forward_ring(job, program, run, q, k, v, out))
     q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
@@ -94,7 +98,15 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tenso
 
 
 def backward(
-    job: Job, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
+    job: Job,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    result: Forward,
+    *,
+    tags: Tags = PLAN_TAGS,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """(dq, dk, dv) of the local shard, given d loss / d out and, or None, d loss / d lse.
 
@@ -103,7 +115,7 @@ def backward(
     dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
     program = backward_program(job.plan, job.rank, job.kernel, q.device)
-    run = PassTensors(program.memory, q.device)
+    run = PassTensors(program.memory, q.device, tags)
     run_ring = _backward_by_queries if program.rotates == "queries" else _backward_by_keys
     if program.enter is None or program.leave is None:
         return (yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result))
@@ -138,6 +150,7 @@ def _forward_ring(
     query, bad = finite_rows(q)
     run.give(program.own["kv"], mark_bad_keys(k, v))
     output, inputs, count = OutputAccumulator(q, v.shape[-1], out), KernelInputs(), q.size(0)
+    own = RowViews(query)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"forward step {index}")
         for visit in step.visits:
@@ -145,12 +158,12 @@ def _forward_ring(
             marked = run.get(visit.block)
             if _is_rounded(job, visit):
                 marked = mark_bad_keys(*marked)
-            hidden = marked if visit.is_dense else hide_bad_keys(*marked)
+            dense, banded = _views(marked, None if visit.is_dense else hide_bad_keys(*marked))
             dropping = _dropping(job, visit, q)
             for part in visit.parts:
                 for call in part.calls:
                     for batch in batches(call.work, count):
-                        x, *keys = inputs.select(call.work, batch, (query,), marked if call.work.dense else hidden)
+                        (x,), keys = inputs.select(call.work, batch, own, dense if call.work.dense else banded)
                         kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
                         # A name for the result would keep it alive beside the next call's.
                         output.add(part.section, call, *kernel_forward(kernel, x, keys, call.work, job.scale), batch)
@@ -186,8 +199,8 @@ def _backward_by_keys(
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
             column = 0.0
     lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
-    marked_rows = (grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf))
-    hidden_rows = hide_bad_rows(*marked_rows)
+    marked_rows = (grad, query, out, _hide_keyless(lse))
+    rows, sums_of_rows = _views(marked_rows, hide_bad_rows(*marked_rows)), RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
@@ -197,10 +210,9 @@ def _backward_by_keys(
                 marked = mark_bad_keys(*marked)
             if grad_lse is not None:
                 marked = with_column(marked[0], 0.0), with_column(marked[1], column)
-            hidden = marked if visit.is_dense else hide_bad_keys(*marked)
-            sums = (dq, *run.get(visit.sums))
-            is_new = (False, visit.is_new, visit.is_new)
-            _differentiate(job, visit, inputs, (marked_rows, marked), (hidden_rows, hidden), sums, is_new)
+            keys = _views(marked, None if visit.is_dense else hide_bad_keys(*marked))
+            sums = sums_of_rows, RowViews(*run.get(visit.sums))
+            _differentiate(job, visit, inputs, rows, keys, sums, (False, visit.is_new))
         yield from run.finish(step.waits)
     spread_marks(lse.isnan(), dq)
     spread_marks(dv[..., 0].isnan(), dk, dv)
@@ -229,17 +241,16 @@ def _backward_by_queries(
     inputs, marked_keys = KernelInputs(), mark_bad_keys(k, v)
     if job.lse:
         marked_keys = with_column(marked_keys[0], 0.0), with_column(marked_keys[1], 0.0)
-    hidden_keys = hide_bad_keys(*marked_keys)
+    keys, sums_of_keys = _views(marked_keys, hide_bad_keys(*marked_keys)), RowViews(dk, dv)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
             run.copy(visit.copies)
             rounded = _is_rounded(job, visit)
             marked = _query_inputs(run.get(visit.block), run.get(visit.rows), job.lse, rounded=rounded)
-            hidden = marked if visit.is_dense else hide_bad_rows(*marked)
-            sums = (*run.get(visit.sums), dk, dv)
-            is_new = (visit.is_new, False, False)
-            _differentiate(job, visit, inputs, (marked, marked_keys), (hidden, hidden_keys), sums, is_new)
+            rows = _views(marked, None if visit.is_dense else hide_bad_rows(*marked))
+            sums = RowViews(*run.get(visit.sums)), sums_of_keys
+            _differentiate(job, visit, inputs, rows, keys, sums, (visit.is_new, False))
         yield from run.finish(step.waits)
     spread_marks(lse.isnan(), dq)
     spread_marks(dv[..., 0].isnan(), dk, dv)
@@ -255,33 +266,46 @@ def _differentiate(
     job: Job,
     visit: Visit,
     inputs: KernelInputs,
-    marked: tuple[Tensors, Tensors],
-    hidden: tuple[Tensors, Tensors],
-    sums: Tensors,
-    is_new: tuple[bool, bool, bool],
+    by_query: tuple[RowViews, RowViews],
+    by_key: tuple[RowViews, RowViews],
+    sums: tuple[RowViews, RowViews],
+    is_new: tuple[bool, bool],
 ) -> None:
-    """Add a visit's share of dq, dk and dv to `sums`.
+    """Add a visit's share of dq to `sums[0]`, and of dk and dv to `sums[1]`.
 
-    `marked` are (dO, q, out, lse) and (k, v), for dense calls; `hidden` are their forms for calls with a band, from
-    `hide_bad_rows` and `hide_bad_keys`. `is_new`: for each of the sums, whether it is arbitrary, and the visit's only
-    call writes all of it.
+    `by_query` are (dO, q, out, lse) and `by_key` are (k, v), from `_views`. `is_new`: for each of the sums, whether it
+    is arbitrary, and the visit's only call writes all of it.
     """
-    count, dropping = sums[0].size(0), _dropping(job, visit, sums[0])
+    total = sums[0].tensors[0]
+    count, dropping = total.size(0), _dropping(job, visit, total)
     for work in visit.works:
-        of_query = work.heads, (work.q,), work, work.q_shift
-        of_key = work.kv, work.k, work, work.k_shift
         for batch in batches(work, count):
-            by_query, by_key = marked if work.dense else hidden
-            selected = inputs.select(work, batch, by_query, by_key)
-            rows, keys = selected[: len(by_query)], selected[len(by_query) :]
+            rows, keys = inputs.select(work, batch, by_query[not work.dense], by_key[not work.dense])
             kernel = job.kernel if dropping is None else dropping.select(work, batch)
-            gradients = kernel_backward(kernel, rows, keys, work, job.scale)
-            for total, new, of, part in zip(sums, is_new, (of_query, of_key, of_key), gradients, strict=True):
-                if new:
-                    total.copy_(part[..., : total.size(-1)])
-                else:
-                    accumulate(in_batch(total, batch), *of, part)
-            del gradients, part  # free them before the next call allocates its own
+            dq, *of_keys = kernel_backward(kernel, rows, keys, work, job.scale)
+            if is_new[0]:
+                _write(sums[0], dq)
+            else:
+                accumulate(sums[0], work.heads, (work.q,), batch, work.repeat, work.q_shift, dq)
+            if is_new[1]:
+                _write(sums[1], *of_keys)
+            else:
+                accumulate(sums[1], work.kv, work.k, batch, work.repeat, work.k_shift, *of_keys)
+            del dq, of_keys  # free them before the next call allocates its own
+
+
+def _write(sums: RowViews, *parts: Tensor) -> None:
+    """Write `parts` [B, H, n, D or more] to all of `sums`."""
+    for total, part in zip(sums.tensors, parts, strict=True):
+        total.copy_(crop_to(part, total.shape[-1]))
+
+
+def _views(marked: Tensors, hidden: Tensors | None) -> tuple[RowViews, RowViews]:
+    """Inputs of dense calls, and of calls with a band: `hidden`, from `hide_bad_rows` or `hide_bad_keys`. A visit
+    without a band needs none.
+    """
+    views = RowViews(*marked)
+    return views, views if hidden is None else RowViews(*hidden)
 
 
 def _dropping(job: Job, visit: Visit, like: Tensor) -> DroppingKernels | None:
@@ -298,6 +322,11 @@ def _zeros(*like: Tensor) -> Tensors:
     return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
 
 
+def _hide_keyless(lse: Tensor) -> Tensor:
+    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
+    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)
+
+
 def _query_inputs(block: Tensors, row: Tensors, lse_column: bool, *, rounded: bool) -> Tensors:
     """(dO, q, out, lse) of query rows as a kernel takes them; see `_is_rounded` for `rounded`."""
     (query, grad), (lse, row_delta) = block, row
@@ -306,4 +335,4 @@ def _query_inputs(block: Tensors, row: Tensors, lse_column: bool, *, rounded: bo
         lse, query, grad, row_delta = mark_bad_rows(lse, query, grad, row_delta)
     grad, out = with_delta(grad, row_delta, wider=lse_column)
     query = with_column(query, 0.0) if lse_column else query
-    return grad, query, out, lse.masked_fill(lse == -torch.inf, torch.inf)
+    return grad, query, out, _hide_keyless(lse)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernels.base import Kernel
 from ..plan.plan import Plan
-from ..plan.work import Work, join_keys, join_repetitions
+from ..plan.work import Work, join_keys, join_repetitions, shift_range
 
 #: Query rows times heads of a section at least, where neighbours can be joined: enough to batch kernel calls.
 SECTION_ROWS = 1 << 17
@@ -17,13 +17,17 @@ SECTION_ROWS = 1 << 17
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the kernel. `first`: its rows have no partial yet, so that its result is copied and not merged."""
+    """One call of the kernel. `rows` are its query rows, counted from the start of their section.
+
+    `first`: the rows have no partial yet, so that the result is copied and not merged.
+    """
 
     work: Work
+    rows: range
     first: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Section:
     """A run of local query rows. Every work lies wholly inside or wholly outside, so that the run can be finished
     alone.
@@ -113,7 +117,7 @@ def _mark_calls(
         first = not counts.any()
         mixed |= not first and not counts.all()
         counts += 1
-        calls.append(KernelCall(call, first))
+        calls.append(KernelCall(call, shift_range(call.q, -origin), first))
     return tuple(calls), mixed
 
 

@@ -100,8 +100,7 @@ def batches(work: Work, count: int) -> Sequence[slice | None]:
     A work with repetitions takes one element of the batch per call. 5 for each sequence of a packed work bounds the
     sequences of a call by 52,428: CUDA grids have at most 65,535.
     """
-    size = count if work.repeat == 1 else 1
-    size = max(1, min(size, BATCH_ROWS // max(len(work.q) * len(work.heads), 5 * len(work.cuts))))
+    size = max(1, BATCH_ROWS // max(len(work.q) * len(work.heads), 5 * len(work.cuts))) if work.repeat == 1 else 1
     if size >= count:
         return (None,)
     return [slice(first, first + size) for first in range(0, count, size)]

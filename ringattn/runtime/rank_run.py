@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..plan.row_overlap import RowCopy
-from ..transport.base import Message, Post, Program, Wait
+from ..transport.base import Message, Post, Program, Tags, Wait
 from .memory import empty
 
 #: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
@@ -24,22 +24,22 @@ Numbers = tuple[int, ...]
 
 
 class RowIndex(NamedTuple):
-    """Heads and rows of a target and of a source [B, heads, rows, D] as torch indexes them; None is all of them."""
+    """Where a copy writes in a target and reads in a source [B, heads, rows, D], as torch indexes them.
 
-    to_heads: slice | None
-    to_rows: slice | torch.Tensor | None
-    from_heads: slice | None
-    from_rows: slice | torch.Tensor | None
+    `to_view` and `from_view` index views; None is the whole tensor. `to_rows` and `from_rows` number the rows where no
+    slice does.
+    """
+
+    to_view: tuple[slice, ...] | None
+    to_rows: torch.Tensor | None
+    from_view: tuple[slice, ...] | None
+    from_rows: torch.Tensor | None
 
     @classmethod
     def of(cls, rows: RowCopy, target: Sequence[int], source: Sequence[int], device: torch.device) -> RowIndex:
         """The index of a copy between tensors of these shapes on `device`."""
-        return cls(
-            _slice(rows.to_heads, target[1]),
-            _index(rows.to_rows, target[2], device),
-            _slice(rows.from_heads, source[1]),
-            _index(rows.from_rows, source[2], device),
-        )
+        to_index = _index(rows.to_heads, rows.to_rows, target, device)
+        return cls(*to_index, *_index(rows.from_heads, rows.from_rows, source, device))
 
 
 ALL = RowIndex(None, None, None, None)
@@ -97,7 +97,7 @@ class Memory:
 class PassTensors:
     """The tensors of one execution of a pass, by number."""
 
-    def __init__(self, memory: Memory, device: torch.device) -> None:
+    def __init__(self, memory: Memory, device: torch.device, tags: Tags) -> None:
         stores = [empty((size,), torch.uint8, device) if size else None for size in memory.stores]
         typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.tensors: list[Any] = []
@@ -105,13 +105,14 @@ class PassTensors:
             if view is None:
                 self.tensors.append(None)
                 continue
-            key = view.store, view.dtype
-            if key not in typed:
-                store = stores[view.store]
+            number, start, shape, strides, dtype = view
+            if (number, dtype) not in typed:
+                store = stores[number]
                 assert store is not None
-                size = store.numel() - store.numel() % view.dtype.itemsize
-                typed[key] = store[:size].view(view.dtype)
-            self.tensors.append(typed[key].as_strided(view.shape, view.strides, view.start))
+                rest = store.numel() % dtype.itemsize
+                typed[number, dtype] = (store[:-rest] if rest else store).view(dtype)
+            self.tensors.append(typed[number, dtype].as_strided(shape, strides, start))
+        self._tags = tags
         self._tickets: dict[int, Any] = {}
 
     def give(self, numbers: Numbers, tensors: Sequence[torch.Tensor]) -> None:
@@ -135,11 +136,11 @@ class PassTensors:
         """Pack and post the messages of a step. `label` names the step in errors."""
         for post in posts:
             self.copy(post.copies)
-            sends, recvs = (
-                tuple([Message(peer, tag, self.tensors[data]) for peer, tag, data in side])
-                for side in (post.sends, post.recvs)
-            )
+            sends, recvs = self._messages(post.sends), self._messages(post.recvs)
             self._tickets[post.ticket] = yield Post(sends, recvs, label)
+
+    def _messages(self, numbered: tuple[tuple[int, int, int], ...]) -> tuple[Message, ...]:
+        return tuple([Message(peer, self._tags.of(tag), self.tensors[data]) for peer, tag, data in numbered])
 
     def finish(self, waits: tuple[BatchWait, ...]) -> Program[None]:
         """Wait for the messages that are due at the end of a step, and unpack them."""
@@ -151,29 +152,24 @@ class PassTensors:
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor, rows: RowIndex, *, add: bool) -> None:
     """Copy rows of `source` to rows of `target`, or add them to the rows of `target`."""
-    to_heads, to_rows, from_heads, from_rows = rows
-    to, of = _narrow(target, to_heads, to_rows), _narrow(source, from_heads, from_rows)
-    if isinstance(from_rows, torch.Tensor):
+    to_view, to_rows, from_view, from_rows = rows
+    to = target if to_view is None else target[to_view]
+    of = source if from_view is None else source[from_view]
+    if from_rows is not None:
         of = of.index_select(2, from_rows)
-    if not isinstance(to_rows, torch.Tensor):
+    if to_rows is None:
         to.add_(of) if add else to.copy_(of)
     else:
         of = of.to(to.dtype)
         to.index_add_(2, to_rows, of) if add else to.index_copy_(2, to_rows, of)
 
 
-def _narrow(x: torch.Tensor, heads: slice | None, rows: slice | torch.Tensor | None) -> torch.Tensor:
-    """The view of x at these heads, and at these rows where they are a slice."""
-    if heads is not None:
-        x = x[:, heads]
-    return x[:, :, rows] if isinstance(rows, slice) else x
-
-
-def _index(r: range | np.ndarray, size: int, device: torch.device) -> slice | torch.Tensor | None:
-    if isinstance(r, range):
-        return _slice(r, size)
-    return torch.as_tensor(np.asarray(r), device=device)
-
-
-def _slice(r: range, size: int) -> slice | None:
-    return None if r == range(size) else slice(r.start, r.stop, r.step)
+def _index(
+    heads: range, rows: range | np.ndarray, shape: Sequence[int], device: torch.device
+) -> tuple[tuple[slice, ...] | None, torch.Tensor | None]:
+    """(the view's index, the numbers of its rows) for heads and rows of a tensor of this shape; see `RowIndex`."""
+    numbers = None if isinstance(rows, range) else torch.as_tensor(np.asarray(rows), device=device)
+    run = rows if isinstance(rows, range) else range(shape[2])
+    if (heads, run) == (range(shape[1]), range(shape[2])):
+        return None, numbers
+    return (slice(None), *(slice(r.start, r.stop, r.step) for r in (heads, run))), numbers

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import InvalidInput
 from ..kernels import fused_kernels
+from ..kernels.base import as_dtype
 
 
 def add_(total: torch.Tensor, part: torch.Tensor) -> None:
@@ -27,9 +28,9 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
     """
     if fused := fused_kernels(out.device):
         return fused.merge_(out, lse, part, part_lse)
-    gate = torch.sigmoid(part_lse - lse)
-    gate.masked_fill_(part_lse == -torch.inf, 0.0)  # if both saw no key, sigmoid(-inf + inf) is NaN
-    out.lerp_(part.to(out.dtype), gate.to(out.dtype).unsqueeze(-1))
+    gate = (part_lse - lse).sigmoid_()
+    gate.masked_fill_(part_lse.isneginf(), 0.0)  # if both saw no key, sigmoid(-inf + inf) is NaN
+    out.lerp_(as_dtype(part, out.dtype), as_dtype(gate, out.dtype).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
 

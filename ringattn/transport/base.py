@@ -95,27 +95,26 @@ class Transport(Carrier, Protocol):
 TAGS, SPAN = 1 << 28, 1 << 16
 
 
-def number_tags(program: Program[T], number: int, *, backward: bool) -> Program[T]:
-    """The same program with tags that differ from the tags of all other calls and of the other pass.
-
-    `number` is the number of the call. Tags repeat after TAGS / SPAN calls. The tags of a plan are unique only between
-    two ranks within one pass.
+class Tags(NamedTuple):
+    """The tags of the messages of one pass, by the tags of its plan. Tags of a plan are unique only between two ranks
+    within one pass.
     """
-    first = number * SPAN + backward
 
-    def renumber(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return tuple(Message(m.peer, (first + 2 * m.tag) % TAGS, m.data) for m in messages)
+    first: int
+    step: int
 
-    reply: Any = None
-    while True:
-        try:
-            request = program.send(reply)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        if isinstance(request, Post):
-            request = Post(renumber(request.sends), renumber(request.recvs), request.label)
-        reply = yield request
+    @classmethod
+    def of_call(cls, number: int, *, backward: bool) -> Tags:
+        """Tags that differ from those of all other calls and of the other pass. They repeat after TAGS / SPAN calls."""
+        return cls(number * SPAN + backward, 2)
+
+    def of(self, tag: int) -> int:
+        """The tag of a message whose tag in the plan is `tag`."""
+        return (self.first + self.step * tag) % TAGS
+
+
+#: The tags of the plan themselves.
+PLAN_TAGS = Tags(0, 1)
 
 
 #: Bytes of the length that precedes a record, and the most bytes of a record.

@@ -8,9 +8,8 @@ from typing import Any
 
 import group_cases
 import pytest
-import torch
 
-from ringattn.transport.base import SPAN, TAGS, Message, Post, drive, number_tags
+from ringattn.transport.base import PLAN_TAGS, SPAN, TAGS, Tags
 
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
@@ -46,26 +45,9 @@ def test_an_error_of_a_signal_handler_passes_unchanged(run_ranks: Run) -> None:
 
 
 def test_tags_tell_calls_and_passes_apart() -> None:
-    class Heard:
-        def __init__(self) -> None:
-            self.tags: list[int] = []
-
-        def post(self, post: Post) -> None:
-            self.tags += [message.tag for message in (*post.sends, *post.recvs)]
-
-        def wait(self, ticket: None) -> None: ...
-
-    def program() -> Any:
-        data = torch.zeros(1, dtype=torch.uint8)
-        for hop in (0, 1, 1000, SPAN // 2 - 1):
-            yield Post((Message(0, hop, data),), (Message(1, hop, data),), "step")
-
-    heard = Heard()
-    for number in (0, 1, 2, TAGS // SPAN - 1):
-        for backward in (False, True):
-            drive(number_tags(program(), number, backward=backward), heard)
-    assert heard.tags[::2] == heard.tags[1::2] and len(set(heard.tags)) == len(heard.tags) // 2 == 32
-    assert min(heard.tags) >= 0 and max(heard.tags) < TAGS
-    again = Heard()
-    drive(number_tags(program(), TAGS // SPAN, backward=False), again)
-    assert again.tags == heard.tags[:8]
+    hops = (0, 1, 1000, SPAN // 2 - 1)
+    passes = [(number, backward) for number in (0, 1, 2, TAGS // SPAN - 1) for backward in (False, True)]
+    tags = [Tags.of_call(number, backward=backward).of(hop) for number, backward in passes for hop in hops]
+    assert len(set(tags)) == len(tags) == 32 and min(tags) >= 0 and max(tags) < TAGS
+    again = Tags.of_call(TAGS // SPAN, backward=False)
+    assert [again.of(hop) for hop in hops] == tags[:4] and [PLAN_TAGS.of(hop) for hop in hops] == list(hops)

@@ -11,7 +11,7 @@ from ...kernels.base import Kernel, hide_bad_keys, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
 from ...plan.work import Work
-from ...runtime.accumulators import KernelInputs, accumulate, in_batch
+from ...runtime.accumulators import KernelInputs, RowViews, accumulate
 from ...runtime.rank_program import batches
 from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lower_to_tiles
@@ -68,30 +68,30 @@ def make_call(
     scale = head_dim**-0.5
     kernel_calls = list(kernel.split(work))
     inputs = KernelInputs()
-    by_row = (grad, q, out, lse)
+    query, by_row = RowViews(q), RowViews(grad, q, out, lse)
 
-    def keys_of_visit() -> tuple[torch.Tensor, ...]:
+    def keys_of_visit() -> RowViews:
         """k and v; as in the executor, the guard against bad numbers is part of a call with a band."""
-        return (k, v) if work.dense else hide_bad_keys(k, v)
+        return RowViews(*((k, v) if work.dense else hide_bad_keys(k, v)))
 
     def run_forward() -> None:
         keys = keys_of_visit()
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                q_rows, *key_rows = inputs.select(call, batch, (q,), keys)
+                (q_rows,), key_rows = inputs.select(call, batch, query, keys)
                 kernel_forward(kernel, q_rows, key_rows, call, scale)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
+    of_rows, of_keys = RowViews(dq), RowViews(dk, dv)
 
     def run_backward() -> None:
         keys = keys_of_visit()
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                selected = inputs.select(call, batch, by_row, keys)
-                grads = kernel_backward(kernel, selected[:4], selected[4:], call, scale)
-                accumulate(in_batch(dq, batch), call.heads, (call.q,), call, call.q_shift, grads[0])
-                accumulate(in_batch(dk, batch), call.kv, call.k, call, call.k_shift, grads[1])
-                accumulate(in_batch(dv, batch), call.kv, call.k, call, call.k_shift, grads[2])
+                rows, key_rows = inputs.select(call, batch, by_row, keys)
+                dq_part, *key_parts = kernel_backward(kernel, rows, key_rows, call, scale)
+                accumulate(of_rows, call.heads, (call.q,), batch, call.repeat, call.q_shift, dq_part)
+                accumulate(of_keys, call.kv, call.k, batch, call.repeat, call.k_shift, *key_parts)
 
     return run_backward if backward else run_forward
 
