@@ -101,5 +101,5 @@ def window_bounds(work: Work) -> tuple[int | None, int | None]:
 
     Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
     """
-    shift = 0 if work.cuts else work.keys - len(work.q)
+    shift = 0 if work.sequences else work.keys - len(work.q)
     return None if work.hi is None else work.hi + shift, None if work.lo is None else -work.lo - shift

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from math import prod
+from types import ModuleType
 
 import torch
 
@@ -44,6 +46,10 @@ class KernelInputs:
 
         `batch` None is the whole batch.
         """
+        if work.gathered:
+            gather = _packing().gather
+            rows = [gather(in_batch(x, batch), work) for x in by_query]
+            return rows + [gather(in_batch(x, batch), work, by_key=True) for x in by_key]
         selected = [select(in_batch(x, batch), work.heads, work.q, work.repeat, work.q_shift) for x in by_query]
         for place, x in enumerate(by_key):
             of = in_batch(x, batch)
@@ -87,6 +93,9 @@ def accumulate(
     """Add `part` [B or repeat, heads, rows, D or more] to those rows of x [B, H, n, D] that the call has read."""
     width = x.size(-1)
     part = part if part.size(-1) == width else part[..., :width]
+    if work.gathered:
+        _packing().scatter_add(x, work, part, by_key=runs is work.k)
+        return
     first = 0
     for run in runs:
         rows = part if len(runs) == 1 else part[:, :, first : first + len(run)]
@@ -99,6 +108,21 @@ def accumulate(
         for turn in range(turns):
             repetitions = rows[turn::turns] if turns > 1 else rows
             add_(select(x, heads, shift_range(run, turn * shift), len(repetitions), turns * shift), repetitions)
+
+
+def _packing() -> ModuleType:
+    return import_module("..kernels.packing", __package__)  # only gathered calls load it
+
+
+def _merge_gathered(call: KernelCall, first: int, total: Pair, part: Pair) -> None:
+    """Merge the partial of a gathered call into tensors of the rows from number `first` on."""
+    packing = _packing()
+    if not call.first:
+        out, lse = (packing.gather(x, call.work, first=first) for x in total)
+        merge_(out, lse, *part)
+        part = out, lse
+    for x, y in zip(total, part, strict=True):
+        packing.scatter(x, call.work, y, first=first)
 
 
 class OutputAccumulator:
@@ -119,12 +143,16 @@ class OutputAccumulator:
         self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice | None
     ) -> None:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
-        if self.out is None and part.shape == self.shape and part.dtype == wide(self.q.dtype) == self.q.dtype:
+        gathered, dtype = call.work.gathered, wide(self.q.dtype)
+        if self.out is None and not gathered and part.shape == self.shape and part.dtype == dtype == self.q.dtype:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
             self._open[section] = self.out, self.lse
             return
         work, rows = call.work, shift_range(call.work.q, -section.rows.start)
         out, lse = self._open.get(section) or self._open_section(section)
+        if gathered:
+            _merge_gathered(call, section.rows.start, (in_batch(out, batch), in_batch(lse, batch)), (part, part_lse))
+            return
         out, lse = (select(in_batch(x, batch), work.heads, rows, work.repeat, work.q_shift) for x in (out, lse))
         if call.first:
             out.copy_(part)

@@ -100,7 +100,8 @@ def batches(work: Work, count: int) -> Sequence[slice | None]:
     sequences of a call by 52,428: CUDA grids have at most 65,535.
     """
     size = count if work.repeat == 1 else 1
-    size = max(1, min(size, BATCH_ROWS // max(len(work.q) * len(work.heads), 5 * len(work.cuts))))
+    rows = max(len(work.q) * len(work.heads), 5 * len(work.sequences), work.copied_rows)
+    size = max(1, min(size, BATCH_ROWS // rows))
     if size >= count:
         return (None,)
     return [slice(first, first + size) for first in range(0, count, size)]
@@ -209,7 +210,8 @@ def _covers(work: Work, part: Part, plan: Plan) -> bool:
     """Whether one call computes every row of a part of gradients."""
     (_, heads, rows, _), _ = tensor_specs(plan, part, as_sent=False)[0]
     of = (work.heads, (work.q,)) if part.kind == "dq" else (work.kv, work.k)
-    return work.repeat == 1 and of == (range(heads), (range(rows),)) and tuple(batches(work, plan.batch)) == (None,)
+    covers = work.repeat == 1 and not work.gathered and of == (range(heads), (range(rows),))
+    return covers and tuple(batches(work, plan.batch)) == (None,)
 
 
 def _largest_message(plan: Plan, rank: int) -> int:

@@ -96,12 +96,12 @@ def test_long_documents_and_other_heads_stay_alone() -> None:
         return replace(Work(range(4), range(2), range(first, last), (range(first, last),), 0), **fields)
 
     rows = ALONE_ROWS // 4
-    assert [work.cuts for work in pack([at(0, rows), at(rows, rows + 5)])] == [((rows, rows), (5, 5))]
+    assert [work.sequences for work in pack([at(0, rows), at(rows, rows + 5)])] == [((rows, rows), (5, 5))]
     for other in (at(5, 9, heads=range(4, 8)), at(5, 9, kv=range(2, 4)), at(5, 6 + rows), at(6, 9), at(5, 9, lo=None)):
         assert pack([at(0, 5), other]) == [at(0, 5), other]
     repeated = at(0, 5, repeat=3, q_shift=5, k_shift=5)
     assert pack([repeated]) == [repeated], "one call already"
-    assert [work.cuts for work in pack([repeated, at(15, 16)])] == [((5, 5),) * 3 + ((1, 1),)]
+    assert [work.sequences for work in pack([repeated, at(15, 16)])] == [((5, 5),) * 3 + ((1, 1),)]
     apart = at(0, 5, repeat=3, q_shift=6, k_shift=6)
     assert pack([apart, at(40, 41)]) == [apart, at(40, 41)], "never more calls"
 
@@ -141,7 +141,7 @@ def test_one_call_for_each_visit(ops: EmulatedOps, text: str, layout: str, rotat
 
 
 def test_a_call_has_no_more_sequences_than_a_grid() -> None:
-    work = Work(range(1), range(1), range(999), (range(999),), cuts=((1, 1),) * 999)
+    work = Work(range(1), range(1), range(999), (range(999),), sequences=())
     slices = batches(work, 1000)
     assert slices[-1] is not None and slices[-1].stop >= 1000
     assert all(part is not None and 999 * (part.stop - part.start) <= GRID for part in slices)
