@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -86,11 +87,29 @@ def pack(calls: list[Work], *, repeats_keys: bool = True) -> list[Work]:
         return views
     alone = [work for work in views if _size(work) > ALONE_ROWS]
     short = [part for work in views if _size(work) <= ALONE_ROWS for part in work.sequences or work.singles()]
-    short = join_keys(short, lambda work: True)
-    choices = [views, *([*alone, *_gather(works)] for works in (short, [x for work in short for x in _by_head(work)]))]
+    cut = join_keys(_cut_rows(short), lambda work: True)
+    ways = short, cut, [part for work in cut for part in _by_head(work)]
+    choices = [views, *([*alone, *_gather(works)] for works in ways if len(works) <= MOST_SEQUENCES)]
+    most = ALONE_ROWS * len(views)
+    choices = [works for works in choices if sum(work.copied_rows for work in works) <= most]
     if not repeats_keys:
-        choices = [choice for choice in choices if not any(map(_repeats_keys, choice))]
+        choices = [works for works in choices if not any(map(_repeats_keys, works))]
     return min(choices, key=lambda works: sum(GATHER_CALLS if work.gathered else 1 for work in works))
+
+
+def _cut_rows(works: list[Work]) -> Iterator[Work]:
+    """The works, cut where rows of others begin or end, so that two works of some heads have the same rows or none."""
+    ends: dict[object, set[int]] = {}
+
+    def cuts(work: Work) -> set[int]:
+        return ends.setdefault((work.heads, work.q.step, work.q.start % work.q.step), set())
+
+    for work in works:
+        cuts(work).update((work.q[0], work.q[-1] + work.q.step))
+    for work in works:
+        inside = sorted((end - work.q[0]) // work.q.step for end in cuts(work) if work.q[0] <= end <= work.q[-1])
+        for first, last in pairwise((*inside, len(work.q))):
+            yield work.narrow_rows(first, last)
 
 
 def _gather(works: list[Work]) -> Iterator[Work]:

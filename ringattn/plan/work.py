@@ -97,6 +97,12 @@ class Work(Value):
                 runs.append(run)
         return replace(self, q=self.q[q[0] : q[1]], k=tuple(runs), lo=lo, hi=hi)
 
+    def narrow_rows(self, first: int, last: int) -> Work:
+        """The part of the work in its rows number first .. last-1, with the keys that these rows see."""
+        start = 0 if self.hi is None else max(0, first - self.hi)
+        stop = self.keys if self.lo is None else min(self.keys, last - self.lo)
+        return self.narrow((first, last), (start, stop))
+
     def singles(self) -> Iterator[Work]:
         """The repetitions of the work, one by one."""
         for turn in range(self.repeat):
