@@ -25,7 +25,7 @@ ALONE_ROWS = 1 << 15
 #: Rows times heads of a gathered call at most: bounds what it allocates.
 GATHERED_ROWS = 1 << 18
 #: A gathered call makes about as many launches as this many calls on views. Counted, with merges by torch.
-GATHER_CALLS = 3
+GATHER_CALLS = 2
 #: Groups that a work may join; the others are full, or other works.
 OPEN_GROUPS = 8
 #: Sequences of a packed work at most. CUDA grids have at most 65,535.
