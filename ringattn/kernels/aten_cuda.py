@@ -135,10 +135,12 @@ class AtenCuda(Kernel):
             "flash": self.device.refuses("flash", self.dtype, head_dim) or "cudnn is faster here",
             "efficient": self.device.refuses("efficient", self.dtype, head_dim) or "it is slower in 16 bits",
         }
+        if any(call.gathered for call in calls):
+            reasons["FlexAttention"] = "it is compiled for each mask, see docs/measured.md"
         if self.choice in reasons:
-            reasons = {op: f"kernel={self.name} is asked for" for op in reasons}
+            reasons |= {op: f"kernel={self.name} is asked for" for op in OPS}
         used = " ".join(op for op, _ in taken.calls)
-        return OpChoice(self.name, taken.calls, tuple((op, str(reasons[op])) for op in OPS if op not in used))
+        return OpChoice(self.name, taken.calls, tuple((op, str(why)) for op, why in reasons.items() if op not in used))
 
     def _refuses_cudnn(self, call: Work, head_dim: int) -> str | None:
         """Why cuDNN does not compute a call; None if it does."""

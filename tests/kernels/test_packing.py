@@ -173,7 +173,11 @@ def test_documents_are_exact(ops: EmulatedOps, text: str, layout: str, rotate: s
 
 @pytest.mark.parametrize("rotate", ["keys", "queries"])
 @pytest.mark.parametrize(
-    ("text", "layout"), [("Causal() & {}", "contiguous"), ("Causal() & {}", "zigzag"), ("{}", "contiguous")]
+    ("text", "layout"),
+    [
+        *(("Causal() & {}", "contiguous"), ("Causal() & {}", "zigzag"), ("{}", "contiguous")),
+        *(("Causal() & {}", "striped"), ("global_local(4, globals=1, blocks=2)", "zigzag"), ("Strided(5)", "striped")),
+    ],
 )
 def test_one_call_for_each_visit(ops: EmulatedOps, text: str, layout: str, rotate: str) -> None:
     pattern = ra.parse_pattern(text.format(f"Documents({LENGTHS})"))
@@ -184,6 +188,27 @@ def test_one_call_for_each_visit(ops: EmulatedOps, text: str, layout: str, rotat
     visits = sum(len(step.visits) for rank in range(3) for step in plan.for_rank(rank).forward)
     backwards = sum(count for op, count in ops.calls.items() if op.endswith("backward"))
     assert ops.calls.total() == 2 * backwards == 2 * visits and ops.packed >= 3
+
+
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+def test_gathered_calls_are_exact(ops: EmulatedOps, rotate: str) -> None:
+    """A batch in several calls, grouped heads of which each has rows of its own, and the gradient of lse."""
+    pattern = ra.parse_pattern("Dilated((32, 90), (1, 5), causal=True)")
+    case = make_case(90, 6, 3, torch.float32, batch=3, lse=True)
+    oracle = dense(case, torch.from_numpy(pattern.mask(90, 6)), pattern.output_scale)
+    deterministic: dict[bool, int] = {}
+    for equal_bits in (False, True):
+        leaves, ops.packed = case.leaves(), 0
+        out, lse = ra.virtual_attention(
+            *(*leaves, pattern),
+            **{"ranks": 2, "layout": "zigzag", "rotate": rotate, "kernel": "aten_cuda:flash", "return_lse": True},
+            deterministic=equal_bits,
+        )
+        grads = torch.autograd.grad((out, lse), leaves, (case.grad, case.grad_lse.float()))
+        for x, y in zip((out, lse, *grads), (oracle.out, oracle.lse, *oracle.grads), strict=True):
+            assert error(x, y) <= 1e-5
+        deterministic[equal_bits] = ops.packed
+    assert deterministic[False] >= deterministic[True] > 0
 
 
 def test_a_call_has_no_more_sequences_than_a_grid() -> None:
@@ -225,10 +250,14 @@ def test_the_emulated_op_refuses(ops: EmulatedOps) -> None:
 def test_explain_tells_of_packed_calls(ops: EmulatedOps) -> None:
     documents = [Work(range(4), range(4), range(a, b), (range(a, b),), 0) for a, b in pairwise((0, 300, 700, 701))]
     told: dict[str | None, str] = {}
+    gaps = [Work(range(4), range(4), range(a, a + 50), (range(b, b + 50),)) for a, b in ((0, 70), (50, 0), (200, 9))]
     for choice in (None, "flash", "cudnn", "efficient"):
         kernel = AtenCuda(choice, torch.float16, deterministic=False)
         kernel.check(*[torch.zeros(1, 4, 8, 64)] * 3)
         told[choice] = str(kernel.explain(*documents, head_dim=64))
+        if choice is None:
+            assert "FlexAttention: it is compiled for each mask" in str(kernel.explain(*gaps, head_dim=64))
+            assert str(kernel.explain(*gaps)).startswith("gathered varlen flash; not cudnn")
     assert told[None].startswith("varlen flash; not cudnn: it gets one sequence per call; not efficient:")
     assert told["flash"].startswith("varlen flash; not cudnn:")
     assert told["cudnn"].startswith("2 calls of cudnn") and told["efficient"].startswith("3 calls of efficient")
