@@ -250,7 +250,10 @@ def test_the_emulated_op_refuses(ops: EmulatedOps) -> None:
 def test_explain_tells_of_packed_calls(ops: EmulatedOps) -> None:
     documents = [Work(range(4), range(4), range(a, b), (range(a, b),), 0) for a, b in pairwise((0, 300, 700, 701))]
     told: dict[str | None, str] = {}
-    gaps = [Work(range(4), range(4), range(a, a + 50), (range(b, b + 50),)) for a, b in ((0, 70), (50, 0), (200, 9))]
+    gaps = [
+        Work(range(4), range(4), range(a, a + 50), (range(b, b + 50),))
+        for a, b in ((0, 70), (50, 0), (120, 9), (200, 4))
+    ]
     for choice in (None, "flash", "cudnn", "efficient"):
         kernel = AtenCuda(choice, torch.float16, deterministic=False)
         kernel.check(*[torch.zeros(1, 4, 8, 64)] * 3)
