@@ -39,6 +39,12 @@ TYPICAL = {
         ("documents", 8, 0, None, (0, 1000, 3000, 4096)),
     )
 }
+#: Rows of 128 see their own block of keys and another.
+TYPICAL["block mask"] = [
+    Work(range(8), range(8), range(128 * i, 128 * i + 128), (range(128 * j, 128 * j + 128),))
+    for i in range(32)
+    for j in {i, i * i % 32}
+]
 
 
 def main(config: DoctorConfig) -> None:

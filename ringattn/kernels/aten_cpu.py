@@ -101,9 +101,7 @@ def _strips(work: Work) -> Iterator[Work]:
     width = keys if work.lo is None else work.hi - work.lo + 1
     height = min(max(-(-width // (8 * lowest)) * lowest, lowest), highest)
     for first in range(0, rows, height):
-        last = min(first + height, rows)
-        stop = keys if work.lo is None else min(keys, last - work.lo)
-        yield work.narrow((first, last), (max(0, first - work.hi), stop))
+        yield work.narrow_rows(first, min(first + height, rows))
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ class AtenCuda(Kernel):
     computes the other calls. An implementation that torch.nn.attention.activate_flash_attention_impl has put in place
     of FlashAttention 2 takes the calls of flash, and those of cuDNN. Head dims up to 256.
 
-    Short documents that follow one another are one call of flash with cumulative lengths, "varlen". With the choice
-    "cudnn" they are calls of their own.
+    Short works of a visit, such as documents, dilated classes and rows of blocks, are one call of flash with cumulative
+    lengths, "varlen", see `packing`. With the choice "cudnn" they are calls of their own.
 
     What the device and torch's switches allow is read once, in `check`; the backward keeps to it.
     """
@@ -101,10 +101,12 @@ class AtenCuda(Kernel):
             told = "; ".join(f"{op}: {reasons[op]}" for op in ("flash", "efficient"))
             raise Unsupported(f"kernel {self.name}: no op computes bands here; {told}; try kernel=reference")
         self.band_op = able[0]
+        # Plans keep the calls of a kernel by its name: kernels that cut or pack in another way have another name.
         if self.band_op == "flash":
             self.max_head_dim = device.flash_head_dim
+            if self.deterministic:
+                self.name += " (deterministic)"
         elif self.choice != "efficient":
-            # Plans keep the calls of a kernel by its name, and these calls are cut in another way.
             self.name += " (efficient)"
 
     def split(self, work: Work) -> Iterator[Work]:
@@ -114,11 +116,12 @@ class AtenCuda(Kernel):
     def pack(self, calls: list[Work]) -> list[Work]:
         if self.band_op != "flash" or self.choice == "cudnn":
             return calls
-        return [part for work in pack(calls) for part in work.batches(GRID // len(work.heads))]
+        packed = pack(calls, repeats_keys=not self.deterministic)
+        return [part for work in packed for part in work.batches(GRID // len(work.heads))]
 
     def op_of(self, call: Work, head_dim: int) -> str:
-        if call.cuts:
-            return "varlen flash"
+        if call.sequences:
+            return "gathered varlen flash" if call.gathered else "varlen flash"
         if self.choice in ("flash", "efficient"):
             return self.choice
         return self.band_op if self._refuses_cudnn(call, head_dim) else "cudnn"
@@ -126,16 +129,18 @@ class AtenCuda(Kernel):
     def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
         taken = super().explain(*works, head_dim=head_dim)
         calls = self.calls_of(works)
-        packs = any(call.cuts for call in calls)
+        packs = any(call.sequences for call in calls)
         reasons = {
-            "cudnn": "it gets one document per call" if packs else self._refuses_cudnn(calls[0], head_dim),
+            "cudnn": "it gets one sequence per call" if packs else self._refuses_cudnn(calls[0], head_dim),
             "flash": self.device.refuses("flash", self.dtype, head_dim) or "cudnn is faster here",
             "efficient": self.device.refuses("efficient", self.dtype, head_dim) or "it is slower in 16 bits",
         }
+        if any(call.gathered for call in calls):
+            reasons["FlexAttention"] = "it is compiled for each mask, see docs/measured.md"
         if self.choice in reasons:
-            reasons = {op: f"kernel={self.name} is asked for" for op in reasons}
+            reasons |= {op: f"kernel={self.name} is asked for" for op in OPS}
         used = " ".join(op for op, _ in taken.calls)
-        return OpChoice(self.name, taken.calls, tuple((op, str(reasons[op])) for op in OPS if op not in used))
+        return OpChoice(self.name, taken.calls, tuple((op, str(why)) for op, why in reasons.items() if op not in used))
 
     def _refuses_cudnn(self, call: Work, head_dim: int) -> str | None:
         """Why cuDNN does not compute a call; None if it does."""
@@ -169,7 +174,7 @@ class AtenCuda(Kernel):
                 window_size_right=right,
             )
             out = _of_tokens(out, work, batch)
-            lse = lse.unflatten(1, (batch, -1)).transpose(0, 1) if work.cuts else lse
+            lse = lse.unflatten(1, (batch, -1)).transpose(0, 1) if work.sequences else lse
         elif op == "cudnn":
             out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
                 q, k, v, None, True, 0.0, not work.dense, False, scale=scale
@@ -210,7 +215,7 @@ class AtenCuda(Kernel):
                 left, right = flash_window(work)
                 grads = _aten._flash_attention_backward(
                     *(_tokens(x, work) for x in (grad, q, k, v, out)),
-                    lse.transpose(0, 1).flatten(1).contiguous() if work.cuts else lse,
+                    lse.transpose(0, 1).flatten(1).contiguous() if work.sequences else lse,
                     *(*_lengths(work, q), 0.0, False, seed, seed),
                     scale=scale,
                     window_size_left=left,
@@ -255,17 +260,17 @@ def _ready(x: torch.Tensor) -> torch.Tensor:
 
 def _tokens(x: torch.Tensor, work: Work) -> torch.Tensor:
     """x [B, H, n, D] as flash takes it: [B, n, H, D], or [B * n, H, D] for a packed work."""
-    return x.transpose(1, 2).flatten(0, 1) if work.cuts else x.transpose(1, 2)
+    return x.transpose(1, 2).flatten(0, 1) if work.sequences else x.transpose(1, 2)
 
 
 def _of_tokens(x: torch.Tensor, work: Work, batch: int) -> torch.Tensor:
     """A result of flash as [B, H, n, D]."""
-    return (x.unflatten(0, (batch, -1)) if work.cuts else x).transpose(1, 2)
+    return (x.unflatten(0, (batch, -1)) if work.sequences else x).transpose(1, 2)
 
 
 def _lengths(work: Work, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
     """(cum_seq_q, cum_seq_k, max_q, max_k) of flash, for q [B, H, n, D]."""
-    return cumulative(work, len(q), q.device) if work.cuts else (None, None, len(work.q), work.keys)
+    return cumulative(work, len(q), q.device) if work.sequences else (None, None, len(work.q), work.keys)
 
 
 def _turned(tensors: Sequence[torch.Tensor], flip: bool) -> Sequence[torch.Tensor]:

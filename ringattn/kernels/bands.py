@@ -24,9 +24,7 @@ def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
     unbounded = 0 if work.lo is None else min(max(keys + work.lo, 0), rows)
     bounded = rows if work.hi is None else min(max(work.hi, 0), rows)
     for first, last in pairwise(sorted({0, unbounded, bounded, rows})):
-        start = first - work.hi if work.hi is not None and first >= bounded else 0
-        stop = last - work.lo if work.lo is not None and last <= unbounded else keys
-        part = work.narrow((first, last), (max(start, 0), min(stop, keys)))
+        part = work.narrow_rows(first, last)
         assert reads(part), "the op reads the band of every run of rows correctly"
         yield part
 
@@ -101,5 +99,5 @@ def window_bounds(work: Work) -> tuple[int | None, int | None]:
 
     Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
     """
-    shift = 0 if work.cuts else work.keys - len(work.q)
+    shift = 0 if work.sequences else work.keys - len(work.q)
     return None if work.hi is None else work.hi + shift, None if work.lo is None else -work.lo - shift

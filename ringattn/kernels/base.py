@@ -290,7 +290,7 @@ def _seeing(flagged: torch.Tensor, work: Work, *, by_key: bool = False) -> torch
 
     `by_key`: bool [B, K, keys or 1], True for a key that a flagged row sees.
     """
-    if work.cuts:
+    if work.sequences:
         from .packing import visible_runs  # only what packs loads it
 
         first, stop = visible_runs(work, flagged.device, by_key=by_key)

@@ -1,20 +1,33 @@
-"""Works of documents, packed into one work of several sequences: one call of an op that takes cumulative lengths."""
+"""Works of a visit, packed into one work of several sequences: one call of an op that takes cumulative lengths.
+
+Neighbours, such as documents, are read and written as views. Works with gaps, such as dilated classes, rows of blocks
+and documents of a striped layout, are gathered: the rows and keys of the call are copies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import gcd
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..plan.work import Work, join_repetitions
+from ..plan.work import Work, join_keys, join_repetitions
 from .bands import window_bounds
 
-#: Works of more rows times heads stay calls of their own, for the fastest op. About where attention on an H100 takes as
-#: long as a launch: estimated, not measured.
+#: Works of more rows times heads stay calls of their own, for the fastest op; and a call that replaces others copies at
+#: most so many for each of them. About where attention, or a copy, on an H100 takes as long as a launch. An estimate
+#: from data sheets: no GPU has measured it.
 ALONE_ROWS = 1 << 15
+#: Rows times heads of a gathered call at most: bounds what it allocates.
+GATHERED_ROWS = 1 << 18
+#: A gathered call makes about as many launches as this many calls on views. Counted, with merges by torch.
+GATHER_CALLS = 2
+#: Groups that a work may join; the others are full, or other works.
+OPEN_GROUPS = 8
 #: Sequences of a packed work at most. CUDA grids have at most 65,535.
 MOST_SEQUENCES = 1 << 15
 
@@ -63,8 +76,111 @@ class _Window:
         return None if hides_more or joined.rows > joined.keys else joined
 
 
-def pack(calls: list[Work]) -> list[Work]:
-    """The calls of a visit, where calls whose rows and keys are neighbours are packed into one; never more calls."""
+def pack(calls: list[Work], *, repeats_keys: bool = True) -> list[Work]:
+    """The calls of a visit, or fewer calls that hold the same pairs.
+
+    Works whose rows and keys are neighbours become one call on views. Other works become one call on copies of their
+    rows and keys where that makes fewer launches; with `repeats_keys`, a key may be in several of its sequences.
+    """
+    views = _chain(calls)
+    if len(views) <= GATHER_CALLS:
+        return views
+    alone = [work for work in views if _size(work) > ALONE_ROWS]
+    short = [part for work in views if _size(work) <= ALONE_ROWS for part in work.sequences or work.singles()]
+    cut = join_keys(_cut_rows(short), lambda work: True)
+    ways = short, cut, [part for work in cut for part in _by_head(work)]
+    choices = [views, *([*alone, *_gather(works)] for works in ways if len(works) <= MOST_SEQUENCES)]
+    most = ALONE_ROWS * len(views)
+    choices = [works for works in choices if sum(work.copied_rows for work in works) <= most]
+    if not repeats_keys:
+        choices = [works for works in choices if not any(map(_repeats_keys, works))]
+    return min(choices, key=lambda works: sum(GATHER_CALLS if work.gathered else 1 for work in works))
+
+
+def _cut_rows(works: list[Work]) -> Iterator[Work]:
+    """The works, cut where rows of others begin or end, so that two works of some heads have the same rows or none."""
+    ends: dict[object, set[int]] = {}
+
+    def cuts(work: Work) -> set[int]:
+        return ends.setdefault((work.heads, work.q.step, work.q.start % work.q.step), set())
+
+    for work in works:
+        cuts(work).update((work.q[0], work.q[-1] + work.q.step))
+    for work in works:
+        inside = sorted((end - work.q[0]) // work.q.step for end in cuts(work) if work.q[0] <= end <= work.q[-1])
+        for first, last in pairwise((*inside, len(work.q))):
+            yield work.narrow_rows(first, last)
+
+
+def _gather(works: list[Work]) -> Iterator[Work]:
+    """The works in groups that one call computes, but for groups of which few calls on views are made."""
+    groups: list[_Group] = []
+    for work in sorted(works, key=lambda work: work.q.start):
+        if not any(group.take(work) for group in groups[-OPEN_GROUPS:]):
+            groups.append(_Group(work))
+    for group in groups:
+        views = _chain(group.works)
+        yield from views if len(views) <= GATHER_CALLS else [_packed(group.works, group.window)]
+
+
+class _Group:
+    """Works for one call: as many heads each, rows that no other work has, and one window for all."""
+
+    def __init__(self, work: Work) -> None:
+        self.works, self.window, self.size = [work], _Window.of(work), _size(work)
+        #: The rows of works by their heads. Works come in the order of their first rows; the last row is in the last.
+        self.taken = {work.heads: [work.q]}
+
+    def take(self, work: Work) -> bool:
+        """Whether the work has joined the group."""
+        first, size = self.works[0], self.size + _size(work)
+        if (len(work.heads), len(work.kv)) != (len(first.heads), len(first.kv)) or size > GATHERED_ROWS:
+            return False
+        window = self.window.join(_Window.of(work)) if len(self.works) < MOST_SEQUENCES else None
+        if window is None or any(_meet(work.heads, heads) and self._has(heads, work.q) for heads in self.taken):
+            return False
+        rows = self.taken.setdefault(work.heads, [])
+        rows.insert(len(rows) if not rows or work.q[-1] >= rows[-1][-1] else 0, work.q)
+        self.works.append(work)
+        self.window, self.size = window, size
+        return True
+
+    def _has(self, heads: range, rows: range) -> bool:
+        """Whether a work of these heads has one of the rows."""
+        taken = self.taken[heads]
+        return rows[0] <= taken[-1][-1] and any(_meet(rows, others) for others in taken)
+
+
+def _meet(a: range, b: range) -> bool:
+    """Whether two ranges have a common member."""
+    if a[-1] < b[0] or b[-1] < a[0]:
+        return False
+    return not set(a).isdisjoint(b)
+
+
+def _size(work: Work) -> int:
+    """Rows times heads of q, k and v that a call copies if the work is gathered, over all repetitions."""
+    return work.repeat * (len(work.q) * len(work.heads) + 2 * work.keys * len(work.kv))
+
+
+def _by_head(work: Work) -> Iterator[Work]:
+    """The work as one work for each key/value head."""
+    group = len(work.heads) // len(work.kv)
+    for number, kv in enumerate(work.kv):
+        yield replace(work, heads=work.heads[number * group : (number + 1) * group], kv=range(kv, kv + 1))
+
+
+def _repeats_keys(work: Work) -> bool:
+    """Whether some key is in two sequences of a gathered work, or twice in one."""
+    if not work.gathered:
+        return False
+    heads, rows = _places(work, by_key=True)
+    places = heads + rows * (1 + heads.max())
+    return len(np.unique(places)) < places.size
+
+
+def _chain(calls: list[Work]) -> list[Work]:
+    """The calls, where calls whose rows and keys are neighbours are packed into one; never more calls."""
     chains: list[tuple[list[Work], _Window]] = []
     #: The number of the chain that ends before these rows and keys of these heads.
     ending: dict[object, int] = {}
@@ -90,13 +206,15 @@ def pack(calls: list[Work]) -> list[Work]:
 
 
 def _packed(works: list[Work], window: _Window) -> Work:
+    rows = [work.q for work in works]
+    runs = [run for work in works for run in work.k]
     return replace(
         works[0],
-        q=range(works[0].q.start, works[-1].q.stop),
-        k=(range(works[0].k[0].start, works[-1].k[0].stop),),
+        q=range(min(q[0] for q in rows), max(q[-1] for q in rows) + 1),
+        k=(range(min(run[0] for run in runs), max(run[-1] for run in runs) + 1),),
         lo=None if window.right is None else -window.right,
         hi=window.left,
-        cuts=tuple((len(work.q), work.keys) for work in works),
+        sequences=tuple(works),
     )
 
 
@@ -119,13 +237,18 @@ def _is_packable(work: Work) -> bool:
     return steps == {1} and len(work.k) == 1 and len(work.q) * len(work.heads) <= ALONE_ROWS
 
 
+def _sizes(work: Work) -> list[tuple[int, int]]:
+    """(rows, keys) of the sequences of a packed work."""
+    return [(len(part.q), part.keys) for part in work.sequences]
+
+
 def cumulative(work: Work, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """(cum_seq_q, cum_seq_k, max_q, max_k) of a packed work, for `batch` elements of the batch one after another."""
 
     def make() -> Any:
-        ends = np.cumsum([(0, 0), *work.cuts * batch], 0).astype(np.int32)
+        ends = np.cumsum([(0, 0), *_sizes(work) * batch], 0).astype(np.int32)
         rows, keys = (torch.as_tensor(np.ascontiguousarray(side), device=device) for side in ends.T)
-        return rows, keys, *(max(sizes) for sizes in zip(*work.cuts, strict=True))
+        return rows, keys, *(max(sizes) for sizes in zip(*_sizes(work), strict=True))
 
     return _keep(work, (cumulative, batch, device), make)
 
@@ -134,7 +257,7 @@ def visible_runs(work: Work, device: torch.device, *, by_key: bool) -> tuple[tor
     """(first, stop) of the keys that each row of a packed work sees; `by_key`: of the rows that see each key."""
 
     def make() -> Any:
-        sizes, lo, hi = np.array(work.cuts).T, work.lo, work.hi
+        sizes, lo, hi = np.array(_sizes(work)).T, work.lo, work.hi
         if by_key:  # row i sees key j iff -hi <= j - i <= -lo
             lo, hi = (None if bound is None else -bound for bound in (hi, lo))
             sizes = sizes[::-1]
@@ -147,6 +270,60 @@ def visible_runs(work: Work, device: torch.device, *, by_key: bool) -> tuple[tor
         return tuple(torch.as_tensor(x, device=device) for x in (first, stop))
 
     return _keep(work, (visible_runs, by_key, device), make)
+
+
+def _places(work: Work, *, by_key: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(heads [n or 1, heads of a sequence], rows [n, 1]) of the rows, or keys, of the sequences of a gathered work."""
+    runs = [part.k if by_key else (part.q,) for part in work.sequences]
+    heads = np.array([part.kv if by_key else part.heads for part in work.sequences])
+    rows = np.concatenate([np.arange(run.start, run.stop, run.step) for part in runs for run in part])
+    if (heads == heads[0]).all():
+        return heads[:1], rows[:, None]
+    return np.repeat(heads, [sum(map(len, part)) for part in runs], 0), rows[:, None]
+
+
+def _indices(work: Work, device: torch.device, *, by_key: bool, first: int) -> Any:
+    """(rows, heads) as `_places`, as tensors on a device; rows are counted from row number `first`."""
+
+    def make() -> Any:
+        heads, rows = _places(work, by_key=by_key)
+        return tuple(torch.as_tensor(x, device=device) for x in (rows - first, heads))
+
+    return _keep(work, (_indices, by_key, first, device), make)
+
+
+def gather(x: torch.Tensor, work: Work, *, by_key: bool = False, first: int = 0) -> torch.Tensor:
+    """The rows, or keys, of a gathered work in x [B, H, n, ...], one sequence after another; x begins at row `first`.
+
+    [B, heads of a sequence, rows, ...], a copy.
+    """
+    rows, heads = _indices(work, x.device, by_key=by_key, first=first)
+    return x.transpose(1, 2)[:, rows, heads].transpose(1, 2)
+
+
+def scatter(x: torch.Tensor, work: Work, part: torch.Tensor, *, first: int = 0) -> None:
+    """Write `part`, in the order of `gather`, to the rows of a gathered work in x [B, H, n, ...]."""
+    rows, heads = _indices(work, x.device, by_key=False, first=first)
+    x.transpose(1, 2)[:, rows, heads] = part.transpose(1, 2).to(x.dtype)
+
+
+def scatter_add(x: torch.Tensor, work: Work, part: torch.Tensor, *, by_key: bool) -> None:
+    """Add `part`, in the order of `gather`, to the rows, or keys, of a gathered work in x [B, H, n, D].
+
+    x is indexed as rows of one dimension, in which index_add_ adds keys of several sequences, too.
+    """
+    batch, heads, rows, width = x.shape
+    by_batch, by_head, by_row, by_column = x.stride()
+    unit = gcd(by_head, by_row)
+    count = ((heads - 1) * by_head + (rows - 1) * by_row) // unit + 1
+
+    def make() -> Any:
+        at_heads, at_rows = _places(work, by_key=by_key)
+        return torch.as_tensor(((at_rows * by_row + at_heads * by_head) // unit).ravel(), device=x.device)
+
+    places = _keep(work, (scatter_add, by_key, by_head, by_row, x.device), make)
+    flat = x.as_strided((batch, count, width), (by_batch, unit, by_column))
+    flat.index_add_(1, places, part.transpose(1, 2).reshape(batch, -1, width).to(x.dtype))
 
 
 def _keep(work: Work, key: object, make: Callable[[], Any]) -> Any:

@@ -6,6 +6,8 @@ place of out.
 
 from __future__ import annotations
 
+from math import floor, log2
+
 import torch
 from torch.nn.functional import pad
 
@@ -15,7 +17,7 @@ from .base import as_dtype, wide
 #: Columns added for the gradient of lse, and for padded keys. Libraries want multiples of 8.
 EXTRA = 8
 #: Minus the logit of a padded key, or less if the columns that make this logit would overflow their dtype: in fp16 the
-#: logit is -EXTRA * 65504^2 * scale, -4.3e9 for a head dim of 64. Kernels keep logits in fp32.
+#: logit is -EXTRA * 32768^2 * scale, -1.1e9 for a head dim of 64. Kernels keep logits in fp32.
 HIDDEN = 1e30
 #: The least magnitude of a padded key's logit. Rows with lse below half of it count as rows that see padding only.
 LEAST = 1e6
@@ -99,6 +101,7 @@ def hide_keys(
     """
     factor = EXTRA * abs(scale)
     column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(q.dtype).max)
+    column = 2.0 ** floor(log2(column))  # no rounding: by way of bf16 the 65504 of fp16 becomes infinite
     size = factor * column * column
     if not LEAST <= size < float("inf"):
         raise Unsupported(

@@ -87,12 +87,10 @@ def restrict_queries(work: Work, row_set: RowSet, located: dict[tuple[int, range
 
 def _split_rows(work: Work, rows: Ranges) -> Iterator[Work]:
     """The work in parts whose query rows are one range of `rows` each, with the keys that these rows see."""
-    first, keys = 0, work.keys
+    first = 0
     for run in rows:
         last = first + len(run)
-        start = 0 if work.hi is None else max(0, first - work.hi)
-        stop = keys if work.lo is None else min(keys, last - work.lo)
-        part = work if len(run) == len(work.q) else work.narrow((first, last), (start, stop))
+        part = work if len(run) == len(work.q) else work.narrow_rows(first, last)
         yield replace(part, q=run)
         first = last
 

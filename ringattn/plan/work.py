@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,8 +24,9 @@ class Work(Value):
     repeated `repeat` times, with query rows q_shift and key rows k_shift further each time; the query rows of
     different repetitions are disjoint, their keys may overlap.
 
-    `cuts`, of works that `kernels.packing` makes, holds (rows, keys) of one sequence after another: a row attends keys
-    of its own sequence only, and i and j count from the end of their sequence.
+    `sequences`, of works that `kernels.packing` makes, are works of which the work is made up: a row attends keys of
+    its own sequence only, and i and j count from the end of their sequence. Where the sequences do not lie one after
+    another, `q` and `k` only bound their rows and keys.
     """
 
     heads: range
@@ -37,7 +38,7 @@ class Work(Value):
     repeat: int = 1
     q_shift: int = 0
     k_shift: int = 0
-    cuts: tuple[tuple[int, int], ...] = ()
+    sequences: tuple[Work, ...] = ()
 
     @cached_property
     def _hash(self) -> int:
@@ -55,6 +56,23 @@ class Work(Value):
     def kept(self) -> dict[object, Any]:
         """What kernels keep for the work as long as it lives, such as index tensors on a device."""
         return {}
+
+    @cached_property
+    def gathered(self) -> bool:
+        """Whether the rows or keys of the sequences do not lie one after another, so that they have to be copied."""
+        row, key = self.q.start, self.k[0].start
+        for work in self.sequences:
+            adjacent = range(row, row + len(work.q)), (range(key, key + work.keys),)
+            if (work.heads, work.q, work.k) != (self.heads, *adjacent):
+                return True
+            row, key = work.q.stop, work.k[0].stop
+        return False
+
+    @cached_property
+    def copied_rows(self) -> int:
+        """Rows times heads of q, k and v that are copied for a gathered work; 0 for others."""
+        parts = self.sequences if self.gathered else ()
+        return sum(len(work.q) * len(work.heads) + 2 * work.keys * len(work.kv) for work in parts)
 
     @property
     def keys(self) -> int:
@@ -78,6 +96,12 @@ class Work(Value):
             if run:
                 runs.append(run)
         return replace(self, q=self.q[q[0] : q[1]], k=tuple(runs), lo=lo, hi=hi)
+
+    def narrow_rows(self, first: int, last: int) -> Work:
+        """The part of the work in its rows number first .. last-1, with the keys that these rows see."""
+        start = 0 if self.hi is None else max(0, first - self.hi)
+        stop = self.keys if self.lo is None else min(self.keys, last - self.lo)
+        return self.narrow((first, last), (start, stop))
 
     def singles(self) -> Iterator[Work]:
         """The repetitions of the work, one by one."""
@@ -105,18 +129,22 @@ def shift_range(r: range, by: int) -> range:
     return range(r.start + by, r.stop + by, r.step)
 
 
-def join_keys(works: Iterable[Work]) -> list[Work]:
+def _is_short(work: Work) -> bool:
+    return len(work.q) <= GATHER_ROWS and work.keys <= GATHER_KEYS * len(work.q)
+
+
+def join_keys(works: Iterable[Work], joins: Callable[[Work], bool] = _is_short) -> list[Work]:
     """The works, where works of the same few query rows become one work whose keys are the runs of all of them.
 
     One kernel call on keys copied together is faster than a call and a merge for each short run. At most one of the
-    joined works has a band; its keys come last.
+    joined works has a band; its keys come last. Works that `joins` refuses stay as they are.
     """
     groups: dict[tuple[range, range], list[Work]] = {}
     for work in works:
         groups.setdefault((work.heads, work.q), []).append(work)
     result: list[Work] = []
-    for (_, q), group in groups.items():
-        short = [w for w in group if len(q) <= GATHER_ROWS and w.keys <= GATHER_KEYS * len(q) and w.hi is None]
+    for group in groups.values():
+        short = [w for w in group if w.hi is None and joins(w)]
         banded = [w for w in short if not w.dense][:1]
         joined = [w for w in short if w.dense] + banded
         if len(joined) < 2:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from math import prod
+from types import ModuleType
 
 import torch
 
@@ -39,6 +41,10 @@ class RowViews:
         self.tensors = tensors
         self._views: dict[tuple[range, range], tuple[torch.Tensor, ...]] = {}
 
+    def of(self, batch: slice | None) -> tuple[torch.Tensor, ...]:
+        """The tensors, of some elements of the batch; None is all of them."""
+        return self.tensors if batch is None else tuple([x[batch] for x in self.tensors])
+
     def select(
         self, heads: range, rows: range, batch: slice | None = None, repeat: int = 1, shift: int = 0
     ) -> tuple[torch.Tensor, ...]:
@@ -70,6 +76,10 @@ class KernelInputs:
 
         `batch` None is the whole batch.
         """
+        if work.gathered:
+            gather = _packing().gather
+            rows = tuple([gather(x, work) for x in by_query.of(batch)])
+            return rows, tuple([gather(x, work, by_key=True) for x in by_key.of(batch)])
         rows = by_query.select(work.heads, work.q, batch, work.repeat, work.q_shift)
         runs = [by_key.select(work.kv, run, batch, work.repeat, work.k_shift) for run in work.k]
         if len(runs) == 1:
@@ -100,16 +110,14 @@ def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int)
     return x.as_strided((repeat, *x.shape[1:]), (shift * row_stride, *x.stride()[1:]))
 
 
-def accumulate(
-    sums: RowViews,
-    heads: range,
-    runs: tuple[range, ...],
-    batch: slice | None,
-    repeat: int,
-    shift: int,
-    *parts: torch.Tensor,
-) -> None:
+def accumulate(sums: RowViews, work: Work, batch: slice | None, *parts: torch.Tensor, by_key: bool = False) -> None:
     """Add `parts` [B or repeat, heads, rows, D or more] to those rows of `sums` [B, H, n, D] that a call has read."""
+    if work.gathered:
+        for total, part in zip(sums.of(batch), parts, strict=True):
+            _packing().scatter_add(total, work, crop_to(part, total.shape[-1]), by_key=by_key)
+        return
+    heads, runs, shift = (work.kv, work.k, work.k_shift) if by_key else (work.heads, (work.q,), work.q_shift)
+    repeat = work.repeat
     first = 0
     for run in runs:
         # Overlapping repetitions are added in turns, so that no call writes an element twice.
@@ -122,6 +130,21 @@ def accumulate(
                 rows = rows if len(runs) == 1 else rows[:, :, first : first + len(run)]
                 add_(target, rows if turns == 1 else rows[turn::turns])
         first += len(run)
+
+
+def _packing() -> ModuleType:
+    return import_module("..kernels.packing", __package__)  # only gathered calls load it
+
+
+def _merge_gathered(call: KernelCall, first: int, total: tuple[torch.Tensor, ...], part: Pair) -> None:
+    """Merge the partial of a gathered call into tensors of the rows from number `first` on."""
+    packing = _packing()
+    if not call.first:
+        out, lse = (packing.gather(x, call.work, first=first) for x in total)
+        merge_(out, lse, *part)
+        part = out, lse
+    for x, y in zip(total, part, strict=True):
+        packing.scatter(x, call.work, y, first=first)
 
 
 class OutputAccumulator:
@@ -142,11 +165,15 @@ class OutputAccumulator:
         self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice | None
     ) -> None:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
-        if self.out is None and part.shape == self.shape and part.dtype == wide(self.q.dtype) == self.q.dtype:
+        gathered, dtype = call.work.gathered, wide(self.q.dtype)
+        if self.out is None and not gathered and part.shape == self.shape and part.dtype == dtype == self.q.dtype:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
             self._open[section] = RowViews(self.out, self.lse)
             return
         work, views = call.work, self._open.get(section) or self._open_section(section)
+        if gathered:
+            _merge_gathered(call, section.rows.start, views.of(batch), (part, part_lse))
+            return
         out, lse = views.select(work.heads, call.rows, batch, work.repeat, work.q_shift)
         if call.first:
             out.copy_(part)

@@ -286,11 +286,11 @@ def _differentiate(
             if is_new[0]:
                 _write(sums[0], dq)
             else:
-                accumulate(sums[0], work.heads, (work.q,), batch, work.repeat, work.q_shift, dq)
+                accumulate(sums[0], work, batch, dq)
             if is_new[1]:
                 _write(sums[1], *of_keys)
             else:
-                accumulate(sums[1], work.kv, work.k, batch, work.repeat, work.k_shift, *of_keys)
+                accumulate(sums[1], work, batch, *of_keys, by_key=True)
             del dq, of_keys  # free them before the next call allocates its own
 
 

@@ -113,10 +113,11 @@ def _mark_calls(
     """The kernel calls of works, counted in `partials`, and whether a call has rows with and rows without a partial."""
     calls, mixed = [], False
     for call in kernel.calls_of(join_repetitions(join_keys(works))):
-        counts = _counts(partials, call, origin)
-        first = not counts.any()
-        mixed |= not first and not counts.all()
-        counts += 1
+        counts = [_counts(partials, part, origin) for part in (call.sequences if call.gathered else (call,))]
+        first = not any(x.any() for x in counts)
+        mixed |= not first and not all(x.all() for x in counts)
+        for x in counts:
+            x += 1
         calls.append(KernelCall(call, shift_range(call.q, -origin), first))
     return tuple(calls), mixed
 

@@ -100,7 +100,8 @@ def batches(work: Work, count: int) -> Sequence[slice | None]:
     A work with repetitions takes one element of the batch per call. 5 for each sequence of a packed work bounds the
     sequences of a call by 52,428: CUDA grids have at most 65,535.
     """
-    size = max(1, BATCH_ROWS // max(len(work.q) * len(work.heads), 5 * len(work.cuts))) if work.repeat == 1 else 1
+    rows = max(len(work.q) * len(work.heads), 5 * len(work.sequences), work.copied_rows)
+    size = max(1, BATCH_ROWS // rows) if work.repeat == 1 else 1
     if size >= count:
         return (None,)
     return [slice(first, first + size) for first in range(0, count, size)]
@@ -211,7 +212,8 @@ def _covers(work: Work, part: Part, plan: Plan) -> bool:
     """Whether one call computes every row of a part of gradients."""
     (_, heads, rows, _), _ = tensor_specs(plan, part, as_sent=False)[0]
     of = (work.heads, (work.q,)) if part.kind == "dq" else (work.kv, work.k)
-    return work.repeat == 1 and of == (range(heads), (range(rows),)) and tuple(batches(work, plan.batch)) == (None,)
+    covers = work.repeat == 1 and not work.gathered and of == (range(heads), (range(rows),))
+    return covers and tuple(batches(work, plan.batch)) == (None,)
 
 
 def _largest_message(plan: Plan, rank: int) -> int:

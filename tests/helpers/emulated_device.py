@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_ops import EmulatedOps
+from emulated_ops import EmulatedOps, emulate
 
 from ringattn import kernels
-from ringattn.kernels import aten_cuda
+from ringattn.kernels import aten_cuda, cuda_device
 
 #: Set by scripts/gpu; "cpu" emulates.
 DEVICE = os.environ.get("RINGATTN_TEST_DEVICE", "cpu")
@@ -32,11 +32,9 @@ class EmulatedEvent:
 
 
 def emulate_ops(monkeypatch: pytest.MonkeyPatch) -> EmulatedOps:
-    """Emulated ops in place of torch's: `aten_cuda`, which is what "auto" takes, computes CPU tensors with them."""
-    emulated = EmulatedOps()
-    monkeypatch.setattr(aten_cuda, "_aten", emulated)
+    """`emulate`, and `aten_cuda` is what "auto" takes for CPU tensors."""
+    emulated = emulate(monkeypatch, cudnn_rows=cuda_device.CUDNN_ROWS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(aten_cuda.AtenCuda, "check", lambda self, q, k, v: None)
     monkeypatch.setattr(aten_cuda.AtenCuda, "missing", classmethod(lambda cls: None))
     monkeypatch.setitem(kernels.AUTO, "cpu", "aten_cuda")
     return emulated

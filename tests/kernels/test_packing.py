@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -18,7 +18,17 @@ import ringattn as ra
 from ringattn.kernels.aten_cuda import GRID, AtenCuda
 from ringattn.kernels.bands import flash_reads, flash_window
 from ringattn.kernels.base import band
-from ringattn.kernels.packing import ALONE_ROWS, cumulative, pack, visible_runs
+from ringattn.kernels.packing import (
+    ALONE_ROWS,
+    _gather,
+    _repeats_keys,
+    cumulative,
+    gather,
+    pack,
+    scatter,
+    scatter_add,
+    visible_runs,
+)
 from ringattn.plan.work import Work
 from ringattn.planner import make_plan
 from ringattn.runtime.rank_program import batches
@@ -51,44 +61,80 @@ def neighbours(source: Random, count: int) -> list[Work]:
     return works
 
 
-def pairs_of(work: Work) -> Iterator[tuple[int, int]]:
-    for single in work.singles():
-        for i, j in band(len(single.q), single.keys, single.lo, single.hi, CPU).nonzero().tolist():
-            yield single.q[i], single.k[0][j]
+def with_gaps(source: Random, count: int) -> list[Work]:
+    """Works of all bands that flash reads, with rows at a stride, keys in several runs, and heads of their own."""
+    works = []
+    for work in neighbours(source, count):
+        heads, step = source.choice((range(4), range(0, 4, 2), range(1, 2))), source.choice((1, 1, 2, 3))
+        first, keys = source.randrange(30), source.sample(range(60), work.keys)
+        rows = range(first, first + len(work.q) * step, step)
+        works.append(replace(work, heads=heads, kv=heads, q=rows, k=tuple(range(j, j + 1) for j in keys)))
+    return works
 
 
-def packed_pairs(work: Work) -> list[tuple[int, int]]:
-    """The pairs that flash, as it is emulated, computes for a packed work."""
-    q, k = torch.zeros(len(work.q), 1, 8), torch.zeros(work.keys, 1, 8)
+def visible_pairs(work: Work) -> Iterator[tuple[int, int]]:
+    """(row, key) numbers of a call; of a packed work those that flash computes, as it is emulated."""
+    if not work.sequences:
+        yield from map(tuple, band(len(work.q), work.keys, work.lo, work.hi, CPU).nonzero().tolist())
+        return
+    rows, keys = (sum(sizes) for sizes in zip(*((len(x.q), x.keys) for x in work.sequences), strict=True))
     left, right = flash_window(work)
     window = {"window_size_left": left, "window_size_right": right}
-    return [
-        (work.q[rows.start + i], work.k[0][keys.start + j])
-        for rows, keys, bias in packed_sequences(q, k, cumulative(work, 1, CPU), window)
-        for i, j in (bias == 0).nonzero().tolist()
-    ]
+    q, k = torch.zeros(rows, 1, 8), torch.zeros(keys, 1, 8)
+    for rows, keys, bias in packed_sequences(q, k, cumulative(work, 1, CPU), window):
+        yield from ((rows.start + i, keys.start + j) for i, j in (bias == 0).nonzero().tolist())
 
 
-def test_packed_works_hold_the_pairs_of_the_works() -> None:
-    source, packed = Random(0), 0
-    for _ in range(150):
-        works = neighbours(source, source.randrange(1, 12))
+def pairs_of(work: Work) -> Iterator[tuple[int, int, int]]:
+    """(head, row, key) of a call."""
+    for single in work.singles():
+        parts = single.sequences or (single,)
+        rows = [(x.heads, i) for x in parts for i in x.q]
+        keys = [j for x in parts for run in x.k for j in run]
+        yield from ((head, rows[i][1], keys[j]) for i, j in visible_pairs(single) for head in rows[i][0])
+
+
+@pytest.mark.parametrize("make", [neighbours, with_gaps])
+def test_packed_works_hold_the_pairs_of_the_works(make: Callable[[Random, int], list[Work]]) -> None:
+    source, packed, fewer = Random(0), 0, 0
+    for _ in range(100):
+        works = make(source, source.randrange(1, 12))
         source.shuffle(works)
         calls = pack(works)
+        fewer += len(works) - len(calls)
         assert len(calls) <= len(works)
-        found = [pair for call in calls for pair in (packed_pairs(call) if call.cuts else pairs_of(call))]
-        assert sorted(found) == sorted(pair for work in works for pair in pairs_of(work))
-        packed += sum(len(call.cuts) for call in calls)
-        for call in (call for call in calls if call.cuts):
+        assert sorted(x for call in calls for x in pairs_of(call)) == sorted(
+            x for work in works for x in pairs_of(work)
+        )
+        for call in (call for call in calls if call.sequences):
+            packed += len(call.sequences)
+            assert call.gathered or make is neighbours
+            mask = torch.zeros(*(len(visible_runs(call, CPU, by_key=by_key)[0]) for by_key in (False, True)))
+            mask[tuple(zip(*visible_pairs(call), strict=True))] = 1
             for by_key in (False, True):
                 first, stop = visible_runs(call, CPU, by_key=by_key)
-                mask = torch.zeros(len(call.q), call.keys, dtype=torch.bool)
-                for i, j in packed_pairs(call):
-                    mask[i - call.q.start, j - call.k[0].start] = True
-                mask = mask.mT if by_key else mask
-                place = torch.arange(mask.shape[1])
-                assert torch.equal(mask, (first[:, None] <= place) & (place < stop[:, None]))
-    assert packed > 300
+                mask, place = mask.mT if by_key else mask, torch.arange(mask.shape[0 if by_key else 1])
+                assert torch.equal(mask > 0, (first[:, None] <= place) & (place < stop[:, None]))
+    assert packed > 150 and fewer > 100
+
+
+def test_gathered_rows_come_back() -> None:
+    """Tensors of any strides, keys in two sequences, and heads that differ between sequences."""
+    parts = [Work(range(h, h + 1), range(h, h + 1), range(h, 9, 2), (range(5), range(h, 2))) for h in (0, 1)]
+    (call,) = _gather([*parts, replace(parts[0], q=range(1, 9, 2))])
+    assert call.gathered and _repeats_keys(call)
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)):
+        x = torch.zeros([(2, 2, 9, 3)[i] for i in order]).permute([order.index(i) for i in range(4)])
+        x.copy_(torch.randn(x.shape))
+        before, rows = x.clone(), gather(x, call)
+        for sequence, part in zip(call.sequences, rows.split([len(x.q) for x in call.sequences], 2), strict=True):
+            assert torch.equal(part, x[:, sequence.heads.start][:, None, list(sequence.q)])
+        scatter(x, call, 2 * rows)
+        assert torch.equal(gather(x, call), 2 * rows)
+        x.copy_(before)
+        scatter_add(x, call, gather(x, call, by_key=True), by_key=True)
+        times = torch.tensor([[4, 4, 2, 2, 2, 0, 0, 0, 0], [1, 2, 1, 1, 1, 0, 0, 0, 0]])
+        assert torch.allclose(x, before * (1 + times)[None, :, :, None])
 
 
 def test_long_documents_and_other_heads_stay_alone() -> None:
@@ -96,12 +142,12 @@ def test_long_documents_and_other_heads_stay_alone() -> None:
         return replace(Work(range(4), range(2), range(first, last), (range(first, last),), 0), **fields)
 
     rows = ALONE_ROWS // 4
-    assert [work.cuts for work in pack([at(0, rows), at(rows, rows + 5)])] == [((rows, rows), (5, 5))]
+    assert [len(work.sequences) for work in pack([at(0, rows), at(rows, rows + 5)])] == [2]
     for other in (at(5, 9, heads=range(4, 8)), at(5, 9, kv=range(2, 4)), at(5, 6 + rows), at(6, 9), at(5, 9, lo=None)):
         assert pack([at(0, 5), other]) == [at(0, 5), other]
     repeated = at(0, 5, repeat=3, q_shift=5, k_shift=5)
     assert pack([repeated]) == [repeated], "one call already"
-    assert [work.cuts for work in pack([repeated, at(15, 16)])] == [((5, 5),) * 3 + ((1, 1),)]
+    assert [len(work.sequences) for work in pack([repeated, at(15, 16)])] == [4]
     apart = at(0, 5, repeat=3, q_shift=6, k_shift=6)
     assert pack([apart, at(40, 41)]) == [apart, at(40, 41)], "never more calls"
 
@@ -127,7 +173,11 @@ def test_documents_are_exact(ops: EmulatedOps, text: str, layout: str, rotate: s
 
 @pytest.mark.parametrize("rotate", ["keys", "queries"])
 @pytest.mark.parametrize(
-    ("text", "layout"), [("Causal() & {}", "contiguous"), ("Causal() & {}", "zigzag"), ("{}", "contiguous")]
+    ("text", "layout"),
+    [
+        *(("Causal() & {}", "contiguous"), ("Causal() & {}", "zigzag"), ("{}", "contiguous")),
+        *(("Causal() & {}", "striped"), ("global_local(4, globals=1, blocks=2)", "zigzag"), ("Strided(5)", "striped")),
+    ],
 )
 def test_one_call_for_each_visit(ops: EmulatedOps, text: str, layout: str, rotate: str) -> None:
     pattern = ra.parse_pattern(text.format(f"Documents({LENGTHS})"))
@@ -140,8 +190,30 @@ def test_one_call_for_each_visit(ops: EmulatedOps, text: str, layout: str, rotat
     assert ops.calls.total() == 2 * backwards == 2 * visits and ops.packed >= 3
 
 
+@pytest.mark.parametrize("rotate", ["keys", "queries"])
+def test_gathered_calls_are_exact(ops: EmulatedOps, rotate: str) -> None:
+    """A batch in several calls, grouped heads of which each has rows of its own, and the gradient of lse."""
+    pattern = ra.parse_pattern("Dilated((32, 90), (1, 5), causal=True)")
+    case = make_case(90, 6, 3, torch.float32, batch=3, lse=True)
+    oracle = dense(case, torch.from_numpy(pattern.mask(90, 6)), pattern.output_scale)
+    deterministic: dict[bool, int] = {}
+    for equal_bits in (False, True):
+        leaves, ops.packed = case.leaves(), 0
+        out, lse = ra.virtual_attention(
+            *(*leaves, pattern),
+            **{"ranks": 2, "layout": "zigzag", "rotate": rotate, "kernel": "aten_cuda:flash", "return_lse": True},
+            deterministic=equal_bits,
+        )
+        grads = torch.autograd.grad((out, lse), leaves, (case.grad, case.grad_lse.float()))
+        for x, y in zip((out, lse, *grads), (oracle.out, oracle.lse, *oracle.grads), strict=True):
+            assert error(x, y) <= 1e-5
+        deterministic[equal_bits] = ops.packed
+    assert deterministic[False] >= deterministic[True] > 0
+
+
 def test_a_call_has_no_more_sequences_than_a_grid() -> None:
-    work = Work(range(1), range(1), range(999), (range(999),), cuts=((1, 1),) * 999)
+    one = Work(range(1), range(1), range(1), (range(1),))
+    work = replace(one, q=range(999), k=(range(999),), sequences=(one,) * 999)
     slices = batches(work, 1000)
     assert slices[-1] is not None and slices[-1].stop >= 1000
     assert all(part is not None and 999 * (part.stop - part.start) <= GRID for part in slices)
@@ -149,7 +221,7 @@ def test_a_call_has_no_more_sequences_than_a_grid() -> None:
 
 def test_lengths_are_made_once(ops: EmulatedOps) -> None:
     """Later calls of a plan bring nothing to the device."""
-    work = Work(range(1), range(1), range(9), (range(9),), 0, cuts=((4, 4), (5, 5)))
+    (work,) = pack([Work(range(1), range(1), range(a, b), (range(a, b),), 0) for a, b in ((0, 4), (4, 9))])
     for batch in (1, 2):
         rows, keys, most_rows, most_keys = cumulative(work, batch, CPU)
         assert rows.tolist() == keys.tolist() == [0, 4, 9, 13, 18][: 2 * batch + 1] and most_rows == most_keys == 5
@@ -178,10 +250,17 @@ def test_the_emulated_op_refuses(ops: EmulatedOps) -> None:
 def test_explain_tells_of_packed_calls(ops: EmulatedOps) -> None:
     documents = [Work(range(4), range(4), range(a, b), (range(a, b),), 0) for a, b in pairwise((0, 300, 700, 701))]
     told: dict[str | None, str] = {}
+    gaps = [
+        Work(range(4), range(4), range(a, a + 50), (range(b, b + 50),))
+        for a, b in ((0, 70), (50, 0), (120, 9), (200, 4))
+    ]
     for choice in (None, "flash", "cudnn", "efficient"):
         kernel = AtenCuda(choice, torch.float16, deterministic=False)
         kernel.check(*[torch.zeros(1, 4, 8, 64)] * 3)
         told[choice] = str(kernel.explain(*documents, head_dim=64))
-    assert told[None].startswith("varlen flash; not cudnn: it gets one document per call; not efficient:")
+        if choice is None:
+            assert "FlexAttention: it is compiled for each mask" in str(kernel.explain(*gaps, head_dim=64))
+            assert str(kernel.explain(*gaps)).startswith("gathered varlen flash; not cudnn")
+    assert told[None].startswith("varlen flash; not cudnn: it gets one sequence per call; not efficient:")
     assert told["flash"].startswith("varlen flash; not cudnn:")
     assert told["cudnn"].startswith("2 calls of cudnn") and told["efficient"].startswith("3 calls of efficient")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda import CUDA, NoMessages, Record, fake_cuda, recorded
@@ -49,13 +50,17 @@ RINGS = {
     "grouped heads": Ring(ra.Causal(), 14, 20, kv_heads=2),
     "window": Ring(ra.Causal() & ra.Window(1024), 18, 22.25),
     "documents": Ring(ra.Documents((1500, 500, 96, 2000)) & ra.Causal(), 15.25, 18.25),
-    "dilated": Ring(ra.Dilated((1024, 4096), (1, 4)), 46.25, 38.75),
+    "documents, striped": Ring(
+        ra.Documents((1500, 500, 96, 2000)) & ra.Causal(), 23.25, 30.75, options=options(layout="striped")
+    ),
+    "dilated": Ring(ra.Dilated((1024, 4096), (1, 4)), 28.25, 31.25),
+    "block mask": Ring(ra.BlockSparse(128, np.random.default_rng(0).random((1, 32, 32)) < 0.3), 22.25, 28.25),
     "16 bits travel": Ring(ra.Causal(), 20.5, 31.5, dtype=FP32, options=options(comm_dtype="bfloat16")),
     "index lists": Ring(ra.Causal() & ra.Window(1000), 22.75, 27.75),
     "ulysses": Ring(ra.Causal(), 27.5, 38, options=options(schedule="ulysses(2)")),
 }
-#: Rings whose first call brings index lists, or the lengths of documents, to the device.
-WITH_INDICES = ("index lists", "ulysses", "documents")
+#: Rings whose first call brings index lists, or the lengths of sequences, to the device.
+WITH_INDICES = ("index lists", "ulysses", "documents", "documents, striped", "dilated", "block mask")
 
 
 def run(ring: Ring) -> tuple[int, Record, Record]:

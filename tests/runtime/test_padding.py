@@ -109,6 +109,13 @@ def test_scales(scale: float) -> None:
     assert max(errors(run(case, Window(7), mask, ranks=2), wanted(case, Window(7), mask))) <= 1e-12
 
 
+def test_padding_travels_in_a_narrower_dtype() -> None:
+    """The largest numbers of fp16 become infinite by way of bf16; the columns that hide a key do not."""
+    case, mask = make_case(TOKENS, 2, 1, torch.float16, batch=4, dim=8), padding()
+    found, whole = (run(case, Causal(), mask, ranks=2, comm_dtype=x) for x in ("bfloat16", None))
+    assert max(errors(found, whole)) <= 2e-2
+
+
 def test_long_rows_and_bands_of_the_cpu_kernel() -> None:
     """Longer than a masked call of aten_cpu, so that its blocks of all-padded keys meet whole calls."""
     case = make_case(700, 1, 1, torch.float32, batch=2, dim=8)

@@ -90,8 +90,8 @@ def make_call(
             for batch in batches(call, len(q)):
                 rows, key_rows = inputs.select(call, batch, by_row, keys)
                 dq_part, *key_parts = kernel_backward(kernel, rows, key_rows, call, scale)
-                accumulate(of_rows, call.heads, (call.q,), batch, call.repeat, call.q_shift, dq_part)
-                accumulate(of_keys, call.kv, call.k, batch, call.repeat, call.k_shift, *key_parts)
+                accumulate(of_rows, call, batch, dq_part)
+                accumulate(of_keys, call, batch, *key_parts, by_key=True)
 
     return run_backward if backward else run_forward
 
