@@ -29,6 +29,8 @@ class Dropout:
     p: 0 <= p < 1, rounded to a multiple of 2^-31 where weights are dropped.
     seed: 0 <= seed < 2^63, equal on all ranks. Equal seeds drop the same weights. None: each call takes a number from
         torch's default CPU generator of rank 0, which gradient checkpointing restores for its recomputation.
+
+    A batch whose rows have documents of their own counts as one sequence of all its rows.
     """
 
     p: float
