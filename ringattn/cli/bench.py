@@ -8,7 +8,7 @@ from ..config.schema import BenchConfig, parse_size
 from ..errors import BenchFailure, InvalidInput
 from ..experiments.bench import get_cases, get_suite
 from ..experiments.bench.records import read_results
-from ..experiments.bench.report import BenchReport, write_report
+from ..experiments.bench.report import BenchReport, narrow, write_report
 from ..experiments.bench.runner import BenchOptions, run_suite
 from ..files import OUTPUTS, make_folder
 from ..reporting.console import get_console, print_grid, print_paragraph
@@ -36,7 +36,7 @@ def show_results(path: Path) -> None:
     """Print the tables of results and write their report. Raises BenchFailure where cases have failed."""
     record = read_results(path)
     report = BenchReport(record, make_command(record))
-    for table in report.tables:
+    for table in map(narrow, report.tables):
         get_console().print()
         print_grid(table.title, table.header, table.rows)
     get_console().print()

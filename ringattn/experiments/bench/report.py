@@ -146,6 +146,12 @@ def list_tables(record: dict[str, Any]) -> list[BenchTable]:
     return [table for table in tables if table.rows]
 
 
+def narrow(table: BenchTable) -> BenchTable:
+    """A table without the columns of settings and of details, for a console."""
+    kept = [i for i, name in enumerate(table.header) if name not in (*SETTINGS, "threads", "min", "max", "tokens/s")]
+    return BenchTable(table.title, [table.header[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
+
+
 def _columns(title: str, cases: list[CaseRecord]) -> BenchTable:
     """A row for each column of each case, and for each case that failed. Columns that nothing fills are left out."""
     varied = _settings(cases)[0]
@@ -159,6 +165,8 @@ def _columns(title: str, cases: list[CaseRecord]) -> BenchTable:
             rows.append([*start, *blank, describe_failure(case["failed"])])
         for name, column in case.get("columns", {}).items():
             rows.append([*start, *_column_cells(case, name, column), ""])
+        for name, reason in case.get("details", {}).get("missing", {}).items():
+            rows.append([*start, name, *blank[1:], reason])
     return _without_empty(title, header, rows)
 
 
@@ -309,7 +317,7 @@ def _columns_by_name(record: dict[str, Any]) -> dict[tuple[str, str], float | st
 def _settings(cases: Iterable[CaseRecord]) -> tuple[list[str], dict[str, str]]:
     """The names of settings that differ between cases, and the others with their values."""
     values = {
-        name: {_setting(case, name) for case in cases}
+        name: {_setting(case, name) for case in cases if name in case["settings"]}
         for name in SETTINGS
         if any(name in case["settings"] for case in cases)
     }

@@ -170,15 +170,15 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
     runs: dict[str, tuple[int, Run | None]] = {}
     for column in case.columns:
         runs[column.name] = (column.threads, column.make(context))
-    results = {name: _time_run(*run)[1] for name, run in runs.items()}
+    results = {name: time_run(*run)[1] for name, run in runs.items()}
     errors = case.check(context, results) if case.check else {}
     del results
     times = time_rounds(runs, repeat)
     del runs
-    return {"times": times, "errors": errors, "peaks": {x.name: _weigh(x, context) for x in case.columns}}
+    return {"times": times, "errors": errors, "peaks": {x.name: weigh(x, context) for x in case.columns}}
 
 
-def _weigh(column: BenchColumn, context: Context) -> dict[str, int]:
+def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
     """Bytes of one more run, which is not timed: of its tensors, its inputs among them, and of the process.
 
     "tensors" and "process" are peaks, "after" is what the tensors keep while the result is alive. The process counts
@@ -208,11 +208,11 @@ def time_rounds(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
-            times[name].append(_time_run(*run, clock=clock)[0])
+            times[name].append(time_run(*run, clock=clock)[0])
     return times
 
 
-def _time_run(threads: int, run: Run | None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
+def time_run(threads: int, run: Run | None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
     """(seconds, result) of one run between two barriers, so that the slowest rank counts."""
     torch.set_num_threads(threads)
     _barrier()
@@ -282,12 +282,13 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
     # The barriers make a run last equally long on all ranks: the times of rank 0 are those of all ranks.
     times = raw[0]["times"]
     record |= {name: raw[0][name] for name in ("details",) if name in raw[0]}
+    peaks = {name: _most([rank["peaks"][name] for rank in raw]) for name in raw[0].get("peaks", {})}
     record["columns"] = {
         column.name: {
             "threads": column.threads,
             "seconds": times[column.name],
             **_spread(times[column.name]),
-            **({"peaks": _most([rank["peaks"][column.name] for rank in raw])} if "peaks" in raw[0] else {}),
+            **({"peaks": peaks[column.name]} if column.name in peaks else {}),
         }
         for column in case.columns
         if column.name in times

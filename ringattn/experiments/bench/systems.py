@@ -129,16 +129,17 @@ def list_system_cases(
 ) -> list[BenchCase]:
     """A case for each system, number of ranks and length, in this order.
 
-    A name may end in "_r4": 4 virtual ranks. `settings` may have segment_lengths, for example. With `until_failure` a
-    failure is a result, and no longer length of the system is tried after it.
+    A name may end in "_r4": 4 virtual ranks. `settings` replace those of the systems that have them. With
+    `until_failure` a failure is a result, and no longer length of the system is tried after it.
     """
     cases = []
     for name in names:
         for count in ranks:
             after = None
             for tokens in lengths:
+                own = {key: value for key, value in (settings or {}).items() if key in SYSTEMS[_kind(name)].settings}
                 case = make_system_case(
-                    name, tokens, count, dtype, timeout, may_fail=until_failure, after=after, settings=settings
+                    name, tokens, count, dtype, timeout, may_fail=until_failure, after=after, settings=own
                 )
                 after = case.name if until_failure else None
                 cases.append(case)
@@ -157,14 +158,18 @@ def make_system_case(
     after: str | None = None,
     settings: dict[str, Any] | None = None,
 ) -> BenchCase:
-    """One case: the forward of a system without gradients. `label` is the system's name in the report."""
-    kind, _, ring_size = name.partition("_r")
+    """One case: the forward of a system without gradients; `settings` are added to, or replace, those of the system.
+
+    `label` is the system's name in the report.
+    """
+    kind, ring_size = _kind(name), name.partition("_r")[2]
     system = SYSTEMS[kind]
     chosen = make_settings(HEADS, HEAD_DIM, tokens, dtype, system=label or name, kind_of_system=kind)
     chosen |= {"ring_size": int(ring_size)} if ring_size else {}
     chosen |= {**system.settings, **(settings or {})}
     if system.settings is BRANCHES:
-        chosen["pattern"] = repr(Dilated(*_branches(chosen).values(), mix="group"))
+        segments, rates = _branches(chosen).values()
+        chosen["pattern"] = repr(Dilated(segments, rates, mix="group"))
     chosen["layout"] = "contiguous"
     threads = 2 if ranks == 1 else 1
     return BenchCase(
@@ -192,6 +197,11 @@ def make_system(context: Context) -> tuple[Module, list[torch.Tensor]]:
         tensors = make_shards(context, tensors)
     tensors = [x.transpose(1, 2) for x in tensors]
     return module, [x.flatten(2) for x in tensors] if system.multihead else tensors
+
+
+def _kind(name: str) -> str:
+    """The key in `SYSTEMS` of a name that may end in "_r4"."""
+    return name.partition("_r")[0]
 
 
 def _make_forward(context: Context) -> Run:
