@@ -18,6 +18,6 @@ gpu *overrides:
 check:
     scripts/check
 
-# Alternating measurements, written to outputs/bench/: just bench suite=ring
-bench *overrides:
-    scripts/setup && .venv/bin/ringattn bench {{overrides}}
+# A suite of alternating measurements as a page in outputs/bench/: just report standard
+report *overrides:
+    scripts/setup && .venv/bin/ringattn report {{overrides}}

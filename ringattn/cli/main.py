@@ -131,7 +131,9 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         suites = {"suites": import_module("..experiments.bench", __package__).SUITES} if measures else {}
         print(verb_help(verb, config_folders(arguments), suites))  # noqa: T201
         return
-    if verb == "report" and arguments and re.fullmatch(r"\w+", arguments[0]):
+    if verb == "report" and arguments[:1] == ["billion"]:  # a study of the timing model
+        verb, arguments = "simulate", ["experiment=billion_tokens", *arguments[1:]]
+    elif verb == "report" and arguments and re.fullmatch(r"\w+", arguments[0]):
         arguments = [f"suite={arguments[0]}", *arguments[1:]]
     launch = detect()
     if verb == "simulate" and is_sweep(arguments):  # its points are one study, in one folder

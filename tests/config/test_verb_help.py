@@ -58,5 +58,5 @@ def test_the_help_lists_experiments_of_the_verb_and_suites() -> None:
 def test_the_help_on_the_command_line(tmp_path: Path) -> None:
     done = ringattn("bench", "--help", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr
-    assert done.stdout.startswith("ringattn bench: ") and "suites: auto, gpu, " in done.stdout
+    assert done.stdout.startswith("ringattn bench: ") and "suites: auto, blocksparse, " in done.stdout
     assert not list(tmp_path.iterdir())

@@ -118,6 +118,9 @@ def _make_ring_flash_attn(context: Context, mask: Mask) -> Run:
     _require(isinstance(mask.pattern, Full | Causal), "ring-flash-attn: its kernel for such masks has no stand-in here")
     sys.modules.setdefault("flash_attn", ModuleType("flash_attn"))
     sys.modules.setdefault("flash_attn.flash_attn_interface", make_flash_attn())
+    hugging_face = ModuleType("ring_flash_attn.adapters")  # does not import with transformers 5, and is not measured
+    vars(hugging_face).update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
+    sys.modules.setdefault(hugging_face.__name__, hugging_face)
     library: Any = import_module("ring_flash_attn")
     causal = isinstance(mask.pattern, Causal)
     attend = partial(library.zigzag_ring_flash_attn_func if causal else library.ring_flash_attn_func, causal=causal)
