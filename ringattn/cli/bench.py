@@ -20,12 +20,12 @@ def main(config: BenchConfig) -> None:
     if config.repeat < 1:
         raise InvalidInput(f"repeat={config.repeat}: at least one round is needed")
     folder = Path(f"{OUTPUTS}/bench" if config.output.path is None else config.output.path)
+    memory = None if config.memory is None else parse_size(config.memory, "memory")
     get_cases(config.suite, config.cases)  # raises its errors before minutes are spent on measuring
     suite = get_suite(config.suite)
     if suite.check is not None:
         suite.check(folder)
     make_folder(folder)
-    memory = None if config.memory is None else parse_size(config.memory, "memory")
     options = BenchOptions(config.suite, config.cases, config.repeat, folder, memory)
     console = get_console()
     path = run_suite(options, lambda text: console.print(f"measuring {text}", highlight=False, soft_wrap=True))

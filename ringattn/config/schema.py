@@ -189,8 +189,8 @@ class BenchConfig:
     suite: str = "ring"
     cases: list[str] | None = None
     repeat: int = 5
-    memory: Size | None = None
     output: OutputGroup = field(default_factory=OutputGroup)
+    memory: Size | None = None
 
 
 @dataclass

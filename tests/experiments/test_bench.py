@@ -153,7 +153,7 @@ def measure_small(rank: int) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, dict[str, Any]]]:
     """What two real ranks measured, by case; one start for all tests."""
-    return run_local(measure_small, 2, timeout=60)
+    return run_local(measure_small, 2, timeout=150)
 
 
 @pytest.mark.multi

@@ -147,9 +147,12 @@ def list_tables(record: dict[str, Any]) -> list[BenchTable]:
 
 
 def narrow(table: BenchTable) -> BenchTable:
-    """A table without the columns of settings and of details, for a console."""
-    kept = [i for i, name in enumerate(table.header) if name not in (*SETTINGS, "threads", "min", "max", "tokens/s")]
-    return BenchTable(table.title, [table.header[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
+    """A table for a console: of a row for each case no columns of settings and details, and short remarks."""
+    is_of_cases = {"IQR", "remark"} & set(table.header)
+    left_out = (*SETTINGS, "threads", "min", "max", "tokens/s") if is_of_cases else ()
+    kept = [i for i, name in enumerate(table.header) if name not in left_out]
+    rows = [[shorten(row[i], MOST_SETTING) for i in kept] for row in table.rows]
+    return BenchTable(table.title, [table.header[i] for i in kept], rows)
 
 
 def _columns(title: str, cases: list[CaseRecord]) -> BenchTable:
