@@ -108,8 +108,14 @@ class BenchReport:
 
     @property
     def notes(self) -> list[str]:
-        """How the numbers were obtained."""
-        return list(dict.fromkeys(note for case in self.record["cases"] for note in case["notes"]))
+        """How the numbers were obtained, and the pattern of each system."""
+        cases = self.record["cases"]
+        patterns = [
+            f"{settings['system']}: {settings['pattern']}"
+            for settings in (case["settings"] for case in cases)
+            if {"system", "pattern"} <= settings.keys()
+        ]
+        return list(dict.fromkeys([*(note for case in cases for note in case["notes"]), *patterns]))
 
     @property
     def plan(self) -> tuple[str, str] | None:
@@ -158,6 +164,8 @@ def narrow(table: BenchTable) -> BenchTable:
 def _columns(title: str, cases: list[CaseRecord]) -> BenchTable:
     """A row for each column of each case, and for each case that failed. Columns that nothing fills are left out."""
     varied = _settings(cases)[0]
+    if "system" in varied:  # the case and the notes say both
+        varied = [name for name in varied if name not in ("system", "pattern")]
     header = ["case", *varied, "ranks", "column", "threads", "median", "IQR", "min", "max", "tokens/s"]
     header += ["peak of tensors", "peak of the process", "error", "remark"]
     rows = []
@@ -266,12 +274,12 @@ def _tensors_per_token(case: CaseRecord) -> float | None:
 
 
 def _series(cases: list[CaseRecord], value: Callable[[CaseRecord], float | None]) -> dict[str, list[tuple[int, float]]]:
-    """Points (tokens, value) of each system; only systems with several lengths."""
+    """Points (tokens, value) of each system; only systems with more than two lengths."""
     series: dict[str, list[tuple[int, float]]] = {}
     for case in cases:
         if "system" in case["settings"] and (number := value(case)) is not None:
             series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
-    return {name: points for name, points in series.items() if len(points) > 1}
+    return {name: points for name, points in series.items() if len(points) > 2}
 
 
 def draw_plan(cases: list[CaseRecord]) -> tuple[str, str] | None:
