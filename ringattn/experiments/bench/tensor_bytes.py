@@ -22,6 +22,10 @@ class TensorBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds, only to leave this mode out of graphs
+
     def restart(self) -> None:
         """Begin a new peak with what is alive now."""
         self.peak = self.live
