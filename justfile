@@ -22,6 +22,6 @@ docs *arguments:
 check:
     scripts/check
 
-# Alternating measurements, written to outputs/bench/: just bench suite=ring
-bench *overrides:
-    scripts/setup && .venv/bin/ringattn bench {{overrides}}
+# A suite of alternating measurements as a page in outputs/bench/: just report standard
+report *overrides:
+    scripts/setup && .venv/bin/ringattn report {{overrides}}

@@ -194,11 +194,12 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    (record,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("idle_*.json"))
-    assert [len(column["seconds"]) for column in record["cases"][0]["columns"].values()] == [2, 2]
-    assert record["summary"]["summary"] == "all is idle"
+    (path,) = (tmp_path / "out").glob("idle_*.jsonl")
+    _, record = map(json.loads, path.read_text().splitlines())
+    assert [len(column["seconds"]) for column in record["columns"].values()] == [2, 2]
+    assert "all is idle" in path.with_suffix(".md").read_text()
     told = subprocess.run([*bench, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert "suites: auto, " in told.stdout and ", simulate, idle" in told.stdout, told.stderr
+    assert "suites: auto, " in told.stdout and ", standard, idle" in told.stdout, told.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,18 @@
-"""ringattn bench: run a suite, print its tables, store the record."""
+"""ringattn bench: run a suite, print its tables, store its results and their report."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from ..config.schema import BenchConfig
+from ..config.schema import BenchConfig, parse_size
 from ..errors import BenchFailure, InvalidInput
 from ..experiments.bench import get_cases, get_suite
-from ..experiments.bench.records import MIXED, conclusion_lines, verdict, write_record
-from ..experiments.bench.runner import run_suite
+from ..experiments.bench.records import read_results
+from ..experiments.bench.report import BenchReport, narrow, write_report
+from ..experiments.bench.runner import BenchOptions, run_suite
 from ..files import OUTPUTS, make_folder
-from ..reporting.console import get_console, print_grid, print_plain
-from ..text import plural, size
+from ..reporting.console import get_console, print_grid, print_paragraph
+from ..text import plural
 
 
 def main(config: BenchConfig) -> None:
@@ -20,70 +20,41 @@ def main(config: BenchConfig) -> None:
     if config.repeat < 1:
         raise InvalidInput(f"repeat={config.repeat}: at least one round is needed")
     folder = Path(f"{OUTPUTS}/bench" if config.output.path is None else config.output.path)
+    memory = None if config.memory is None else parse_size(config.memory, "memory")
     get_cases(config.suite, config.cases)  # raises its errors before minutes are spent on measuring
     suite = get_suite(config.suite)
     if suite.check is not None:
         suite.check(folder)
     make_folder(folder)
+    options = BenchOptions(config.suite, config.cases, config.repeat, folder, memory)
     console = get_console()
-    record = run_suite(config.suite, config.cases, config.repeat, lambda text: console.print(f"measuring {text}"))
-    print_record(record)
-    if "summary" in record:
-        print_plain("\n" + "\n".join(conclusion_lines(record)), console)
-    if record["mixed"]:
-        console.print(f"\n{MIXED.strip('*')}", style="bold red", soft_wrap=True)
-    data, text = write_record(record, folder)
-    console.print(f"\nwritten {data} and {text}", soft_wrap=True)
-    failed = [case["case"] for case in record["cases"] if "failed" in case.get("details", {})]
+    path = run_suite(options, lambda text: console.print(f"measuring {text}", highlight=False, soft_wrap=True))
+    show_results(path)
+
+
+def show_results(path: Path) -> None:
+    """Print the tables of results and write their report. Raises BenchFailure where cases have failed."""
+    record = read_results(path)
+    report = BenchReport(record, make_command(record))
+    for table in map(narrow, report.tables):
+        get_console().print()
+        print_grid(table.title, table.header, table.rows)
+    get_console().print()
+    for text in (report.conclusion, report.mixed):
+        if text:
+            print_paragraph(text)
+    written = ", ".join(map(str, write_report(path, report)))
+    get_console().print(f"written {path}, {written}", soft_wrap=True)
+    failed = [case["case"] for case in record["cases"] if "failed" in case and not case["may_fail"]]
     if failed:
-        raise BenchFailure(f"{plural(len(failed), 'case')} failed: {', '.join(failed)}; their errors are in {data}")
+        raise BenchFailure(f"{plural(len(failed), 'case')} failed: {', '.join(failed)}; their errors are in {path}")
 
 
-def print_record(record: dict[str, Any]) -> None:
-    """Print the times, ratios, errors and peaks of a suite's record."""
-    timed = [case for case in record["cases"] if "columns" in case]
-    times = [
-        (case["case"], name, str(column["threads"]), *_format_spread(column, 4), f"{column['spread']:.1%}")
-        for case in timed
-        for name, column in case["columns"].items()
-    ]
-    ratios = [
-        (case["case"], ratio["ratio"], median, least, *verdict(most, ">=", ratio["target"], ratio["met"]))
-        for case in timed
-        for ratio in case["ratios"]
-        for median, least, most in [_format_spread(ratio, 3)]
-    ]
-    errors = [(case["case"], name, f"{error:.1e}") for case in timed for name, error in case["errors"].items()]
-    peaks = [
-        (
-            case["case"],
-            size(max(map(max, memory["peak_bytes"]))),
-            size(max(memory["formula_bytes"])),
-            *verdict(f"{memory['ratio']:.3f}", "<=", memory["limit"], memory["met"]),
-        )
-        for case in record["cases"]
-        if (memory := case.get("memory"))
-    ]
-    for title, header, rows in (
-        ("seconds [measured]", ("case", "column", "threads", "median", "min", "max", "spread"), times),
-        (
-            "ratios of times, round by round [measured]",
-            ("case", "ratio", "median", "min", "max", "target", "met"),
-            ratios,
-        ),
-        ("largest error relative to the single call [measured]", ("case", "column", "error"), errors),
-        (
-            "peak memory per rank [measured] and its formula [counted]",
-            ("case", "peak", "formula", "ratio", "limit", "met"),
-            peaks,
-        ),
-    ):
-        if rows:
-            get_console().print()
-            print_grid(title, header, rows)
-
-
-def _format_spread(values: dict[str, float], digits: int) -> tuple[str, str, str]:
-    """The median, minimum and maximum of repeated measurements."""
-    median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
-    return median, least, most
+def make_command(record: dict[str, object]) -> str:
+    """The command that makes results again."""
+    parts = [f"ringattn report {record['suite']} repeat={record['repeat']}"]
+    if record["memory"]:
+        parts.append(f"memory={record['memory']}")
+    if isinstance(asked := record["asked"], list):
+        parts.append(f"'cases=[{','.join(asked)}]'")
+    return " ".join(parts)

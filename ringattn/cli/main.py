@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ VERBS = {
     "plan": "who computes what and who sends what to whom, counted, without torch",
     "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
     "bench": "a suite of alternating measurements, written to outputs/bench/",
+    "report": "a suite by name as a page: report standard; or two results compared: report 'compare=[OLD,NEW]'",
     "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",
     "doctor": "what this machine and installation can run, and what to install for the rest",
 }
@@ -125,9 +127,14 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         hint = did_you_mean(verb, VERBS)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
     if {"-h", "--help"} & set(arguments):
-        suites = {"suites": import_module("..experiments.bench", __package__).SUITES} if verb == "bench" else {}
+        measures = verb in ("bench", "report")
+        suites = {"suites": import_module("..experiments.bench", __package__).SUITES} if measures else {}
         print(verb_help(verb, config_folders(arguments), suites))  # noqa: T201
         return
+    if verb == "report" and arguments[:1] == ["billion"]:  # a study of the timing model
+        verb, arguments = "simulate", ["experiment=billion_tokens", *arguments[1:]]
+    elif verb == "report" and arguments and re.fullmatch(r"\w+", arguments[0]):
+        arguments = [f"suite={arguments[0]}", *arguments[1:]]
     launch = detect()
     if verb == "simulate" and is_sweep(arguments):  # its points are one study, in one folder
         arguments = import_module("..experiments.study.sweep", __package__).as_study(arguments)

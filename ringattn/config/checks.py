@@ -192,7 +192,7 @@ def check_overrides(
             raise InvalidInput("shard= sets the tokens (shard x ranks); give shard or tokens, not both")
     if launch is not None and launch.kind != "none":
         _check_launched_ranks(given, launch, folders)
-    if swept and verb != "bench":  # a suite names the files of its records itself
+    if swept and verb not in ("bench", "report"):  # a suite names the files of its records itself
         _check_sweep(verb, given)
 
 

@@ -51,7 +51,8 @@ PATHS = {
     ("run", "input.path"): ("a text, or a .safetensors or .npz file", "qkv.safetensors"),
     ("plan", "output.path"): ("a JSON file", "plan.json"),
     ("simulate", "output.path"): ("a JSON file, or the folder of a study", "simulated.json"),
-    ("bench", "output.path"): ("a folder", "outputs/bench"),
+    **{(verb, "output.path"): ("a folder", "outputs/bench") for verb in ("bench", "report")},
+    ("report", "results"): ("the .jsonl file of a suite", "outputs/bench/standard_1.jsonl"),
     ("calibrate", "output.path"): ("a machine file", "machine.yaml"),
     **{(verb, "machine.path"): ("a machine file", "machine.yaml") for verb in ("run", "plan", "simulate", "calibrate")},
 }

@@ -41,19 +41,19 @@ def conf_dir() -> Path:
 
 
 def parse_size(value: Size, name: str = "size") -> int:
-    """The whole number that a size such as 4096, 1_000_000, 64k, 1M, 2G (powers of 1024) or 1e9 stands for.
+    """The whole number that a size such as 4096, 1_000_000, 64k, 1M, 2GiB (powers of 1024) or 1e9 stands for.
 
     Raises InvalidInput, naming the setting `name`, where `value` is not a whole number >= 0, or above `MAX_SIZE`.
     """
     text = str(value).strip().replace("_", "").lower()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmgt]?)", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)(?:([kmgt])(?:ib)?)?", text)
     if match is None:
         problem = "is negative" if re.fullmatch(r"-\d.*", text) else "not a whole number"
         raise _not_a_size(value, name, problem)
     digits, suffix = match.groups()
     if re.fullmatch(rf"0*[1-9]\d{{{len(str(MAX_SIZE))},}}", digits):
         raise _too_large(value, name)  # without int(), which is slow for so many digits
-    number = (float(digits) if re.search(r"[.e]", digits) else int(digits)) * _SUFFIXES[suffix]
+    number = (float(digits) if re.search(r"[.e]", digits) else int(digits)) * _SUFFIXES[suffix or ""]
     if number == math.inf or number != int(number):
         raise _not_a_size(value, name, "not a whole number")
     if number > MAX_SIZE:
@@ -190,6 +190,17 @@ class BenchConfig:
     cases: list[str] | None = None
     repeat: int = 5
     output: OutputGroup = field(default_factory=OutputGroup)
+    memory: Size | None = None
+
+
+@dataclass
+class ReportConfig(BenchConfig):
+    """The settings of `ringattn report`; conf/report.yaml explains each."""
+
+    suite: str = "standard"
+    results: str | None = None
+    compare: list[str] | None = None
+    noise: float = 0.1
 
 
 @dataclass
@@ -225,6 +236,7 @@ SCHEMAS: dict[str, type] = {
     "plan": PlanConfig,
     "simulate": SimulateConfig,
     "bench": BenchConfig,
+    "report": ReportConfig,
     "calibrate": CalibrateConfig,
     "doctor": DoctorConfig,
 }

@@ -24,13 +24,16 @@ def reset_peak() -> bool:
 
 
 def return_freed() -> bool:
-    """Return freed blocks of 128 KiB or more to the system at once, from now on; False where the C library cannot.
+    """Return freed blocks of 128 KiB or more to the system, also those freed later; False where the C library cannot.
 
     glibc starts so, but keeps ever larger blocks once it has seen large ones freed. A second run would then reuse the
     blocks of the first run, and its rise over `resident` would be nearly 0.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    return mallopt is not None and all(mallopt(option, _LARGE) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
+    libc = ctypes.CDLL(None)
+    if sys.platform != "linux" or not hasattr(libc, "mallopt"):
+        return False
+    libc.malloc_trim(0)  # what was freed before
+    return all(libc.mallopt(option, _LARGE) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
 
 
 def resident() -> int:

@@ -156,6 +156,10 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("calibrate", "rows=5"), 2, "rows=5: expected a list; try 'rows=[64,256,1024,4096]'"),
         (("plan", "machine.flops=fast"), 2, "machine.flops=fast: expected a number, or null"),
         (("bench", "cases=x"), 2, "cases=x: expected a list of names, or null"),
+        (("report", "standrd"), 2, "suite=standrd: unknown; did you mean 'standard'?"),
+        (("report", "standard", "memory=8GB"), 2, "memory=8GB: not a whole number"),
+        (("report", "compare=[old.jsonl]"), 2, "compare: expected two results"),
+        (("report", "results=old.jsonl"), 2, "results=old.jsonl: no such file"),
         (("simulate", "slow={1"), 2, "slow={1: cannot be read as key=value (no viable alternative at input '{1')"),
         (("run", "+tokens"), 2, "+tokens: cannot be read as key=value (missing EQUAL at '<EOF>')"),
         (("simulate", "tokens=${nope}"), 2, "'nope' not found; ringattn simulate --help shows groups and keys"),
@@ -290,4 +294,4 @@ def test_text_that_is_too_short(inside: Inside, tmp_path: Path) -> None:
 def test_every_schema_has_its_config() -> None:
     root = Path(__file__).resolve().parents[2] / "conf"
     assert {path.stem for path in root.glob("*.yaml")} == {*SCHEMAS, "job", "quiet"}
-    assert json.dumps(sorted(SCHEMAS)) == '["bench", "calibrate", "doctor", "plan", "run", "simulate"]'
+    assert json.dumps(sorted(SCHEMAS)) == '["bench", "calibrate", "doctor", "plan", "report", "run", "simulate"]'

@@ -11,10 +11,11 @@ import pytest
 from ringattn.cli import bench as bench_command
 from ringattn.config.groups import OutputGroup
 from ringattn.config.schema import BenchConfig
-from ringattn.errors import InvalidInput
+from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemory
 from ringattn.experiments.bench import SUITES, get_cases, records
 from ringattn.experiments.bench import runner as bench_runner
-from ringattn.experiments.bench.case import BenchCase, BenchColumn, Ratio
+from ringattn.experiments.bench.case import BenchCase, BenchColumn, Ratio, iqr
+from ringattn.experiments.bench.report import BenchReport, list_tables, render
 from ringattn.experiments.bench.suites import ring
 from ringattn.transport.launcher import run_local
 
@@ -43,19 +44,78 @@ def test_ratios_are_medians_of_the_rounds(target: float, met: bool) -> None:
     assert ratio["rounds"] == [2.0, 3.0, 1.0] and ratio["median"] == 2.0 and ratio["met"] is met
 
 
-def test_files_are_dated_numbered_and_complete(tmp_path: Path) -> None:
-    raw = [{"times": {"single": [4.0], "ring": [2.0]}, "errors": {"ring": 1e-7}}]
-    record = {
-        "suite": "ring", "repeat": 1, "machine": bench_runner.describe_host(), "mixed": True, "kind": "measured",
-        "cases": [bench_runner.summarise_case(case(1.5), raw)],
-    }  # fmt: skip
-    first, text = records.write_record(record, tmp_path)
-    second, _ = records.write_record(record, tmp_path)
-    assert first.stem.endswith("_1") and second.stem.endswith("_2")
-    assert json.loads(first.read_text()) == record
-    assert "single / ring = 2.000" in text.read_text() and "| yes |" in text.read_text()
-    assert records.MIXED in text.read_text()
-    assert len(list(tmp_path.iterdir())) == 4
+def options(folder: Path, **more: Any) -> bench_runner.BenchOptions:
+    return bench_runner.BenchOptions("ring", ["x", "y"], 1, folder, **more)
+
+
+RAW = [{"times": {"single": [4.0], "ring": [2.0]}, "errors": {"ring": 1e-7}}]
+
+
+def test_an_interrupted_run_goes_on_and_a_whole_one_does_not(tmp_path: Path) -> None:
+    cases = [case(1.5), case(1.6)]
+    header = bench_runner.make_header(options(tmp_path), cases)
+    record = bench_runner.summarise_case(cases[0], RAW)
+    with records.open_results(tmp_path, header, ["x", "y"]) as journal:
+        journal.add("x", record)
+    with journal.path.open("a") as file:
+        file.write('{"key": "y", "case"')  # killed while it wrote
+    later = {**header, "machine": {**header["machine"], "date": "2099-01-01T00:00:00"}}
+    with records.open_results(tmp_path, later, ["x", "y"]) as again:
+        assert again.path == journal.path and list(again.records) == ["x"]
+        again.add("y", {**record, "source": "another"})
+    found = records.read_results(journal.path)
+    assert [one["key"] for one in found["cases"]] == ["x", "y"] and found["mixed"] and found["suite"] == "ring"
+    assert found["cases"][0]["columns"] == json.loads(json.dumps(record["columns"]))
+    for other in (header, {**header, "repeat": 2}):
+        with records.open_results(tmp_path, other, ["x", "y"]) as new:
+            assert new.path.stem.endswith("_2") and not new.records
+        new.path.unlink()
+    with pytest.raises(InvalidInput, match="is no result of a suite"):
+        records.read_results(Path(__file__))
+
+
+def test_both_forms_of_a_report_have_the_tables(tmp_path: Path) -> None:
+    path = tmp_path / "ring_cpu_2026-01-01_1.jsonl"
+    header = bench_runner.make_header(options(tmp_path), [case(1.5)])
+    lines = [header, {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = BenchReport(records.read_results(path), "ringattn report ring")
+    text, page = render(report, "markdown"), render(report, "html")
+    assert "| x | single / ring | 2.000 |" in text and "| >= 1.5 | yes |" in text and "1.0e-07" in text
+    assert "<td>single / ring</td>" in page and 'data-v="2.0"' in page
+    for form in (text, page):
+        assert report.mixed in form and report.mixed and "ringattn report ring" in form
+
+
+def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    no_memory = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte")
+    for error, kind in (
+        (no_memory, "OutOfMemory"),
+        (MemoryError(), "OutOfMemory"),
+        (OutOfMemory("x"), "OutOfMemory"),
+        (InvalidInput("x"), "InvalidInput"),
+        (AssertionError("x"), "WrongResult"),
+        (CommFailure("x"), "CommFailure"),
+    ):
+        assert bench_runner.classify(error) == kind
+    lost, cause = (bench_runner._failure(kind, "why") for kind in ("CommFailure", "OutOfMemory"))
+    failed = bench_runner.summarise_case(case(1.0), [lost, cause])
+    assert failed["failed"] == {"class": "OutOfMemory", "message": "why"}
+    longer = bench_runner.run_case(BenchCase("y", 1, {}, (), after="x"), options(tmp_path), {"x": failed})
+    assert longer["failed"] == {"class": "NotTried", "message": "x failed: OutOfMemory"}
+    (table,) = list_tables({"kind": "measured", "cases": [failed]})
+    assert table.rows[0][-1] == "OutOfMemory: why"
+    for status, kind in ((None, "Timeout"), (-9, "Killed"), (1, "Crashed")):
+
+        def end(*args: Any, status: int | None = status, **rest: Any) -> None:
+            raise LaunchFailure("it ended", status)
+
+        monkeypatch.setattr(bench_runner, "run_local", end)
+        assert bench_runner.run_case(case(1.0), options(tmp_path), {})["failed"]["class"] == kind
+
+
+def test_iqr_is_the_distance_of_quartiles() -> None:
+    assert iqr([5.0, 1.0, 3.0, 2.0, 4.0]) == 2.0 and iqr([7.0]) == 0.0
 
 
 def test_unknown_names() -> None:
@@ -93,7 +153,7 @@ def measure_small(rank: int) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, dict[str, Any]]]:
     """What two real ranks measured, by case; one start for all tests."""
-    return run_local(measure_small, 2, timeout=60)
+    return run_local(measure_small, 2, timeout=150)
 
 
 @pytest.mark.multi
@@ -113,10 +173,21 @@ def test_every_round_sees_the_whole_peak(measured: list[dict[str, dict[str, Any]
 
 
 @pytest.mark.multi
-def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
-    bench_command.print_record(
-        {"cases": [bench_runner.summarise_case(case, [rank[case.name] for rank in measured]) for case in small()]}
+def test_tables_show_every_case(measured: list[dict[str, dict[str, Any]]]) -> None:
+    cases = [bench_runner.summarise_case(case, [rank[case.name] for rank in measured]) for case in small()]
+    tables = {table.title: table for table in list_tables({"kind": "measured", "cases": cases})}
+    columns, ratios, formulas = (
+        tables[title]
+        for title in (
+            "every column [measured]",
+            "ratios of times, round by round [measured]",
+            "peak memory per rank [measured] and its formula [counted]",
+        )
     )
-    shown = capsys.readouterr().out
-    for text in ("template_a2a / ring", "causal_backward", ">= 0.5", "<= 1.1", "seconds [measured]", "[counted]"):
-        assert text in shown
+    shown = {(row[0], row[columns.header.index("column")]): row for row in columns.rows}
+    row = dict(zip(columns.header, shown["causal_backward", "template_a2a"], strict=True))
+    assert row["median"] and row["IQR"] and row["peak of tensors"] and row["error"] and row["threads"] == "1"
+    assert [row[1] for row in ratios.rows if row[1].startswith("template_a2a")] == ["template_a2a / ring"] * 2
+    assert ">= 0.5" in ratios.rows[3] and "<= 1.1" in formulas.rows[0]
+    peaks = cases[1]["columns"]["ring"]["peaks"]
+    assert peaks["after"] >= 4 * 128 * 8 * 64 * 4 and peaks["after"] <= peaks["tensors"] < 4 * peaks["after"]

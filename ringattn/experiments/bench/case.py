@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -89,6 +90,23 @@ class BenchCase:
     #: Measures the case, for cases that the clock of the host cannot time. Receives the context and the rounds, and
     #: returns the raw numbers of `runner.measure_case`, with "details" for `summarise`. Columns may be missing.
     measure: Callable[[Context, int], dict[str, Any]] | None = None
+    #: Seconds after which the processes of the case are killed.
+    timeout: float = 3600.0
+    #: About how long the case takes, relative to the other cases of its suite.
+    weight: float = 1.0
+    #: A failure is a result of the case, such as the length at which memory ends, and not a failure of the suite.
+    may_fail: bool = False
+    #: A shorter case: where it failed, this case is not tried.
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A figure of an earlier report, what that figure really was, and what ours is, as a sentence on the records."""
+
+    figure: str
+    really: str
+    ours: Callable[[list[CaseRecord]], str]
 
 
 @dataclass(frozen=True)
@@ -96,12 +114,16 @@ class BenchSuite:
     """A suite: a function that lists its cases, and what it concludes from the records of all measured cases.
 
     The conclusion has the keys "summary" (a sentence), "value", "target" and "met". `check` receives the folder of the
-    results before anything is measured, and raises InvalidInput or Unsupported where the suite cannot run.
+    results before anything is measured, and raises InvalidInput or Unsupported where the suite cannot run. `title`,
+    `about` and `claims` are for readers of the report.
     """
 
     cases: Callable[[], list[BenchCase]]
     conclude: Callable[[list[CaseRecord]], dict[str, Any]] | None = None
     check: Callable[[Path], None] | None = None
+    title: str = ""
+    about: tuple[str, ...] = ()
+    claims: tuple[Claim, ...] = ()
 
 
 def make_settings(heads: int, head_dim: int, tokens: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
@@ -141,3 +163,11 @@ def make_pass(
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Largest absolute difference, divided by the largest absolute entry of the exact tensor."""
     return float((result.double() - exact.double()).abs().max() / exact.double().abs().max())
+
+
+def iqr(values: list[float]) -> float:
+    """The distance between the quartiles; 0 of a single value."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return third - first

@@ -1,4 +1,8 @@
-"""The benchmark runner: the columns of a case alternate A B C A B C in one run, and every raw number is kept."""
+"""The benchmark runner: the columns of a case alternate A B C A B C in one run, and every raw number is kept.
+
+A case runs in processes of its own, so that it cannot disturb another case, may end for lack of memory, and has a peak
+of its own. Its record is stored when it is measured: an interrupted run of the same code and settings goes on there.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import datetime
 import os
 import platform
 import re
+import resource
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,64 +22,144 @@ import torch
 import torch.distributed as dist
 
 from ... import __version__
-from ...errors import LaunchFailure
+from ...errors import LaunchFailure, RingAttentionError
 from ...reporting import peak_memory
 from ...reporting.provenance import git, source
+from ...text import duration
 from ...transport.base import Transport
 from ...transport.launcher import run_local
-from . import get_cases, get_suite
-from .case import BenchCase, CaseRecord, Context, Run
+from . import get_cases
+from .case import BenchCase, BenchColumn, CaseRecord, Context, Run, iqr
 from .links import NETWORK, run_nodes
+from .records import FORMAT, open_results
+from .tensor_bytes import TensorBytes
 
-#: Seconds after which the processes of a case are killed.
-TIMEOUT = 3600.0
 
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, and where the results are: a suite, all its cases or `cases`, `repeat` rounds.
 
-def run_suite(suite: str, names: list[str] | None, repeat: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the cases of a suite, or the named ones; returns the record that `records.write_record` stores.
-
-    `tell` receives a line before each case.
+    `memory`: bytes that each process may have, None for no limit.
     """
-    host = describe_host()
-    cases = get_cases(suite, names)
+
+    suite: str
+    cases: list[str] | None
+    repeat: int
+    folder: Path
+    memory: int | None = None
+
+
+#: What a case may raise as its result: our errors, lack of memory, a wrong result, and torch's errors, which are
+#: RuntimeErrors. Any other exception is a mistake in the program and ends the process of the case.
+FAILURES = (RingAttentionError, MemoryError, AssertionError, RuntimeError)
+#: What torch's allocator for CPUs says where memory ends; torch has no type for this error.
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+#: Failures of ranks that have lost another rank: not the cause.
+FOLLOWING = ("CommFailure", "RuntimeError")
+
+
+def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
+    """Measure the cases of a suite that the results do not have yet; returns the file of the results.
+
+    Results of the same code, settings and machine in the folder are continued. `tell` receives a line before each case.
+    """
+    cases = get_cases(options.suite, options.cases)
+    header = make_header(options, cases)
     if any(case.links for case in cases):
         tell(f"behind {NETWORK}")
-    case_records = []
-    for case in cases:
-        tell(f"{case.name}: {', '.join(column.name for column in case.columns)}")
-        try:
-            if case.links is None:
-                raw = run_local(measure, case.ranks, None, suite, case.name, repeat, timeout=TIMEOUT)
-            else:
-                raw = run_nodes(measure, case.links, suite, case.name, repeat, timeout=TIMEOUT)
-        except LaunchFailure as error:
-            if case.measure is None:
-                raise
-            tell(f"{case.name} FAILED: {error}")  # the other cases have processes of their own
-            raw = [{"times": {}, "errors": {}, "details": {"failed": str(error)}}]
-        case_records.append(summarise_case(case, raw))
-    record = {
-        "suite": suite,
-        "repeat": repeat,
-        "machine": host,
-        "mixed": host["source"] != describe_host()["source"],
+    with open_results(options.folder, header, [case.name for case in cases]) as journal:
+        for number, case in enumerate(cases, 1):
+            if case.name in journal.records:
+                continue
+            left = _estimate(cases, journal.records)
+            columns = ", ".join(column.name for column in case.columns)
+            tell(f"{case.name} ({number} of {len(cases)}{left}): {columns}")
+            start = time.perf_counter()
+            record = run_case(case, options, journal.records)
+            if "failed" in record:
+                tell(f"{case.name} {record['failed']['class']}: {record['failed']['message'].splitlines()[-1]}")
+            took = {"took": time.perf_counter() - start, "source": source()}
+            journal.add(case.name, {**record, **took})
+    return journal.path
+
+
+def make_header(options: BenchOptions, cases: list[BenchCase]) -> dict[str, Any]:
+    """The first line of the results: what was asked, on what machine, by what code."""
+    return {
+        "format": FORMAT,
+        "suite": options.suite,
+        "repeat": options.repeat,
+        "memory": options.memory,
+        "asked": options.cases,
+        "device": cases[0].settings.get("device"),
         "kind": cases[0].settings.get("kind", "measured"),
-        "cases": case_records,
+        "machine": describe_host(),
     }
-    conclude = get_suite(suite).conclude
-    return {**record, "summary": conclude(case_records)} if conclude else record
 
 
-def measure(rank: int, transport: Transport | None, suite: str, name: str, repeat: int) -> dict[str, Any]:
-    """Raw numbers of one rank of a case, in a process of its own."""
+def _estimate(cases: list[BenchCase], done: dict[str, CaseRecord]) -> str:
+    """The time left in words, by the weights of the cases; empty before the first case is done."""
+    weights = sum(case.weight for case in cases if case.name in done)
+    took = sum(record.get("took", 0.0) for record in done.values())
+    left = sum(case.weight for case in cases if case.name not in done)
+    return f", about {duration(took / weights * left)} left" if weights else ""
+
+
+def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]) -> CaseRecord:
+    """The record of a case, measured in new processes; of a case that failed, with the class of its failure."""
+    shorter = done.get(case.after or "", {}).get("failed")
+    if shorter is not None:
+        return summarise_case(case, [_failure("NotTried", f"{case.after} failed: {shorter['class']}")])
+    work = (options.suite, case.name, options.repeat, options.memory)
+    try:
+        if case.links is None:
+            raw = run_local(measure, case.ranks, None, *work, timeout=case.timeout)
+        else:
+            raw = run_nodes(measure, case.links, *work, timeout=case.timeout)
+    except LaunchFailure as error:
+        kind = "Timeout" if error.status is None else "Killed" if error.status < 0 else "Crashed"
+        raw = [_failure(kind, str(error))]
+    return summarise_case(case, raw)
+
+
+def _failure(kind: str, message: str) -> dict[str, Any]:
+    return {"failed": {"class": kind, "message": message.strip() or kind}, "times": {}, "errors": {}}
+
+
+def measure(
+    rank: int, transport: Transport | None, suite: str, name: str, repeat: int, memory: int | None
+) -> dict[str, Any]:
+    """Raw numbers of one rank of a case, in a process of its own that may have `memory` bytes; or its failure."""
     (case,) = get_cases(suite, [name])
-    return measure_case(case, rank, transport, repeat)
+    if memory is not None:
+        limit_memory(memory)
+    if case.ranks == 1 and dist.is_initialized():
+        dist.destroy_process_group()  # for the seeds' factories a group, even of one rank, means a ring
+    try:
+        return measure_case(case, rank, transport, repeat)
+    except FAILURES as error:
+        return _failure(classify(error), str(error))
+
+
+def limit_memory(count: int) -> None:
+    """Let this process have at most `count` bytes of memory of its own; larger allocations fail. Linux."""
+    resource.setrlimit(resource.RLIMIT_DATA, (count, count))
+
+
+def classify(error: Exception) -> str:
+    """The class of a failure: WrongResult, OutOfMemory, or the name of our error's or torch's type."""
+    if isinstance(error, AssertionError):
+        return "WrongResult"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
+        return "OutOfMemory"
+    return type(error).__name__
 
 
 def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat: int) -> dict[str, Any]:
-    """Raw numbers of one rank: a warm-up, the check of its results, then `repeat` rounds of every column.
+    """Raw numbers of one rank: a warm-up, the check of its results, `repeat` rounds of every column, and its memory.
 
-    {"times": seconds by column, "errors": by name}, or {"bytes": by round, "allowed": bytes, "errors": {}}.
+    {"times": seconds by column, "errors": by name, "peaks": bytes by column}, or {"bytes": by round, "allowed": bytes,
+    "errors": {}}.
     """
     context = Context(rank, case.ranks, case.settings, transport)
     repeat = min(repeat, case.rounds or repeat)
@@ -82,13 +167,38 @@ def measure_case(case: BenchCase, rank: int, transport: Transport | None, repeat
         return case.measure(context, repeat)
     if case.formula_bytes is not None:
         return _measure_memory(case, context, repeat)
-    runs = {}
+    runs: dict[str, tuple[int, Run | None]] = {}
     for column in case.columns:
         runs[column.name] = (column.threads, column.make(context))
-    results = {name: _time_run(*run)[1] for name, run in runs.items()}
+    results = {name: time_run(*run)[1] for name, run in runs.items()}
     errors = case.check(context, results) if case.check else {}
     del results
-    return {"times": time_rounds(runs, repeat), "errors": errors}
+    times = time_rounds(runs, repeat)
+    del runs
+    return {"times": times, "errors": errors, "peaks": {x.name: weigh(x, context) for x in case.columns}}
+
+
+def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
+    """Bytes of one more run, which is not timed: of its tensors, its inputs among them, and of the process.
+
+    "tensors" and "process" are peaks, "after" is what the tensors keep while the result is alive. The process counts
+    from what was resident before the inputs existed.
+    """
+    with TensorBytes():
+        torch.zeros(1, device="cpu").add(1)  # loads what the counter needs, which is no memory of the run
+    peak_memory.return_freed()
+    torch.set_num_threads(column.threads)
+    base = peak_memory.resident()
+    with TensorBytes() as tensors:
+        run = column.make(context)
+        tensors.restart()
+        peak_memory.reset_peak()
+        _barrier()
+        result = run() if run is not None else None
+        _barrier()
+        peaks = {"tensors": tensors.peak, "after": tensors.live, "process": max(peak_memory.peak() - base, 0)}
+        del result
+    return peaks
 
 
 def time_rounds(
@@ -98,11 +208,11 @@ def time_rounds(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
-            times[name].append(_time_run(*run, clock=clock)[0])
+            times[name].append(time_run(*run, clock=clock)[0])
     return times
 
 
-def _time_run(threads: int, run: Run | None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
+def time_run(threads: int, run: Run | None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
     """(seconds, result) of one run between two barriers, so that the slowest rank counts."""
     torch.set_num_threads(threads)
     _barrier()
@@ -154,6 +264,11 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
     }
     if case.links is not None:
         record["links"] = asdict(case.links)
+    failures = [rank["failed"] for rank in raw if "failed" in rank]
+    if failures:
+        causes = [failure for failure in failures if failure["class"] not in FOLLOWING]
+        record |= {"failed": (causes or failures)[0], "may_fail": case.may_fail, "columns": {}, "ratios": []}
+        return record
     if case.formula_bytes is not None:
         worst = max(max(rank["bytes"]) / rank["allowed"] for rank in raw)
         record["memory"] = {
@@ -167,8 +282,14 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
     # The barriers make a run last equally long on all ranks: the times of rank 0 are those of all ranks.
     times = raw[0]["times"]
     record |= {name: raw[0][name] for name in ("details",) if name in raw[0]}
+    peaks = {name: _most([rank["peaks"][name] for rank in raw]) for name in raw[0].get("peaks", {})}
     record["columns"] = {
-        column.name: {"threads": column.threads, "seconds": times[column.name], **_spread(times[column.name])}
+        column.name: {
+            "threads": column.threads,
+            "seconds": times[column.name],
+            **_spread(times[column.name]),
+            **({"peaks": peaks[column.name]} if column.name in peaks else {}),
+        }
         for column in case.columns
         if column.name in times
     }
@@ -186,7 +307,12 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
 
 def _spread(values: list[float]) -> dict[str, float]:
     middle, least, most = median(values), min(values), max(values)
-    return {"median": middle, "min": least, "max": most, "spread": (most - least) / middle}
+    return {"median": middle, "min": least, "max": most, "spread": (most - least) / middle, "iqr": iqr(values)}
+
+
+def _most(peaks: list[dict[str, int]]) -> dict[str, int]:
+    """The largest number of all ranks, name by name."""
+    return {name: max(rank[name] for rank in peaks) for name in peaks[0]}
 
 
 def describe_host() -> dict[str, Any]:

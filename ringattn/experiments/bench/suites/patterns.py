@@ -66,7 +66,7 @@ def list_cases() -> list[BenchCase]:
         *(_rate_case(*row) for row in RATES),
         *(_scaling_case(name, pattern) for name, pattern in LONG[:2]),  # the third would take minutes per round
         *(_memory_case(name, pattern) for name, pattern in LONG),
-        *(_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
+        *(make_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
     ]
 
 
@@ -165,7 +165,7 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
     )
 
 
-def _checkpoint_case(recompute: str) -> BenchCase:
+def make_checkpoint_case(recompute: str) -> BenchCase:
     """Peak memory of forward and backward of 4 layers that recompute nothing, the projections, or everything.
 
     The formula is what a stack without recomputation keeps: q, k, v, output and input of all layers.

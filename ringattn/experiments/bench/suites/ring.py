@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ....errors import Unsupported
 from ....functional import ring_attention, virtual_attention
-from ....layout.regular import make_layout
+from ....layout.regular import Layout, make_layout
 from ....pattern import Causal, Full
 from ....planner import make_plan
 from ....timing.costs import memory
@@ -45,8 +45,8 @@ MEMORY_NOTE = (
     "formula: the model of memory of ra.simulate"
 )
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def list_cases() -> list[BenchCase]:
@@ -93,7 +93,7 @@ def _make_ring(context: Context) -> Run:
     return make_pass(attend, inputs, grad if settings["backward"] else None)
 
 
-def _make_template(context: Context, rotate: str) -> Run:
+def make_template(context: Context, rotate: str) -> Run:
     """torch's `_templated_ring_attention` with the CPU flash op; its head-tail balance equals our zigzag layout.
 
     `rotate` is the method of torch's `set_rotate_method`.
@@ -112,15 +112,34 @@ def _make_template(context: Context, rotate: str) -> Run:
     def run() -> tuple[torch.Tensor, ...]:
         template.set_rotate_method(rotate)
         template._cp_options.enable_load_balance = causal
-        out, lse, *_ = template._templated_ring_attention(group, 2, _flash, q, k, v, is_causal=causal, scale=scale)
+        out, lse, *_ = template._templated_ring_attention(group, 2, CPU_FLASH, q, k, v, is_causal=causal, scale=scale)
         if not context.settings["backward"]:
             return (out,)
         grads = template._templated_ring_attention_backward(
-            group, 2, _flash_backward, grad, "grad_out", q, k, v, out, lse, is_causal=causal, dropout_p=0.0, scale=scale
+            group,
+            2,
+            CPU_FLASH_BACKWARD,
+            grad,
+            "grad_out",
+            q,
+            k,
+            v,
+            out,
+            lse,
+            is_causal=causal,
+            dropout_p=0.0,
+            scale=scale,
         )
         return (out, *grads[:3])
 
     return run
+
+
+def gather(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor of the whole sequence of which every rank has its shard. Collective."""
+    shards = [x.new_empty((*x.shape[:2], layout.rows(rank), x.shape[3])) for rank in range(layout.ranks)]
+    dist.all_gather(shards, x.contiguous())
+    return layout.unshard_tensor(shards)
 
 
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
@@ -130,9 +149,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     for name in ("ring", *TEMPLATES):
         tensors = []
         for x in results[name]:
-            shards = [x.new_empty((*x.shape[:2], layout.rows(rank), HEAD_DIM)) for rank in range(context.ranks)]
-            dist.all_gather(shards, x.contiguous())
-            tensors.append(layout.unshard_tensor(shards))
+            tensors.append(gather(x, layout))
         if context.rank == 0:
             errors[name] = max(relative_error(x, exact) for x, exact in zip(tensors, results["single"], strict=True))
             assert errors[name] < TOLERANCE, f"{name} is wrong by {errors[name]:.1e}"
@@ -143,7 +160,7 @@ def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: flo
     columns = (
         BenchColumn("single", CORES, _make_single),
         BenchColumn("ring", 1, _make_ring),
-        *(BenchColumn(column, 1, partial(_make_template, rotate=rotate)) for column, rotate in TEMPLATES.items()),
+        *(BenchColumn(column, 1, partial(make_template, rotate=rotate)) for column, rotate in TEMPLATES.items()),
     )
     ratios = (Ratio("single", "ring", target), *(Ratio(column, "ring", 1.0) for column in TEMPLATES))
     return BenchCase(name, CORES, _settings(tokens, causal, backward), columns, ratios, _check, notes=(NOTE,))

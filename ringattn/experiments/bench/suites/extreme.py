@@ -1,0 +1,77 @@
+"""Suite "extreme": 4K to 1M tokens and on until memory ends, with the class of every failure."""
+
+from __future__ import annotations
+
+from ..case import BenchCase, BenchSuite, Claim
+from ..systems import list_system_cases, longest, make_system_case
+
+LENGTHS = tuple(4096 * 4**i for i in range(6))  # 4K to 4M
+ALL = ("DilatedAttention", "ImprovedDilatedAttention")
+RINGS = tuple(
+    f"RingDilatedAttention{name}_r{ranks}"
+    for name, counts in (("V2", (1, 4, 8, 16)), ("Production", (1, 8, 16)))
+    for ranks in counts
+)
+#: Labels of the report, and blocks on either side of a query's block: there, the sparsity was not read.
+SPARSE = {"BlockSparse_LocalWindow_0.9": 4, "BlockSparse_LocalWindow_0.95": 2}
+#: Seconds of a row: a warm-up, the rounds, the check and the memory of one length.
+TIMEOUT = 150.0
+
+
+def list_cases() -> list[BenchCase]:
+    """The rows of the report, and the lengths that it did not reach."""
+    cases = list_system_cases([*ALL, *RINGS], LENGTHS, dtype="bfloat16", timeout=TIMEOUT, until_failure=True)
+    for label, blocks in SPARSE.items():
+        after = None
+        for tokens in LENGTHS:
+            case = make_system_case(
+                "BlockSparseRingDilatedAttention",
+                tokens,
+                dtype="bfloat16",
+                timeout=TIMEOUT,
+                label=label,
+                may_fail=True,
+                after=after,
+                settings={"pattern": f"local_window(64, blocks={blocks})"},
+            )
+            after = case.name
+            cases.append(case)
+    return cases
+
+
+SUITE = BenchSuite(
+    list_cases,
+    title="Extreme lengths: 4K tokens and on until memory ends",
+    about=(
+        "Batch 1, 8 heads of 64, bfloat16 storage (computed in fp32), two threads, forward without gradients. A "
+        "length is tried where the length before it was computed. A failure is the class of a typed error: "
+        "OutOfMemory, Unsupported, InvalidInput, WrongResult, Timeout (150 s for all runs of a row), Killed. With "
+        "memory=8GiB the system refuses every allocation by which a process would have more; without it, memory is "
+        "what the machine has. Several ranks r are virtual here: one process holds all of them, so that the memory "
+        "is that of the whole ring.",
+    ),
+    claims=(
+        Claim(
+            "Extreme length reports of June 27, 2025: BlockSparseRing 786,432 tokens in 3.01 GB, 'winner'; "
+            "RingDilatedAttentionProduction_r16 262,144 tokens in 14.34 ms and 288 MB; DilatedAttention 0 tokens, "
+            "'DIVISIBILITY'; ImprovedDilatedAttention fails at 262,144 with 'OTHER'.",
+            "3.01 GB are q, k, v and the output in fp16 and nothing else; a query saw at most 7 blocks of 128, and "
+            "the result was a sum of softmaxes. Production returned zeros in every row that 'succeeded': its "
+            "segments began at 65,536, longer than each chunk. The r8 and r16 rows are independent local attentions: "
+            "nothing crossed a chunk. 'OTHER' hid a launch limit: segment / dilation above 65,535 stood in the place "
+            "of the heads. Classes were found by searching the text of any exception; every time is one run that was "
+            "not warm.",
+            lambda records: (
+                "; ".join(
+                    longest(records, name)
+                    for name in (
+                        "BlockSparse_LocalWindow_0.9",
+                        "RingDilatedAttentionProduction_r16",
+                        "DilatedAttention",
+                    )
+                )
+                + "."
+            ),
+        ),
+    ),
+)
