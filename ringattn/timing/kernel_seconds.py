@@ -1,10 +1,12 @@
-"""Seconds of a plan's pairs by measured kernel times: visits are lowered to tiles, as the kernels lower them."""
+"""Seconds of a plan's pairs by measured kernel times or modelled rates, averaged over the visits of sampled ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
+from ..machine.kernel_rates import KernelRates
 from ..machine.kernel_times import BEYOND, KernelTimes
 from ..pattern.tile import Tile
 from ..plan.plan import Plan
@@ -57,6 +59,35 @@ def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bo
             "machine.extrapolate=true"
         )
     return seconds / pairs
+
+
+def modelled_seconds_per_pair(
+    plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Iterable[int]
+) -> float:
+    """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
+
+    `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows.
+    """
+
+    def compute() -> float:
+        seconds, pairs, item = 0.0, 0.0, ITEM_BYTES[plan.dtype]
+        dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
+        for weight, rank, owner in _sample_visits(ring_plan, ranks):
+            once = not gathered or rank == owner
+            for work in ring_plan.demand.batched(rank, owner):
+                heads = len(work.heads) * work.repeat * plan.batch
+                rows, keys, shape = len(work.q), work.keys, "dense" if work.dense else "triangle"
+                seen = rows * keys
+                if not work.dense:
+                    seen = Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs
+                busy = rates.seconds(
+                    shape, rows * once, keys, seen * heads, heads=heads, dims=dims, backward=backward, item=item
+                )
+                seconds += weight * (busy + rates.launch * once)
+                pairs += weight * seen * heads
+        return seconds / pairs if pairs else 0.0
+
+    return plan.cache.answer((modelled_seconds_per_pair, rates, gathered, backward), compute)
 
 
 def _sample_visits(plan: Plan, ranks: Iterable[int]) -> Iterator[tuple[float, int, int]]:
