@@ -38,16 +38,16 @@ class KernelRates:
     launch: float = 1e-5
     wide: float = 8.0
 
-    def seconds(
-        self, shape: str, rows: int, keys: int, pairs: float, *, heads: int, dims: int, backward: bool, item: int = 2
-    ) -> float:
-        """Seconds of a tile without its launch: `pairs` over `heads` heads and sequences, `dims` = D + Dv columns.
+    def pair_seconds(self, blocks: float, *, dense: bool, dims: int, backward: bool, item: int = 2) -> float:
+        """Seconds of a pair in a call of `blocks` thread blocks, with `dims` = D + Dv columns of `item` bytes.
 
-        `shape` is a shape of tiles. A triangle's thread blocks differ, so that twice as many slots idle at its end.
+        In a triangle (not `dense`) thread blocks differ, so that twice as many slots idle at its end.
         """
-        blocks = heads * max((keys if backward else rows) / BLOCK, 1.0)
-        tail = self.slots * (1.0 if shape == "triangle" else 0.5)
+        tail = self.slots * (0.5 if dense else 1.0)
         rate = (self.backward if backward else self.forward) * blocks / (blocks + tail)
-        flops = pairs * (2 * dims + self.softmax) * (BACKWARD if backward else 1.0)
-        traffic = (BACKWARD_TRAFFIC if backward else FORWARD_TRAFFIC) * rows * heads * dims / 2 * item
-        return flops / rate * (self.wide if item > 2 else 1.0) + traffic / self.memory
+        return (2 * dims + self.softmax) * (BACKWARD if backward else 1.0) / rate * (self.wide if item > 2 else 1.0)
+
+    def start_seconds(self, rows: int, *, dims: int, backward: bool, item: int = 2) -> float:
+        """Seconds of starting a call, and of moving the operands of its `rows` over all heads and sequences."""
+        traffic = (BACKWARD_TRAFFIC if backward else FORWARD_TRAFFIC) * rows * dims / 2 * item
+        return self.launch + traffic / self.memory

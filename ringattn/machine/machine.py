@@ -14,7 +14,7 @@ from .kernel_times import KernelTimes
 from .machine_number import MachineNumber
 
 #: Where a number may come from: a publication or a data sheet, a guess, or a measurement.
-SOURCES = ("cited", "assumed", "measured")
+SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "kernel_rates", "residuals")
 

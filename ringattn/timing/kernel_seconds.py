@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
-from ..machine.kernel_rates import KernelRates
+from ..machine.kernel_rates import BLOCK, KernelRates
 from ..machine.kernel_times import BEYOND, KernelTimes
 from ..pattern.tile import Tile
 from ..plan.plan import Plan
@@ -73,18 +73,23 @@ def modelled_seconds_per_pair(
         seconds, pairs, item = 0.0, 0.0, ITEM_BYTES[plan.dtype]
         dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
         for weight, rank, owner in _sample_visits(ring_plan, ranks):
-            once = not gathered or rank == owner
-            for work in ring_plan.demand.batched(rank, owner):
-                heads = len(work.heads) * work.repeat * plan.batch
-                rows, keys, shape = len(work.q), work.keys, "dense" if work.dense else "triangle"
-                seen = rows * keys
+            once = rank == owner or not gathered
+            works = [
+                (work, len(work.heads) * work.repeat * plan.batch) for work in ring_plan.demand.batched(rank, owner)
+            ]
+            # One call computes the works of a visit.
+            blocks = sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
+            for work, heads in works:
+                seen = heads * len(work.q) * work.keys
                 if not work.dense:
-                    seen = Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs
-                busy = rates.seconds(
-                    shape, rows * once, keys, seen * heads, heads=heads, dims=dims, backward=backward, item=item
+                    seen = heads * Tile(range(1), range(len(work.q)), range(work.keys), work.lo, work.hi).pairs
+                pairs += weight * seen
+                seconds += weight * seen * rates.pair_seconds(
+                    blocks, dense=work.dense, dims=dims, backward=backward, item=item
                 )
-                seconds += weight * (busy + rates.launch * once)
-                pairs += weight * seen * heads
+            if works and once:
+                rows = sum(heads * len(work.q) for work, heads in works)
+                seconds += weight * rates.start_seconds(rows, dims=dims, backward=backward, item=item)
         return seconds / pairs if pairs else 0.0
 
     return plan.cache.answer((modelled_seconds_per_pair, rates, gathered, backward), compute)
