@@ -61,7 +61,9 @@ def predict_measurements(rows: Sequence[Measurement]) -> list[Prediction]:
 
 def _machine(row: Measurement) -> Machine:
     """The machine of a row: its preset with the kernel that the source names. Libraries gather keys in one call."""
-    return get_machine(f"{row.machine}/{row.kernel}").changed(one_gather=True)
+    machine = get_machine(f"{row.machine}/{row.kernel}").changed(one_gather=True)
+    # Kernels alone are timed in a queue that the host fills ahead.
+    return machine.changed(host=None, host_call=None) if row.gpus == 1 else machine
 
 
 def _predict(row: Measurement, machine: Machine) -> Predicted:
@@ -75,7 +77,8 @@ def _predict_with_rate(row: Measurement, reference: Measurement | None) -> Predi
     machine = _machine(row)
     assert machine.kernel_rates is not None
     if reference is None:
-        known, seconds = _mean_time(row.device_plans(), machine, row.directions), row.device_seconds()
+        alone = machine.changed(host=None, host_call=None)
+        known, seconds = _mean_time(row.device_plans(), alone, row.directions), row.device_seconds()
     else:
         # The rate of this row includes its exchanges, which are modelled.
         known, seconds = _predict(reference, machine), reference.seconds
