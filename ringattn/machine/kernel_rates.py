@@ -36,14 +36,17 @@ class KernelRates:
     memory: float
     #: Seconds between the starts of two kernels.
     launch: float = 1e-5
+    #: Seconds of the small kernels of a ring's visit: slices, casts, and what merging starts.
+    visit: float = 0.0
     wide: float = 8.0
 
     def pair_seconds(self, blocks: float, *, dense: bool, dims: int, backward: bool, item: int = 2) -> float:
         """Seconds of a pair in a call of `blocks` thread blocks, with `dims` = D + Dv columns of `item` bytes.
 
-        In a triangle (not `dense`) thread blocks differ, so that twice as many slots idle at its end.
+        Equal thread blocks end together but for the last of a slot, and a block runs faster where others are done. In a
+        triangle (not `dense`) the longest blocks are twice as long as the mean.
         """
-        tail = self.slots * (0.5 if dense else 1.0)
+        tail = self.slots * (0.25 if dense else 1.0)
         rate = (self.backward if backward else self.forward) * blocks / (blocks + tail)
         return (2 * dims + self.softmax) * (BACKWARD if backward else 1.0) / rate * (self.wide if item > 2 else 1.0)
 

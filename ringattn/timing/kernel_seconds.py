@@ -72,6 +72,7 @@ def modelled_seconds_per_pair(
     def compute() -> float:
         seconds, pairs, item = 0.0, 0.0, ITEM_BYTES[plan.dtype]
         dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
+        visit = rates.visit if ring_plan.ranks > 1 and not gathered else 0.0
         for weight, rank, owner in _sample_visits(ring_plan, ranks):
             once = rank == owner or not gathered
             works = [
@@ -89,7 +90,8 @@ def modelled_seconds_per_pair(
                 )
             if works and once:
                 rows = sum(heads * len(work.q) for work, heads in works)
-                seconds += weight * rates.start_seconds(rows, dims=dims, backward=backward, item=item)
+                start = rates.start_seconds(rows, dims=dims, backward=backward, item=item)
+                seconds += weight * (start + visit)
         return seconds / pairs if pairs else 0.0
 
     return plan.cache.answer((modelled_seconds_per_pair, rates, gathered, backward), compute)
