@@ -92,7 +92,7 @@ _A100_SLOTS = _slots(108, 2, "NVIDIA A100 data sheet")
 _FA2_A100 = _kernel(
     "fa2",
     _memory(2.039e12, "NVIDIA A100 80GB SXM data sheet"),
-    fitted(286e12, "zhuzilin: one A100, 8,192 tokens causal, 32 heads of 128, 373.4 forwards per second"),
+    fitted(276e12, "zhuzilin: one A100, 8,192 tokens causal, 32 heads of 128, 373.4 forwards per second"),
     fitted(247e12, "zhuzilin: the same, 94.7 forwards and backwards per second, less the forward"),
     _A100_SLOTS,
     _SOFTMAX,
@@ -102,8 +102,8 @@ A100_PCIE_KERNELS = (
     _like(
         _FA2_A100,
         {"memory": _memory(1.935e12, "NVIDIA A100 80GB PCIe data sheet")},
-        "three quarters of A100 SXM: 300 W instead of 400 W",
-        0.75,
+        "fitted with the links of usp-a100-pcie: 60 % of A100 SXM, at 300 W instead of 400 W",
+        0.6,
     ),
 )
 B200_KERNELS = (
