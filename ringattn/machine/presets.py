@@ -79,8 +79,8 @@ _FAILURES_AS_LLAMA = assumed(
 _RENT = "a GPU rented on demand; the price changes from month to month"
 
 
-_HOST = fitted(2.5e-4, "usp-a100-nvlink: 8,192 tokens, even ids: Python, autograd and NCCL's calls of one step")
-_HOST_CALL = fitted(2e-3, "usp-a100-nvlink: 8,192 tokens, even ids: what these passes take beside their steps")
+_HOST = fitted(4e-4, "usp-a100-nvlink: 8,192 tokens, even ids: Python, autograd and NCCL's calls of one step")
+_HOST_CALL = fitted(6e-4, "usp-a100-nvlink: 8,192 tokens, even ids: what these passes take beside their steps")
 
 
 def _link(bytes_per_second: float, what: str) -> Fact:

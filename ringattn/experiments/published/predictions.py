@@ -21,6 +21,8 @@ CAUSES = {
     "merge": ("merge",),
     "overhead": ("host", "call"),
 }
+#: Steps of exchanging q, k and v one by one, beyond the one step that exchanges all three.
+SEPARATE = 2
 #: A source's kernel takes at most this many times as long as the preset's, and at least this part of its time: beyond,
 #: the rate that a source gives is that of something else.
 SLOWEST, FASTEST = 3.0, 0.7
@@ -62,8 +64,11 @@ def predict_measurements(rows: Sequence[Measurement]) -> list[Prediction]:
 def _machine(row: Measurement) -> Machine:
     """The machine of a row: its preset with the kernel that the source names. Libraries gather keys in one call."""
     machine = get_machine(f"{row.machine}/{row.kernel}").changed(one_gather=True)
-    # Kernels alone are timed in a queue that the host fills ahead.
-    return machine.changed(host=None, host_call=None) if row.gpus == 1 else machine
+    if row.gpus == 1:  # kernels alone are timed in a queue that the host fills ahead
+        return machine.changed(host=None, host_call=None)
+    # USP exchanges q, k and v one after another where they are not packed: two steps more than ours for the host.
+    more = SEPARATE if row.schedule.startswith("ulysses") and "no_packed" in row.method else 0
+    return machine.changed(host_call=(machine.host_call or 0.0) + more * (machine.host or 0.0))
 
 
 def _predict(row: Measurement, machine: Machine) -> Predicted:
