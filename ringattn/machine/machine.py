@@ -17,6 +17,8 @@ from .machine_number import MachineNumber
 SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "kernel_rates", "residuals")
+#: Fields that do not change the time of a pass.
+BESIDE_TIME = {"memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources"}
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class Machine:
                 )
 
     def source(self, name: str) -> str:
-        """The source of a field: cited, assumed or measured."""
+        """The source of a field: cited, fitted (to published measurements), assumed or measured."""
         return dict(self.sources).get(name, "assumed")
 
     def changed(self, **values: Any) -> Machine:
@@ -228,7 +230,7 @@ class Machine:
         `flops_dtype` is, and to every size of call unless `kernel_rates` are.
         """
         kept_sources = tuple((name, source) for name, source in self.sources if name not in values)
-        implied: dict[str, Any] = {"sources": kept_sources, "preset": "" if values else self.preset}
+        implied: dict[str, Any] = {"sources": kept_sources, "preset": self.preset if set(values) <= BESIDE_TIME else ""}
         if "flops" in values:
             implied |= {"flops_dtype": None, "kernel_rates": None}
         return replace(self, **{**implied, **values})

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..machine.kernel_rates import BACKWARD
 from ..machine.machine import Machine
 from ..plan.choice import Prediction
-from ..machine.kernel_rates import BACKWARD
 from .kernel_seconds import modelled_seconds_per_pair, seconds_per_pair
 
 if TYPE_CHECKING:

@@ -85,8 +85,10 @@ def modelled_seconds_per_pair(
                 if not work.dense:
                     seen = heads * Tile(range(1), range(len(work.q)), range(work.keys), work.lo, work.hi).pairs
                 pairs += weight * seen
-                seconds += weight * seen * rates.pair_seconds(
-                    blocks, dense=work.dense, dims=dims, backward=backward, item=item
+                seconds += (
+                    weight
+                    * seen
+                    * rates.pair_seconds(blocks, dense=work.dense, dims=dims, backward=backward, item=item)
                 )
             if works and once:
                 rows = sum(heads * len(work.q) for work, heads in works)

@@ -118,7 +118,13 @@ def _plan(
     schedule = schedule.replace("double_ring", "ring")
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return make_plan(
-        pattern, tokens=tokens, ranks=ranks, schedule=schedule, layout=layout, dtype="bfloat16", **sizes  # type: ignore[arg-type]
+        pattern,
+        tokens=tokens,
+        ranks=ranks,
+        schedule=schedule,
+        layout=layout,
+        dtype="bfloat16",
+        **sizes,  # type: ignore[arg-type]
     )
 
 

@@ -1,4 +1,4 @@
-"""Published measurements, each predicted twice without a fit: by the preset alone, and with the source's kernel rate."""
+"""Published measurements, each predicted twice: by the preset alone, and with the kernel rate of its source."""
 
 from __future__ import annotations
 
