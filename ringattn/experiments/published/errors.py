@@ -94,7 +94,7 @@ def _group(name: str, group: Sequence[Prediction]) -> GroupErrors:
 
 
 def _unavoidable(group: Sequence[Prediction]) -> list[float]:
-    """The least errors of one prediction for all rows of one plan and machine: methods differ in what no plan states."""
+    """The least errors of one prediction for all rows of a plan on a machine: methods differ in what no plan states."""
     alike: defaultdict[object, list[float]] = defaultdict(list)
     for one in group:
         row = one.row
