@@ -9,9 +9,16 @@ from pathlib import Path
 
 from ..config.schema import SimulateConfig
 from ..errors import InvalidInput
-from ..experiments.published.errors import Errors, GroupErrors, all_errors, cause_of, group_errors, preset_bands
+from ..experiments.published.errors import (
+    ErrorStatistics,
+    GroupErrors,
+    all_errors,
+    cause_of,
+    group_errors,
+    preset_bands,
+)
 from ..experiments.published.measurements import SOURCES, read_measurements
-from ..experiments.published.predictions import CAUSES, Prediction, predict_measurements
+from ..experiments.published.predictions import CAUSES, PredictedRow, predict_measurements
 from ..experiments.published.scatter import draw_scatter
 from ..experiments.study.plots import check_matplotlib
 from ..files import STDOUT, writing
@@ -59,13 +66,15 @@ def _print_errors(title: str, groups: list[GroupErrors]) -> None:
     print_grid(title, header, rows)
 
 
-def _statistics(errors: Errors | None) -> tuple[str, ...]:
+def _statistics(errors: ErrorStatistics | None) -> tuple[str, ...]:
     if errors is None:
         return ("0", "", "", "")
     return (str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}", f"{errors.bias:+.1%}")
 
 
-def _write(folder: Path, predictions: list[Prediction], families: list[GroupErrors], causes: list[GroupErrors]) -> None:
+def _write(
+    folder: Path, predictions: list[PredictedRow], families: list[GroupErrors], causes: list[GroupErrors]
+) -> None:
     """Write the predictions, their errors, and the plot."""
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:

@@ -13,7 +13,7 @@ SIZES = (0, 4096, 16384)
 
 
 @dataclass(frozen=True)
-class Band:
+class ErrorBand:
     """90 % of `rows` published passes took between `low` and `high` times as long as the model says."""
 
     rows: int
@@ -22,11 +22,11 @@ class Band:
 
 
 #: The bands of presets by size class; None: no published measurement.
-BANDS: dict[str, tuple[Band | None, ...]] = {
-    "a100_nvlink_ib": (Band(24, 0.8, 2.34), Band(40, 0.96, 3.04), Band(113, 0.97, 1.24)),
-    "a100_pcie": (Band(18, 0.61, 1.5), Band(18, 0.51, 2.76), Band(18, 0.7, 1.36)),
-    "h100_nvlink_ib": (None, Band(128, 0.94, 1.13), Band(12, 0.94, 1.03)),
-    "h800_nvlink_ib": (None, Band(16, 0.83, 1.14), None),
+BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
+    "a100_nvlink_ib": (ErrorBand(24, 0.8, 2.34), ErrorBand(40, 0.96, 3.04), ErrorBand(113, 0.97, 1.24)),
+    "a100_pcie": (ErrorBand(18, 0.61, 1.5), ErrorBand(18, 0.51, 2.76), ErrorBand(18, 0.7, 1.36)),
+    "h100_nvlink_ib": (None, ErrorBand(128, 0.94, 1.13), ErrorBand(12, 0.94, 1.03)),
+    "h800_nvlink_ib": (None, ErrorBand(16, 0.83, 1.14), None),
 }
 
 

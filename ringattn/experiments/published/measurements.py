@@ -10,6 +10,7 @@ import csv
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...pattern import Causal, Documents, Full, Pattern
 from ...plan.plan import Plan
@@ -128,19 +129,14 @@ def _plan(
     )
 
 
+def _read(name: str, text: str) -> Any:
+    """The value of a field of a row."""
+    if name in ("seconds", "kernel_tflops"):
+        return float(text) if text else None
+    return int(text) if name in ("gpus", "tokens", "batch", "heads", "kv_heads", "head_dim") else text
+
+
 def read_measurements() -> list[Measurement]:
     """All rows, in the order of the file."""
     with (Path(__file__).parent / "measurements.csv").open(newline="", encoding="utf-8") as file:
-        return [
-            Measurement(
-                *(row[name] for name in ("id", "machine", "kernel", "method")),
-                int(row["gpus"]),
-                *(row[name] for name in ("schedule", "layout", "pattern")),
-                *(int(row[name]) for name in ("tokens", "batch", "heads", "kv_heads", "head_dim")),
-                row["pass"],
-                float(row["seconds"]),
-                float(row["kernel_tflops"]) if row["kernel_tflops"] else None,
-                row["reference"],
-            )
-            for row in csv.DictReader(file)
-        ]
+        return [Measurement(**{name: _read(name, text) for name, text in row.items()}) for row in csv.DictReader(file)]

@@ -41,7 +41,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedRow:
     """A row, its prediction by the preset alone, and with the source's kernel rate (None: the source gives none)."""
 
     row: Measurement
@@ -53,11 +53,12 @@ class Prediction:
         return predicted.seconds / self.row.seconds - 1
 
 
-def predict_measurements(rows: Sequence[Measurement]) -> list[Prediction]:
+def predict_measurements(rows: Sequence[Measurement]) -> list[PredictedRow]:
     """The predictions of rows; the rows that give others' kernel rates must be among them."""
     by_id = {row.id: row for row in rows}
     return [
-        Prediction(row, _predict(row, _machine(row)), _predict_with_rate(row, by_id.get(row.reference))) for row in rows
+        PredictedRow(row, _predict(row, _machine(row)), _predict_with_rate(row, by_id.get(row.reference)))
+        for row in rows
     ]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from ...files import writing
 from ..study.plots import COLOURS, FORMATS, METADATA, SETTINGS, check_matplotlib
-from .predictions import Prediction
+from .predictions import PredictedRow
 
 
-def draw_scatter(predictions: Sequence[Prediction], folder: Path) -> None:
+def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
     """Write scatter.svg and scatter.png: each row by its measured and its modelled time, a panel for each prediction.
 
     Raises Unsupported where matplotlib is missing.
