@@ -1,4 +1,4 @@
-"""ErrorStatistics of the timing model on published measurements, as a regression test; their bands; what a row's plan is."""
+"""Errors of the timing model on published measurements, as a regression test; their bands; what a row's plan is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = {
     "zhuzilin-varlen": ((0.09, 0.12), (0.08, 0.10)),
     "zhuzilin-old": ((0.08, 0.15), (0.09, 0.12)),
     "magi-h100": ((0.055, 0.12), (0.07, 0.16)),
-    "usp-a100-nvlink": ((0.12, 0.25), (0.08, 0.16)),
+    "usp-a100-nvlink": ((0.12, 0.25), (0.08, 0.2)),
     "usp-a100-pcie": ((0.18, 0.46), (0.2, 0.6)),
     "kernel-h100": ((0.02, 0.06), None),
 }
@@ -27,15 +27,12 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def predictions() -> list[PredictedRow]:
-    """A fixed subset, which takes seconds: the rows of up to 8 GPUs, and of USP's table on NVLink those of 8 heads of 128."""
-    nvlink = "usp-a100-nvlink"
-    return predict_measurements(
-        [
-            row
-            for row in read_measurements()
-            if row.gpus <= 8 and (row.family != nvlink or (row.heads, row.head_dim) == (8, 128))
-        ]
-    )
+    """A fixed subset, which takes seconds: up to 8 GPUs, and of USP's table on NVLink the rows with 8 heads of 128."""
+
+    def is_chosen(row: Measurement) -> bool:
+        return row.gpus <= 8 and (row.family != "usp-a100-nvlink" or (row.heads, row.head_dim) == (8, 128))
+
+    return predict_measurements([row for row in read_measurements() if is_chosen(row)])
 
 
 def test_every_row_of_the_file_has_a_source_and_a_plan_of_its_flops() -> None:
