@@ -8,7 +8,7 @@ import pytest
 
 import ringattn as ra
 from ringattn.experiments.published.errors import group_errors, preset_bands
-from ringattn.experiments.published.measurements import SOURCES, read_measurements
+from ringattn.experiments.published.measurements import SOURCES, Measurement, read_measurements
 from ringattn.experiments.published.predictions import CAUSES, PredictedRow, predict_measurements
 from ringattn.experiments.published.scatter import draw_scatter
 from ringattn.machine.bands import BANDS, SIZES, describe_band, size_class

@@ -362,7 +362,7 @@ def test_wrong_requests() -> None:
             "buffers=0 must be a whole number >= 1, or None; .* receive slots",
         ),
         (lambda: replace(EVEN, sources=(("flop", "cited"),)), InvalidInput, "did you mean 'flops'"),
-        (lambda: replace(EVEN, sources=(("flops", "heard"),)), InvalidInput, "one of cited, assumed, measured"),
+        (lambda: replace(EVEN, sources=(("flops", "heard"),)), InvalidInput, "one of cited, fitted, assumed, measured"),
     ):
         with pytest.raises(kind, match=words):
             call()
