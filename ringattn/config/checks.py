@@ -91,6 +91,11 @@ SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
         ConditionalSetting("machine.checkpoint", lambda config: bool(config.passes), "without a job: passes=..."),
         ConditionalSetting("machine.restart", lambda config: bool(config.passes), "without a job: passes=..."),
         ConditionalSetting(
+            "machine.one_gather",
+            lambda config: "allgather" in config.schedule.spec or "auto" in config.schedule.spec,
+            "without schedule=allgather, whose messages it joins",
+        ),
+        ConditionalSetting(
             "machine.extrapolate",
             lambda config: config.machine.made().kernel is not None,
             "without kernel times, which only machine=file brings",

@@ -17,8 +17,8 @@ from .machine_number import MachineNumber
 SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "kernel_rates", "residuals")
-#: Fields that do not change the time of a pass.
-BESIDE_TIME = {"memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources"}
+#: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
+BESIDE_BANDS = {"memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,10 @@ class Machine:
         `flops_dtype` is, and to every size of call unless `kernel_rates` are.
         """
         kept_sources = tuple((name, source) for name, source in self.sources if name not in values)
-        implied: dict[str, Any] = {"sources": kept_sources, "preset": self.preset if set(values) <= BESIDE_TIME else ""}
+        implied: dict[str, Any] = {
+            "sources": kept_sources,
+            "preset": self.preset if set(values) <= BESIDE_BANDS else "",
+        }
         if "flops" in values:
             implied |= {"flops_dtype": None, "kernel_rates": None}
         return replace(self, **{**implied, **values})

@@ -54,6 +54,9 @@ class Preset:
         sources = tuple((name, fact.source) for name, fact in self.facts.items() if fact.source != "assumed")
         values: dict[str, Any] = {name: fact.value for name, fact in self.facts.items()}
         rates = libraries[library] if library else next(iter(libraries.values()), None)
+        if rates is not None:
+            kernel = next(kernel for kernel in self.kernels if kernel.library == rates.library)
+            sources += (("kernel_rates", kernel.facts["forward"].source),)
         return Machine(**values, sources=sources, flops_dtype=self.flops_dtype, kernel_rates=rates, preset=name)
 
 
