@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import ringattn as ra
+from ringattn.machine.file import read_machine, write_machine
 from ringattn.machine.kernel_rates import BACKWARD, KernelRates
 from ringattn.machine.presets import get_machine
 
@@ -62,6 +65,14 @@ def test_one_gather_enters_a_node_once_and_merges_nothing() -> None:
     assert timeline.exposed["wait"] == pytest.approx(max(far, near))
     separate = ra.simulate(gathered, nodes)
     assert separate.exposed["merge"] > 0 and separate.seconds > timeline.seconds
+
+
+def test_a_file_keeps_the_rates(tmp_path: Path) -> None:
+    preset = get_machine("a100_nvlink_ib")
+    write_machine(tmp_path / "machine.yaml", preset)
+    read = read_machine(tmp_path / "machine.yaml")
+    assert read.kernel_rates == preset.kernel_rates and read.source("kernel_rates") == "fitted"
+    assert ra.simulate(plan(), read).seconds == ra.simulate(plan(), preset).seconds
 
 
 def test_a_kernel_by_library() -> None:
