@@ -25,7 +25,7 @@ class ErrorBand:
 BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
     "a100_nvlink_ib": (ErrorBand(24, 0.8, 2.34), ErrorBand(40, 0.96, 3.04), ErrorBand(113, 0.97, 1.24)),
     "a100_pcie": (ErrorBand(18, 0.61, 1.5), ErrorBand(18, 0.51, 2.76), ErrorBand(18, 0.7, 1.36)),
-    "h100_nvlink_ib": (None, ErrorBand(128, 0.94, 1.13), ErrorBand(12, 0.94, 1.03)),
+    "h100_nvlink_ib": (None, ErrorBand(128, 0.96, 1.13), ErrorBand(12, 0.95, 1.03)),
     "h800_nvlink_ib": (None, ErrorBand(16, 0.83, 1.14), None),
 }
 

@@ -29,11 +29,11 @@ class PresetKernel:
         return KernelRates(self.library, **values)  # type: ignore[arg-type]
 
 
-_SOFTMAX = fitted(112.0, "usp-a100-nvlink: Ulysses of 8 on 131,072 tokens, head dims 32 against 128, even ids")
+_SOFTMAX = fitted(112.0, "usp-a100-nvlink: Ulysses of 8 on 131,072 tokens, head dims 32 against 128")
 _SOFTMAX_AS_FA2 = assumed(112.0, "the value fitted for flash-attn 2 on A100")
 _LAUNCH = assumed(1e-5, "two CUDA kernels that start one after another are about 10 us apart")
 
-_VISIT = fitted(8e-5, "zhuzilin and zhuzilin-old: zigzag rings, forward, ids 1 or 2 modulo 4")
+_VISIT = fitted(8e-5, "zhuzilin and zhuzilin-old: zigzag rings, forward; rounded by hand")
 
 
 def _memory(bytes_per_second: float, sheet: str) -> Fact:
@@ -70,7 +70,7 @@ _FA2_HOPPER = _kernel(
 _FA3_HOPPER = _kernel(
     "fa3",
     _H100_MEMORY,
-    fitted(769e12, "kernel-h100: flash_v3, rows with id 1 or 2 modulo 4"),
+    fitted(792e12, "kernel-h100: flash_v3, rows with id 1 or 2 modulo 4; the others test it"),
     fitted(740e12, "magi-h100: Ulysses of 8, backward"),
     _HOPPER_1,
     _SOFTMAX_AS_FA2,
@@ -78,7 +78,7 @@ _FA3_HOPPER = _kernel(
 _TRITON_HOPPER = _kernel(
     "triton",
     _H100_MEMORY,
-    fitted(592e12, "kernel-h100: triton_tutorial_flash_v2, rows with id 1 or 2 modulo 4"),
+    fitted(592e12, "kernel-h100: triton_tutorial_flash_v2, rows with id 1 or 2 modulo 4; the others test it"),
     assumed(0.8 * 592e12, "80 % of the forward, as no backward is published"),
     _HOPPER_1,
     _SOFTMAX_AS_FA2,

@@ -82,8 +82,13 @@ _FAILURES_AS_LLAMA = assumed(
 _RENT = "a GPU rented on demand; the price changes from month to month"
 
 
-_HOST = fitted(4e-4, "usp-a100-nvlink: 8,192 tokens, even ids: Python, autograd and NCCL's calls of one step")
-_HOST_CALL = fitted(6e-4, "usp-a100-nvlink: 8,192 tokens, even ids: what these passes take beside their steps")
+_HOST = fitted(
+    4e-4, "usp-a100-nvlink: 8,192 tokens, ids 1 or 2 modulo 4, rounded by hand: Python, autograd, NCCL's calls"
+)
+_HOST_CALL = fitted(
+    6e-4,
+    "usp-a100-nvlink: 8,192 tokens, ids 1 or 2 modulo 4, rounded by hand: what these passes take beside their steps",
+)
 
 
 def _link(bytes_per_second: float, what: str) -> Fact:
@@ -198,7 +203,7 @@ _A100_PCIE = _node(
     nic=_ETHERNET_CARD,
     node_bandwidth=fitted(
         3e9,
-        "usp-a100-pcie: 65,536 tokens, even ids: four cards that copy through host memory at the same time, across "
+        "usp-a100-pcie: ids 1 or 2 modulo 4: four cards that copy through host memory at the same time, across "
         f"sockets; a tenth of {_PCIE_4}",
     ),
     memory=80e9,
