@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 from ..errors import InvalidInput
 from ..files import check_readable, writing
 from ..text import did_you_mean
-from .kernel_rates import KernelRates
-from .kernel_times import KernelTimes, TimeGrid
+from .kernel_times import KernelRates, KernelTimes, TimeGrid
 from .machine import MACHINE_NUMBERS, Machine
 
 #: The value of the key `format`. A file with another arrangement of keys has another value.

@@ -9,8 +9,7 @@ from typing import Any
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..text import did_you_mean
-from .kernel_rates import KernelRates
-from .kernel_times import KernelTimes
+from .kernel_times import KernelRates, KernelTimes
 from .machine_number import MachineNumber
 
 #: Where a number may come from: a publication or a data sheet, a guess, or a measurement.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..machine.kernel_rates import BACKWARD
+from ..machine.kernel_times import BACKWARD
 from ..machine.machine import Machine
 from ..plan.choice import Prediction
 from .kernel_seconds import modelled_seconds_per_pair, seconds_per_pair

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
-from ..machine.kernel_rates import BLOCK, KernelRates
-from ..machine.kernel_times import BEYOND, KernelTimes
+from ..machine.kernel_times import BEYOND, BLOCK, KernelRates, KernelTimes
 from ..pattern.tile import Tile
 from ..plan.plan import Plan
 from ..plan.work import Work

@@ -8,7 +8,7 @@ import pytest
 
 import ringattn as ra
 from ringattn.machine.file import read_machine, write_machine
-from ringattn.machine.kernel_rates import BACKWARD, KernelRates
+from ringattn.machine.kernel_times import BACKWARD, KernelRates
 from ringattn.machine.presets import get_machine
 
 RATES = KernelRates("fa2", forward=1e12, backward=5e11, softmax=100.0, slots=64, memory=1e11, launch=1e-5, visit=1e-4)

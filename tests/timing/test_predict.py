@@ -16,7 +16,7 @@ from strategies import problems
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Machine, Pattern, Plan, Window, make_plan, predict
-from ringattn.machine.kernel_rates import BACKWARD
+from ringattn.machine.kernel_times import BACKWARD
 from ringattn.machine.presets import MACHINES, get_machine
 from ringattn.timing.auto import EQUAL
 from ringattn.timing.forecast import sample_ranks

@@ -16,7 +16,7 @@ from strategies import problems
 
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
-from ringattn.machine.kernel_rates import BACKWARD
+from ringattn.machine.kernel_times import BACKWARD
 from ringattn.timing.band.band import find_band
 from ringattn.timing.costs import expected_seconds, failures, memory, young_daly
 from ringattn.timing.forecast import predict

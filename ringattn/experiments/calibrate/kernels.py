@@ -10,7 +10,7 @@ import torch
 from ...kernels.base import Kernel, hide_bad_keys, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
-from ...machine.kernel_rates import BACKWARD
+from ...machine.kernel_times import BACKWARD
 from ...plan.work import Work
 from ...runtime.accumulators import KernelInputs, accumulate, in_batch
 from ...runtime.rank_program import batches

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 
-from ...machine.kernel_rates import KernelRates
+from ...machine.kernel_times import KernelRates
 from ...machine.machine import Machine
 from ...machine.presets import get_machine
 from ...plan.plan import Plan
