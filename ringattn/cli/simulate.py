@@ -89,6 +89,9 @@ def _machine_numbers(machine: Machine) -> list[Number]:
     if machine.kernel is not None:
         text = f"of {machine.kernel.dtype} tiles with head_dim={machine.kernel.head_dim}, which replace flops"
         numbers.append(Number("kernel times", text, machine.source("kernel")))
+    elif machine.kernel_rates is not None:
+        text = f"of {machine.kernel_rates.library} by the size of a call, which replace flops"
+        numbers.append(Number("kernel rates", text, machine.source("kernel_rates")))
     return numbers
 
 

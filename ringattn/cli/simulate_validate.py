@@ -19,7 +19,6 @@ from ..errors import InvalidInput
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..experiments.calibrate.noise import sizes_between
 from ..experiments.calibrate.passes import Pass, measure_passes
-from ..experiments.calibrate.published import predict_published
 from ..experiments.calibrate.validate import (
     LEVEL,
     Errors,
@@ -41,7 +40,7 @@ from .ranks import check_threads
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the errors and the coverage of held-out passes on every number of ranks, and of a published table."""
+    """Print the errors and the coverage of held-out passes on every number of ranks."""
     _check(config)
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
@@ -62,7 +61,6 @@ def main(config: SimulateConfig) -> None:
         pass_errors = summarise_errors(passes, machine)
         _print(ranks, passes, machine, pass_errors)
         record["ranks"].append({"ranks": ranks, **asdict(pass_errors), "passes": [one.record for one in passes]})
-    _print_published()
     if config.output.path is not None:
         write_json(config.output.path, record)
 
@@ -180,13 +178,3 @@ def _print(ranks: int, passes: list[Pass], machine: Machine, pass_errors: Errors
             Number(f"inside the {LEVEL:.0%} interval", coverage, "measured"),
         ],
     )
-
-
-def _print_published() -> None:
-    """Print published measurements beside the model, which was not fitted to them."""
-    rows = [
-        (one.name, f"{one.measured:.1f}", f"{one.modelled:.1f}", f"{one.error:+.1%}") for one in predict_published()
-    ]
-    get_console().print()
-    title = "published rings of zhuzilin/ring-flash-attention, iterations/s, without a fit; zigzag is an upper bound"
-    print_grid(title, ("8 GPUs, 64k tokens, causal", "measured there", "modelled", "error"), rows)

@@ -29,6 +29,11 @@ MODES: dict[str, tuple[str, ...]] = {
         *("comm_dtype", "rotate", "backward", "seed", *_TIMING_KEYS),
     ),
     "numerics": ("validate", "study", "batch", *_TIMING_KEYS),
+    "published": (
+        *("validate", "numerics", "study", "shard", "pattern", "layout", "schedule", "ranks", "tokens", "heads"),
+        *("kv_heads", "head_dim", "batch", "dtype", "comm_dtype", "rotate", "backward", "seed", "machine"),
+        *_TIMING_KEYS,
+    ),
 }
 #: Keys that mode=validate does not read beside machine.path: the machine file says what was calibrated.
 MACHINE_FILE_KEYS = ("heads", "head_dim", "dtype")
@@ -86,6 +91,11 @@ SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
         ConditionalSetting("machine.checkpoint", lambda config: bool(config.passes), "without a job: passes=..."),
         ConditionalSetting("machine.restart", lambda config: bool(config.passes), "without a job: passes=..."),
         ConditionalSetting(
+            "machine.one_gather",
+            lambda config: "allgather" in config.schedule.spec or "auto" in config.schedule.spec,
+            "without schedule=allgather, whose messages it joins",
+        ),
+        ConditionalSetting(
             "machine.extrapolate",
             lambda config: config.machine.made().kernel is not None,
             "without kernel times, which only machine=file brings",
@@ -100,6 +110,7 @@ SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
             MachineGroup("auto"),
         ),
     ),
+    "published": (),
     "validate": (
         *(
             ConditionalSetting[SimulateConfig](

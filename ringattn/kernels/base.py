@@ -248,7 +248,7 @@ def spread_marks(marks: torch.Tensor, *tensors: torch.Tensor) -> None:
 def finite(*tensors: torch.Tensor) -> bool:
     """True if all entries are known to be finite. False for tensors off the CPU: looking would wait for the device."""
     for x in tensors:
-        if x.device.type != "cpu" or not (isfinite(x.sum(dtype=wide(x.dtype)).item()) or bool(x.isfinite().all())):
+        if x.device.type != "cpu" or not (isfinite(float(x.sum(dtype=wide(x.dtype)))) or bool(x.isfinite().all())):
             return False
     return True
 

@@ -15,13 +15,16 @@ from typing import Any, ClassVar
 from ..errors import InvalidInput
 from ..files import check_readable, writing
 from ..text import did_you_mean
-from .kernel_times import KernelTimes, TimeGrid
+from .kernel_times import KernelRates, KernelTimes, TimeGrid
 from .machine import MACHINE_NUMBERS, Machine
 
 #: The value of the key `format`. A file with another arrangement of keys has another value.
 FORMAT = "ringattn machine 1"
 #: Keys that a file must have, and keys that it may have.
-REQUIRED_KEYS, OPTIONAL_KEYS = ("format", "values"), ("made", "flops_dtype", "kernel", "residuals", "samples", "fits")
+REQUIRED_KEYS, OPTIONAL_KEYS = (
+    ("format", "values"),
+    ("made", "flops_dtype", "kernel", "kernel_rates", "residuals", "samples", "fits"),
+)
 #: Limits of a file in bytes and in levels of nesting. A calibration writes about 100 kB and 5 levels.
 MOST_BYTES, MOST_LEVELS = 1 << 24, 32
 #: Numbers without a default, which every file must have.
@@ -48,6 +51,8 @@ def write_machine(
         record["flops_dtype"] = machine.flops_dtype
     if machine.kernel is not None:
         record["kernel"] = _kernel_part(machine.kernel)
+    if machine.kernel_rates is not None:
+        record["kernel_rates"] = {"source": machine.source("kernel_rates"), **asdict(machine.kernel_rates)}
     if machine.residuals:
         values = list(machine.residuals)
         record["residuals"] = {"unit": "measured s / modelled s", "source": "measured", "values": values}
@@ -190,11 +195,21 @@ def _build_machine(record: dict[str, Any]) -> Machine:
     kernel = _build_kernel_times(record["kernel"]) if "kernel" in record else None
     if kernel is not None:
         sources.append(("kernel", record["kernel"]["source"]))
+    rates = dict(record["kernel_rates"]) if "kernel_rates" in record else None
+    if rates is not None:
+        sources.append(("kernel_rates", rates.pop("source")))
     residuals = tuple(float(ratio) for ratio in record["residuals"]["values"]) if "residuals" in record else ()
     if residuals:
         sources.append(("residuals", record["residuals"]["source"]))
     dtype = record.get("flops_dtype")
-    return Machine(**values, kernel=kernel, residuals=residuals, sources=tuple(sources), flops_dtype=dtype)
+    return Machine(
+        **values,
+        kernel=kernel,
+        kernel_rates=None if rates is None else KernelRates(**rates),
+        residuals=residuals,
+        sources=tuple(sources),
+        flops_dtype=dtype,
+    )
 
 
 def _build_kernel_times(part: dict[str, Any]) -> KernelTimes:

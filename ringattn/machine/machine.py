@@ -9,13 +9,15 @@ from typing import Any
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..text import did_you_mean
-from .kernel_times import KernelTimes
+from .kernel_times import KernelRates, KernelTimes
 from .machine_number import MachineNumber
 
 #: Where a number may come from: a publication or a data sheet, a guess, or a measurement.
-SOURCES = ("cited", "assumed", "measured")
+SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
-TABLES = ("kernel", "residuals")
+TABLES = ("kernel", "kernel_rates", "residuals")
+#: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
+BESIDE_BANDS = {"memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,28 @@ class Machine:
         cause="call",
         measured_by="ranks",
     ).with_default(None)
+    host: float | None = MachineNumber(
+        unit="s",
+        meaning="the seconds that the host takes to start a step, while a GPU works on the steps before: a pass takes "
+        "at least host_call and this for each step",
+        example=3e-4,
+        may_be_zero=True,
+        effect="the host's time to start kernels and messages",
+        cause="host",
+    ).with_default(None)
+    host_call: float | None = MachineNumber(
+        unit="s",
+        meaning="the seconds that the host takes for a call beside its steps",
+        example=1e-3,
+        may_be_zero=True,
+        default="by default 0",
+    ).with_default(None)
+    one_gather: bool = MachineNumber(
+        unit="true or false",
+        meaning="whether schedule=allgather is one collective call, in which every byte enters a node once, and one "
+        "kernel call on all gathered keys, which leaves nothing to merge (other libraries; not our executor)",
+        example=True,
+    ).with_default(False)
     memory: float | None = MachineNumber(
         unit="bytes",
         meaning="the memory of one rank",
@@ -162,6 +186,10 @@ class Machine:
     ).with_default(None)
     #: Measured kernel times by tile shape. Where they are given, they replace `flops`.
     kernel: KernelTimes | None = None
+    #: Modelled rates of the kernel by the size of its calls. Where they are given, they replace `flops`.
+    kernel_rates: KernelRates | None = None
+    #: The name of the preset that has these numbers; "" for any other machine.
+    preset: str = ""
     #: Measured over modelled time of whole passes at the sizes of a calibration; () where no pass was measured.
     residuals: tuple[float, ...] = ()
     #: (field, source) of the numbers that are cited or measured; all other numbers are assumed.
@@ -191,19 +219,22 @@ class Machine:
                 )
 
     def source(self, name: str) -> str:
-        """The source of a field: cited, assumed or measured."""
+        """The source of a field: cited, fitted (to published measurements), assumed or measured."""
         return dict(self.sources).get(name, "assumed")
 
     def changed(self, **values: Any) -> Machine:
         """A copy of the machine with other values.
 
         The new values are assumed unless `sources` is among them, and new `flops` belong to every dtype unless
-        `flops_dtype` is.
+        `flops_dtype` is, and to every size of call unless `kernel_rates` are.
         """
         kept_sources = tuple((name, source) for name, source in self.sources if name not in values)
-        implied: dict[str, Any] = {"sources": kept_sources}
+        implied: dict[str, Any] = {
+            "sources": kept_sources,
+            "preset": self.preset if set(values) <= BESIDE_BANDS else "",
+        }
         if "flops" in values:
-            implied["flops_dtype"] = None
+            implied |= {"flops_dtype": None, "kernel_rates": None}
         return replace(self, **{**implied, **values})
 
     def interval(self, seconds: float, level: float = 0.9) -> tuple[float, float] | None:

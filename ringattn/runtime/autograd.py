@@ -22,6 +22,7 @@ from ..transport.base import Tags, Transport, drive
 from ..transport.virtual import Virtual
 from .autocast import autocast_off
 from .executor import Forward, Job, backward, count_kept, forward
+from .graph_calls import COMPILABLE
 from .handshake import agree_backward
 from .memory import empty, typed_errors
 
@@ -151,8 +152,6 @@ class Attention(torch.autograd.Function):
 
 #: The modes of selective checkpointing, in the forward and in the recomputation.
 SELECTING = _CachingTorchDispatchMode, _CachedTorchDispatchMode
-#: The functions that `compilable` has wrapped, by name.
-COMPILABLE: dict[str, Callable[..., Any]] = {}
 pattern_base.is_tracing = torch.compiler.is_compiling
 
 

@@ -35,7 +35,7 @@ from ..errors import InvalidInput, Unsupported
 from ..pattern import Pattern, parse_pattern
 from ..pattern.base import NUMBERED
 from .autocast import cast_inputs
-from .autograd import COMPILABLE
+from .graph_calls import COMPILABLE
 from .handshake import place
 
 P = ParamSpec("P")

@@ -275,14 +275,25 @@ class _RingEstimate:
         """The forward of a rank of an all-gather, which computes only its own visit during the gather."""
         outside, inside = self._gathered_bytes(rank)
         gather = max(
-            _seconds(self.machine, outside, False, self.crowd * self.machine.ranks_per_node),
-            _seconds(self.machine, inside, True, 1),
+            self._gather_seconds(outside, False, self.crowd * self.machine.ranks_per_node),
+            self._gather_seconds(inside, True, 1),
         )
+        if self.rates.one_gather:
+            sent, messages = sum(outside) + sum(inside), self.plan.ranks - 1
+            return Prediction(gather + compute, compute, gather, sent, messages)
         own = visits[0]
         seconds = max(own + self.rates.gamma * min(own, gather), gather)
         later = zip(steps[1:], visits[1:], strict=True)
         seconds += sum(step.weight * (visit + self._merge_seconds(rank, step)) for step, visit in later)
         return Prediction(seconds, compute, seconds - compute, sum(outside) + sum(inside), self.plan.ranks - 1)
+
+    def _gather_seconds(self, sizes: list[int], near: bool, crowd: int) -> float:
+        """Seconds of the messages of a gather over one kind of link."""
+        if not self.rates.one_gather or not sizes:
+            return _seconds(self.machine, sizes, near, crowd)
+        (latency, bandwidth), (start, share) = self.machine.rates(near), self.rates.gather_factors(near, len(sizes))
+        alone = sum(start * latency + share * size / bandwidth for size in sizes)
+        return alone * crowd if self.machine.shared_nic and not near else alone
 
     def _merge_seconds(self, rank: int, step: _SampledStep) -> float:
         """Seconds of merging what the visits of a step give."""

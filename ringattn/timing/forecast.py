@@ -6,16 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..machine.kernel_times import BACKWARD
 from ..machine.machine import Machine
 from ..plan.choice import Prediction
-from .kernel_seconds import seconds_per_pair
+from .kernel_seconds import modelled_seconds_per_pair, seconds_per_pair
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
     from ..plan.steps import Step
 
-#: FLOPs of a backward over FLOPs of a forward: five matrix products (recomputed scores, dV, dP, dQ, dK) over two.
-BACKWARD = 2.5
 #: Ranks of a plan that are sampled: at most MOST_RANKS, and fewer the more ranks there are, as the steps of one rank of
 #: a dense pattern are as many as the ranks; about PLANNED_STEPS steps in all, but never fewer than FEWEST_RANKS ranks.
 MOST_RANKS, FEWEST_RANKS, PLANNED_STEPS = 8, 3, 192
@@ -77,12 +76,17 @@ def _predict_rank(plan: Plan, machine: Machine, rank: int, backward: bool) -> Pr
 def pair_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
     """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
 
-    By measured kernel times where the machine has them, and else by its flops: 2 (D + Dv) FLOPs per pair in a forward.
+    By measured kernel times where the machine has them, else by modelled rates, and else by its flops: 2 (D + Dv) FLOPs
+    per pair in a forward.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     if machine.kernel is not None:
         ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks)
         return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
+    if machine.kernel_rates is not None:
+        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks)
+        gathered = machine.one_gather and plan.schedule == "allgather"
+        return plan.batch * modelled_seconds_per_pair(plan, machine.kernel_rates, gathered, backward, ring_ranks)
     return plan.batch * flops / machine.flops
 
 

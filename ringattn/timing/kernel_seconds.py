@@ -1,11 +1,12 @@
-"""Seconds of a plan's pairs by measured kernel times: visits are lowered to tiles, as the kernels lower them."""
+"""Seconds of a plan's pairs by measured kernel times or modelled rates, averaged over the visits of sampled ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
-from ..machine.kernel_times import BEYOND, KernelTimes
+from ..machine.kernel_times import BEYOND, BLOCK, KernelRates, KernelTimes
 from ..pattern.tile import Tile
 from ..plan.plan import Plan
 from ..plan.work import Work
@@ -57,6 +58,44 @@ def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bo
             "machine.extrapolate=true"
         )
     return seconds / pairs
+
+
+def modelled_seconds_per_pair(
+    plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Iterable[int]
+) -> float:
+    """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
+
+    `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows.
+    """
+
+    def compute() -> float:
+        seconds, pairs, item = 0.0, 0.0, ITEM_BYTES[plan.dtype]
+        dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
+        visit = rates.visit if ring_plan.ranks > 1 and not gathered else 0.0
+        for weight, rank, owner in _sample_visits(ring_plan, ranks):
+            once = rank == owner or not gathered
+            works = [
+                (work, len(work.heads) * work.repeat * plan.batch) for work in ring_plan.demand.batched(rank, owner)
+            ]
+            # One call computes the works of a visit.
+            blocks = sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
+            for work, heads in works:
+                seen = heads * len(work.q) * work.keys
+                if not work.dense:
+                    seen = heads * Tile(range(1), range(len(work.q)), range(work.keys), work.lo, work.hi).pairs
+                pairs += weight * seen
+                seconds += (
+                    weight
+                    * seen
+                    * rates.pair_seconds(blocks, dense=work.dense, dims=dims, backward=backward, item=item)
+                )
+            if works and once:
+                rows = sum(heads * len(work.q) for work, heads in works)
+                start = rates.start_seconds(rows, dims=dims, backward=backward, item=item)
+                seconds += weight * (start + visit)
+        return seconds / pairs if pairs else 0.0
+
+    return plan.cache.answer((modelled_seconds_per_pair, rates, gathered, backward), compute)
 
 
 def _sample_visits(plan: Plan, ranks: Iterable[int]) -> Iterator[tuple[float, int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..dtypes import ITEM_BYTES
+from ..machine.bands import describe_band
 from ..machine.machine import Machine
 
 if TYPE_CHECKING:
@@ -12,8 +13,16 @@ if TYPE_CHECKING:
 
 
 def note_assumptions(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """One sentence for each assumption about the speed of a plan's kernel; dtypes of one size are taken to be alike."""
+    """One sentence for each assumption about the speed of a plan's kernel, and one for the error band of a preset."""
+    band = describe_band(machine.preset, plan.batch * -(-plan.tokens // plan.ranks))
+    return (*_note_kernel(plan, machine), *([band] if band else []))
+
+
+def _note_kernel(plan: Plan, machine: Machine) -> tuple[str, ...]:
+    """One sentence for each assumption about the speed of the kernel; dtypes of one size are taken to be alike."""
     times = machine.kernel
+    if machine.kernel_rates is not None and times is None:
+        return ()
     if times is None:
         if machine.flops_dtype is None or ITEM_BYTES[machine.flops_dtype] == ITEM_BYTES[plan.dtype]:
             return ()

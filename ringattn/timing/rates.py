@@ -116,19 +116,38 @@ class Rates:
         return self.machine.gamma or 0.0
 
     @property
+    def one_gather(self) -> bool:
+        """Whether the plan gathers all keys in one collective call, and computes with them in one kernel call."""
+        return self.machine.one_gather and self.plan.schedule == "allgather"
+
+    def gather_factors(self, near: bool, messages: int) -> tuple[float, float]:
+        """Factors on latency and bytes of each of `messages` that a rank posts at once, as a part of one collective.
+
+        A collective starts once. Every byte enters a node once, over the cards of all its ranks, and then passes every
+        rank of the node: 1 and 1 for messages that are no part of one.
+        """
+        if not self.one_gather:
+            return 1.0, 1.0
+        node = min(self.machine.ranks_per_node, self.plan.ranks)
+        return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
+
+    @property
     def buffers(self) -> int:
         """Receive slots beside the block in use."""
         return self.machine.buffers or 1
 
     def merge(self, rows: int) -> float:
-        """Seconds to merge one visit into out and lse of `rows` (query row, head), or to add its dQ in a backward.
+        """Seconds to merge one visit into out and lse of `rows` (query row, head), or to add its dQ, dK and dV.
 
-        The accumulators are in fp32, or in fp64 for fp64 inputs. 0 where the machine has no rate of merging.
+        The accumulators are in fp32, or in fp64 for fp64 inputs. 0 where the machine has no rate of merging, and where
+        one call has all gathered keys. A backward is taken to meet as many keys as query rows.
         """
-        if self.machine.merge is None:
+        if self.machine.merge is None or self.one_gather:
             return 0.0
         plan = self.plan
-        width = plan.head_dim if self.backward else plan.value_dim + 1
+        width: float = plan.value_dim + 1
+        if self.backward:
+            width = plan.head_dim + (plan.head_dim + plan.value_dim) * plan.kv_heads / plan.heads
         size = plan.batch * rows * width * max(ITEM_BYTES[plan.dtype], 4)
         return MERGE_PASSES * size / self.machine.merge
 

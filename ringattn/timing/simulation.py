@@ -11,13 +11,14 @@ from ..machine.machine import Machine
 from ..machine.presets import get_machine
 from ..plan.plan import Plan
 from .costs import cost, energy, failures, memory
+from .forecast import sample_ranks
 from .notes import note_assumptions
 from .options import check_options
 from .problem import RingProblem, TimingProblem, make_timing_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
-from .solvers.event_loop import simulate_events
+from .solvers.event_loop import rank_steps, simulate_events
 from .solvers.jitter import SampledTime, sample_ring, sample_runs
 from .solvers.recurrence import Stall
 from .timeline import Timeline
@@ -63,7 +64,7 @@ def simulate(
             sample = _sample_events(problem, seed)
         else:
             sample = sample_ring(ring.ring, machine.jitter, seed)
-    return _make_timeline(problem.rates, solved, sample, passes)
+    return _make_timeline(problem.rates, solved, sample, passes, _host_seconds(problem))
 
 
 def _solve(problem: TimingProblem, solver: str) -> Solved:
@@ -99,20 +100,36 @@ def _sample_events(problem: TimingProblem, seed: int) -> SampledTime:
     )
 
 
-def _make_timeline(rates: Rates, solved: Solved, sample: SampledTime | None, passes: int | None) -> Timeline:
-    """The report of a solved problem, with jitter, the job's failures, energy and cost."""
+def _host_seconds(problem: TimingProblem) -> float:
+    """Seconds in which the host starts all steps of a pass, of the sampled rank with the most steps."""
+    plan, machine = problem.rates.plan, problem.rates.machine
+    if not machine.host and not machine.host_call:
+        return 0.0
+    if problem.ring is not None:
+        steps = problem.ring.steps
+    else:
+        steps = max(len(rank_steps(plan, rank, problem.rates.backward)) for rank in sample_ranks(plan.ranks))
+    return (machine.host_call or 0.0) + steps * (machine.host or 0.0)
+
+
+def _make_timeline(
+    rates: Rates, solved: Solved, sample: SampledTime | None, passes: int | None, host: float
+) -> Timeline:
+    """The report of a solved problem, with jitter, `host` seconds, the job's failures, energy and cost."""
     plan, machine, seconds = rates.plan, rates.machine, solved.seconds
     solver, why, interval = solved.solver, solved.why, None
     compute, exposed = solved.loads.causes(seconds)
-    exposed |= {"jitter": 0.0, "call": machine.call or 0.0}
+    exposed |= {"jitter": 0.0, "host": 0.0, "call": machine.call or 0.0}
     if sample is not None:
         # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier
         # with jitter, as it ends with the message; then the time is at least what a rank computes.
         sample = sample.at_least(seconds if not machine.gamma else compute)
         exposed["jitter"], seconds = sample.seconds - seconds, sample.seconds
         solver, why = f"{solver} + jitter", f"{why}; jitter: {sample.why}"
-        interval = sample.low + exposed["call"], sample.high + exposed["call"]
-    seconds += exposed["call"]
+        low, high = (max(end, host) + exposed["call"] for end in (sample.low, sample.high))
+        interval = low, high
+    exposed["host"] = max(host - seconds, 0.0)
+    seconds += exposed["host"] + exposed["call"]
     job_failures = None if passes is None else failures(plan, machine, passes * seconds, backward=rates.backward)
     total = (passes or 1) * seconds if job_failures is None else job_failures.expected
     return Timeline(

@@ -15,7 +15,7 @@ CAUSES = {number.cause: name for name, number in MACHINE_NUMBERS.items() if numb
 #: Effects that are not modelled on any machine.
 NEVER_MODELLED = (
     "contention inside the network, beyond the shared NIC of a node",
-    "start-up of kernels and of the program",
+    "start-up of the program",
 )
 
 
@@ -37,7 +37,8 @@ class Timeline:
     #: Mean seconds of visits per rank.
     compute: float
     #: Seconds by which the pass is longer than `compute`, by cause: imbalance (of the busiest rank), merge,
-    #: interference, stalls, wait (for messages), jitter and call. With `compute` they sum to `seconds`.
+    #: interference, stalls, wait (for messages), jitter, host (starting steps) and call. With `compute` they sum to
+    #: `seconds`.
     exposed: dict[str, float]
     #: The 95 % interval of the mean time with jitter, and whether it is extrapolated from smaller rings; None without
     #: jitter.

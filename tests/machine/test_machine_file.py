@@ -119,6 +119,11 @@ def test_every_machine_by_name_says_where_its_numbers_come_from() -> None:
                 assert any(word in fact.reason for word in ("data sheet", "systems", "(2024)", "whitepaper")), (
                     fact.reason
                 )
+        for kernel in preset.kernels:
+            chosen = get_machine(f"{name}/{kernel.library}").kernel_rates
+            assert chosen == kernel.rates and all(
+                getattr(chosen, field) == fact.value and len(fact.reason) >= 8 for field, fact in kernel.facts.items()
+            )
         plan = ra.make_plan(ra.Causal(), tokens=1 << 16, ranks=16, layout="zigzag", schedule="ring", dtype="bfloat16")
         assert 0 < ra.simulate(plan, found).seconds < math.inf
 
@@ -139,6 +144,10 @@ def preset_yaml(name: str) -> str:
         value = str(fact.value).lower() if isinstance(fact.value, bool) else f"{fact.value:.4g} {unit}"
         text = f"{field} = {value} [{fact.source}]: {fact.reason}"
         lines += textwrap.wrap(text, 120, initial_indent="#   ", subsequent_indent="#     ")
+    for kernel in preset.kernels:
+        for field, fact in kernel.facts.items():
+            text = f"kernel {kernel.library}: {field} = {fact.value:.4g} [{fact.source}]: {fact.reason}"
+            lines += textwrap.wrap(text, 120, initial_indent="#   ", subsequent_indent="#     ")
     return "\n".join([*lines, f"spec: {name}", ""])
 
 

@@ -16,9 +16,10 @@ from strategies import problems
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Machine, Pattern, Plan, Window, make_plan, predict
+from ringattn.machine.kernel_times import BACKWARD
 from ringattn.machine.presets import MACHINES, get_machine
 from ringattn.timing.auto import EQUAL
-from ringattn.timing.forecast import BACKWARD, sample_ranks
+from ringattn.timing.forecast import sample_ranks
 
 #: Numbers that are easy to multiply: 1 flop takes 1 s, a message 10 s, a byte 1/16 s.
 SLOW = Machine(flops=1.0, latency=10.0, bandwidth=16.0)

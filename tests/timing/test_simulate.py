@@ -16,9 +16,10 @@ from strategies import problems
 
 import ringattn as ra
 from ringattn import Causal, Full, InvalidInput, Machine, Pattern, Plan, Stall, Unsupported, Window, make_plan, simulate
+from ringattn.machine.kernel_times import BACKWARD
 from ringattn.timing.band.band import find_band
 from ringattn.timing.costs import expected_seconds, failures, memory, young_daly
-from ringattn.timing.forecast import BACKWARD, predict
+from ringattn.timing.forecast import predict
 from ringattn.timing.solvers.jitter import sample_ring
 from ringattn.timing.solvers.recurrence import NeighborMessages, Phase, Ring
 
@@ -361,7 +362,7 @@ def test_wrong_requests() -> None:
             "buffers=0 must be a whole number >= 1, or None; .* receive slots",
         ),
         (lambda: replace(EVEN, sources=(("flop", "cited"),)), InvalidInput, "did you mean 'flops'"),
-        (lambda: replace(EVEN, sources=(("flops", "heard"),)), InvalidInput, "one of cited, assumed, measured"),
+        (lambda: replace(EVEN, sources=(("flops", "heard"),)), InvalidInput, "one of cited, fitted, assumed, measured"),
     ):
         with pytest.raises(kind, match=words):
             call()

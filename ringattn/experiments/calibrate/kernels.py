@@ -10,10 +10,10 @@ import torch
 from ...kernels.base import Kernel, hide_bad_keys, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
+from ...machine.kernel_times import BACKWARD
 from ...plan.work import Work
 from ...runtime.accumulators import KernelInputs, RowViews, accumulate
 from ...runtime.rank_program import batches
-from ...timing.forecast import BACKWARD
 from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
 from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks, Settings

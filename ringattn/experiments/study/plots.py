@@ -19,12 +19,12 @@ from .tables import Row, Table
 
 #: Most lines of a plot, most panels side by side, and most bars of a panel. The title says what was left out.
 MOST_LINES, MOST_PANELS, MOST_BARS = 10, 3, 24
-CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "jitter", "call")
+CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "jitter", "host", "call")
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
 FORMATS = ("svg", "png")
-_SETTINGS = {"svg.hashsalt": "ringattn", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9.0}
+SETTINGS = {"svg.hashsalt": "ringattn", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9.0}
 #: Dates and versions would make equal plots differ.
-_METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 
 def check_matplotlib() -> None:
@@ -105,8 +105,8 @@ def _save(folder: Path, name: str, figure: Any) -> list[Path]:
     paths = []
     for kind in FORMATS:
         path = folder / f"{name}.{kind}"
-        with matplotlib.rc_context(_SETTINGS), writing(path) as temporary:
-            figure.savefig(temporary, format=kind, metadata=_METADATA[kind], dpi=110)
+        with matplotlib.rc_context(SETTINGS), writing(path) as temporary:
+            figure.savefig(temporary, format=kind, metadata=METADATA[kind], dpi=110)
         paths.append(path)
     return paths
 

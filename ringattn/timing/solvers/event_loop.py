@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -202,6 +202,9 @@ def _prepare(
     visit_seconds: list[list[float]] = [[] for _ in range(plan.ranks)]
     for index in track(range(plan.ranks), plan.ranks, "ranks"):
         steps, rank = rank_steps(plan, index, rates.backward), _RankProgress()
+        if rates.one_gather and len(steps) > 1:  # the only call comes after the gather
+            gather, call, *home = steps
+            steps = (replace(gather, visits=()), replace(call, visits=(*gather.visits, *call.visits)), *home)
         message_count += sum(len(step.sends) for step in steps)
         events += sum(1 + len(step.sends) for step in steps)
         if events > MOST_EVENTS:
@@ -281,7 +284,8 @@ def _post_messages(
             if sends:
                 link_bytes[source, target] += size
             message = messages.setdefault((source, target, hop.tag), _TimedHop(source, target, near))
-            timed.append((hop, message, faults.link_factor(source) * (latency + size / bandwidth)))
+            start, share = rates.gather_factors(near, len(hops))
+            timed.append((hop, message, faults.link_factor(source) * (start * latency + share * size / bandwidth)))
         together = {
             near: sum(seconds for _, message, seconds in timed if message.near == near) for near in (True, False)
         }

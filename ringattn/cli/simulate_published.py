@@ -1,0 +1,101 @@
+"""ringattn simulate mode=published: published measurements of attention on GPUs, predicted twice without a fit."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from ..config.schema import SimulateConfig
+from ..errors import InvalidInput
+from ..experiments.published.errors import (
+    ErrorStatistics,
+    GroupErrors,
+    all_errors,
+    cause_of,
+    group_errors,
+    preset_bands,
+)
+from ..experiments.published.measurements import SOURCES, read_measurements
+from ..experiments.published.predictions import CAUSES, PredictedRow, predict_measurements
+from ..experiments.published.scatter import draw_scatter
+from ..experiments.study.plots import check_matplotlib
+from ..files import STDOUT, writing
+from ..machine.bands import BANDS, SIZES, describe_band
+from ..reporting.console import get_console, print_grid, print_paragraph
+
+
+def main(config: SimulateConfig) -> None:
+    """Print the errors by family and by cause; write predictions.csv, summary.json and a scatter plot to a folder."""
+    if config.output.path == STDOUT:
+        raise InvalidInput(
+            "output.path=-: mode=published writes several files; give a folder, such as output.path=errors"
+        )
+    if config.output.path is not None:
+        check_matplotlib()
+    predictions = predict_measurements(read_measurements())
+    families = group_errors(predictions, lambda one: one.row.family)
+    causes = group_errors(predictions, cause_of)
+    print_paragraph(
+        "387 published measurements, modelled without a fit: by the preset alone, and with the kernel rate that the "
+        "source itself gives. A floor is what no model of these inputs can avoid, as the source's methods differ in "
+        "what no plan states."
+    )
+    _print_errors("errors by family", [all_errors(predictions), *families])
+    _print_errors("errors by what takes longest beside the kernel", causes)
+    header = ("part of the modelled time", *CAUSES)
+    print_grid("", header, [(group.name, *(f"{group.shares[cause]:.1%}" for cause in CAUSES)) for group in families])
+    get_console().print()
+    for preset in BANDS:
+        for size in SIZES:
+            print_paragraph(describe_band(preset, size))
+    for family, source in SOURCES.items():
+        print_paragraph(f"{family}: {source}")
+    if config.output.path is not None:
+        _write(Path(config.output.path), predictions, families, causes)
+
+
+def _print_errors(title: str, groups: list[GroupErrors]) -> None:
+    header = ("", "rows", "preset: median", "P90", "bias", "rows", "source's rate: median", "P90", "bias", "floor P90")
+    rows = [
+        (group.name, *_statistics(group.preset), *_statistics(group.source), f"{group.floor.p90:.1%}")
+        for group in groups
+    ]
+    get_console().print()
+    print_grid(title, header, rows)
+
+
+def _statistics(errors: ErrorStatistics | None) -> tuple[str, ...]:
+    if errors is None:
+        return ("0", "", "", "")
+    return (str(errors.rows), f"{errors.median:.1%}", f"{errors.p90:.1%}", f"{errors.bias:+.1%}")
+
+
+def _write(
+    folder: Path, predictions: list[PredictedRow], families: list[GroupErrors], causes: list[GroupErrors]
+) -> None:
+    """Write the predictions, their errors, and the plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder / "predictions.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        names = ("id", "machine", "kernel", "method", "measured [s]", "preset [s]", "source's rate [s]")
+        table.writerow([*names, *(f"{cause} by preset [s]" for cause in CAUSES)])
+        for one in predictions:
+            row, source = one.row, "" if one.source is None else f"{one.source.seconds:.6g}"
+            numbers = (f"{row.seconds:.6g}", f"{one.preset.seconds:.6g}", source)
+            parts = [f"{one.preset.causes[cause]:.6g}" for cause in CAUSES]
+            table.writerow([row.id, row.machine, row.kernel, row.method, *numbers, *parts])
+    record = {
+        "kind": "modelled against published measurements",
+        "all": asdict(all_errors(predictions)),
+        "families": [asdict(group) for group in families],
+        "causes": [asdict(group) for group in causes],
+        "bands": {
+            name: [None if band is None else asdict(band) for band in bands]
+            for name, bands in preset_bands(predictions).items()
+        },
+    }
+    with writing(folder / "summary.json") as temporary:
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    draw_scatter(predictions, folder)

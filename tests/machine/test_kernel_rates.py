@@ -1,0 +1,83 @@
+"""Modelled kernel rates: what makes a call slow, and that all solvers take the same seconds of kernels and hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ringattn as ra
+from ringattn.machine.file import read_machine, write_machine
+from ringattn.machine.kernel_times import BACKWARD, KernelRates
+from ringattn.machine.presets import get_machine
+
+RATES = KernelRates("fa2", forward=1e12, backward=5e11, softmax=100.0, slots=64, memory=1e11, launch=1e-5, visit=1e-4)
+MACHINE = ra.Machine(flops=1.0, latency=1e-5, bandwidth=1e9, merge=1e10, gamma=0.05, kernel_rates=RATES)
+
+
+def plan(schedule: str = "ring", ranks: int = 4, **sizes: int) -> ra.Plan:
+    """A causal zigzag plan in bf16."""
+    given = {"tokens": 8192, "heads": 4, "kv_heads": 2, "head_dim": 64, **sizes}
+    return ra.make_plan(ra.Causal(), ranks=ranks, layout="zigzag", schedule=schedule, dtype="bfloat16", **given)
+
+
+def test_one_call_by_hand() -> None:
+    """A rank alone, dense: pairs at the rate of a full GPU over its fill, the rows' traffic, and one launch."""
+    alone = ra.make_plan(ra.Full(), tokens=2048, ranks=1, heads=4, head_dim=64, dtype="bfloat16", schedule="ring")
+    blocks = 4 * 2048 / 128
+    pairs = 4 * 2048**2 * (4 * 64 + 100) / (1e12 * blocks / (blocks + 16))
+    assert ra.simulate(alone, MACHINE).compute == pytest.approx(pairs + 2 * 8192 * 64 * 2 / 1e11 + 1e-5)
+    backward = pairs * BACKWARD * 2 + 9 * 8192 * 64 * 2 / 1e11 + 1e-5
+    assert ra.simulate(alone, MACHINE, backward=True).compute == pytest.approx(backward)
+
+
+def test_few_heads_and_small_heads_are_slow_for_their_flops() -> None:
+    def rate(**sizes: int) -> float:
+        one = plan(ranks=1, tokens=4096, **sizes)
+        return one.heads * one.head_dim / ra.simulate(one, MACHINE).compute
+
+    assert rate(heads=32, kv_heads=8) > 1.1 * rate(heads=2, kv_heads=2)
+    assert rate(head_dim=128) > 1.1 * rate(head_dim=32)
+    assert ra.simulate(plan(), MACHINE.changed(flops=1e12)).compute != ra.simulate(plan(), MACHINE).compute
+    assert MACHINE.changed(flops=1e12).kernel_rates is None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("host", [0.0, 1.0])
+def test_solvers_agree(backward: bool, host: float) -> None:
+    machine = MACHINE.changed(host=host, host_call=host)
+    by_solver = [ra.simulate(plan(), machine, backward=backward, solver=solver) for solver in ("stencil", "events")]
+    assert by_solver[0].seconds == pytest.approx(by_solver[1].seconds, rel=1e-12)
+    for timeline in by_solver:
+        assert timeline.compute + sum(timeline.exposed.values()) == pytest.approx(timeline.seconds)
+        assert (timeline.exposed["host"] > 0) == bool(host)
+    assert not host or by_solver[0].seconds >= 5.0
+
+
+def test_one_gather_enters_a_node_once_and_merges_nothing() -> None:
+    """By hand: a gather of 15 blocks passes every GPU of a node, the 8 blocks of the other node enter over 8 cards."""
+    nodes = MACHINE.changed(ranks_per_node=8, node_latency=0.0, node_bandwidth=4e9, latency=0.0, gamma=None)
+    gathered = plan("allgather", ranks=16)
+    block = 512 * 2 * 2 * 64 * 2
+    timeline = ra.simulate(gathered, nodes.changed(one_gather=True))
+    far, near = 8 * block / 8 / 1e9, 15 * block / 4e9
+    assert timeline.exposed["merge"] == 0
+    assert timeline.exposed["wait"] == pytest.approx(max(far, near))
+    separate = ra.simulate(gathered, nodes)
+    assert separate.exposed["merge"] > 0 and separate.seconds > timeline.seconds
+
+
+def test_a_file_keeps_the_rates(tmp_path: Path) -> None:
+    preset = get_machine("a100_nvlink_ib")
+    write_machine(tmp_path / "machine.yaml", preset)
+    read = read_machine(tmp_path / "machine.yaml")
+    assert read.kernel_rates == preset.kernel_rates and read.source("kernel_rates") == "fitted"
+    assert ra.simulate(plan(), read).seconds == ra.simulate(plan(), preset).seconds
+
+
+def test_a_kernel_by_library() -> None:
+    fast, slow = (get_machine(f"h100_nvlink_ib/{library}") for library in ("fa3", "fa2"))
+    assert fast.kernel_rates == get_machine("h100_nvlink_ib").kernel_rates and fast.preset == "h100_nvlink_ib"
+    assert ra.simulate(plan(), fast).compute < ra.simulate(plan(), slow).compute
+    with pytest.raises(ra.InvalidInput, match="did you mean 'fa2'"):
+        get_machine("a100_nvlink_ib/fa22")
