@@ -216,7 +216,7 @@ def test_documents_of_tensors() -> None:
         (lambda: Documents(cu_seqlens=[]), "begin with 0, never decrease"),
         (lambda: Documents(torch.tensor([0, 9, 5])), "got [0, 9, 5]"),
         (lambda: Documents(torch.tensor([4.0, 5.0])), "one-dimensional tensor of integers"),
-        (lambda: Documents(torch.tensor([[4, 5]])), "one-dimensional tensor of integers"),
+        (lambda: Documents(torch.tensor([[[4, 5]]])), "one-dimensional tensor of integers"),
         (lambda: Documents(torch.tensor([True])), "one-dimensional tensor of integers"),
         (lambda: Documents(torch.tensor(7)), "give the list of lengths"),
         (lambda: Documents("7"), "give the list of lengths"),  # type: ignore[arg-type]

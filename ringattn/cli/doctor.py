@@ -26,6 +26,7 @@ EXTRAS = {
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
     "transformers": ("models of Hugging Face", "pip install 'ringattn[transformers]'"),
     "triton": ("fused merges on CUDA", "pip install 'ringattn[triton]'"),
+    "ring_attention_pytorch": ("bench suite=peers", "pip install 'ringattn[peers]'"),
     "sphinx": ("building the documentation", "pip install 'ringattn[docs]'"),
 }
 #: Works of 4,096 rows and keys with 8 heads of 128 columns, as rings of a decoder make them.

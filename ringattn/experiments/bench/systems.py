@@ -226,7 +226,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     place = places(rows, positions)
     mine = [i for i, row in enumerate(rows) if row in place]
     found = out[:, [place[rows[i]] for i in mine]].flatten(2).double()
-    error = (found - exact[:, mine]).abs().max() if mine else torch.zeros((), dtype=torch.float64)
+    error = (found - exact[:, mine]).abs().max() if mine else torch.zeros((), dtype=torch.float64, device="cpu")
     error = float(_all_reduce(error, True, context.ranks) / exact.abs().max())
     assert error < tolerance, f"{settings['system']} is wrong by {error:.1e}"
     return {"forward": error}
@@ -261,14 +261,14 @@ def _exact_adaptive_rows(
 ) -> torch.Tensor:
     """Softmaxes in fp64 over the blocks that the module has selected, with the scores of the blocks as a bias."""
     assert module.blocks is not None and len(q) == 1
-    block, blocks = module.block, torch.tensor(module.blocks)
+    block, blocks = module.block, torch.tensor(module.blocks, device="cpu")
     means = [
         torch.stack([part.mean(2) for part in x.double().split(block, 2)], 2) @ weight.double()
         for x, weight in ((q, module.query), (k, module.key))
     ]
     scores = (means[0] @ means[1].mT)[0] / module.rank**0.5
-    at = torch.tensor(rows) // block
-    of_key = torch.arange(k.shape[2]) // block
+    at = torch.tensor(rows, device="cpu") // block
+    of_key = torch.arange(k.shape[2], device="cpu") // block
     logits = q[0, :, rows].double() @ k[0].double().mT * HEAD_DIM**-0.5 + scores[:, at][:, :, of_key]
     logits = logits.masked_fill(~blocks[:, at][:, :, of_key], -torch.inf)
     return (logits.softmax(-1) @ v[0].double())[None]
