@@ -10,12 +10,22 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput
+from ..layout.regular import Layout
 from ..pattern import Documents
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
 _borders: Any = WeakIdKeyDictionary()
+
+
+def check_rows(layout: Layout) -> None:
+    """Raise InvalidInput where a rank has no row: models of transformers cannot compute an empty sequence."""
+    if not all(map(layout.rows, range(layout.ranks))):
+        raise InvalidInput(
+            f"{layout.tokens} tokens leave a rank of {layout.ranks} without rows under layout {layout.name!r}; give "
+            "each rank a token, or take fewer ranks"
+        )
 
 
 def read_borders(borders: torch.Tensor) -> Documents:

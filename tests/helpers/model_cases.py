@@ -181,6 +181,7 @@ def refused_batches(rank: int) -> dict[str, str]:
     """What `shard_batch` says to batches that it cannot cut, and whether a config stays that of its other model."""
     ids = torch.zeros(1, 8, dtype=torch.long)
     wrong: dict[str, Any] = {
+        "few": {"input_ids": ids[:, :1]},
         "list": {"input_ids": [[1, 2, 3]]},
         "labels": {"input_ids": ids, "labels": None},
         "missing": {"labels": ids},

@@ -84,6 +84,7 @@ def test_a_compiled_model_is_the_eager_one_and_compiles_twice(run_ranks) -> None
 @pytest.mark.multi
 def test_batches_that_cannot_be_cut_and_a_config_of_two_models(run_ranks) -> None:  # type: ignore[no-untyped-def]
     words = {
+        "few": "InvalidInput: 1 tokens leave a rank of 2 without rows",
         "list": "InvalidInput: input_ids must be a tensor [batch, tokens], got list",
         "labels": "InvalidInput: labels must be a tensor [batch, tokens], got NoneType",
         "missing": "InvalidInput: a batch needs input_ids",
