@@ -252,11 +252,13 @@ def device_peak(pattern: Pattern, tokens: int, chunk: int, dtype: torch.dtype, *
         {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dq": dq, "dk": k.float(), "dv": v.float()}
     )
     stream = stream_of(pattern, q, k, v, chunk=chunk)
-    for _ in range(2):  # masks that kernels remember are there the second time
+    peaks = []
+    for _ in range(3):  # masks that kernels remember are there the second time
         with Live() as live:
             stream.differentiate(storage) if backward else stream.compute(storage)
-    assert live.peak > 0
-    return live.peak
+        peaks.append(live.peak)
+    # A tensor whose address was another tensor's a moment ago can escape `Live`, so that a peak can be too low.
+    return max(peaks[1:])
 
 
 @pytest.mark.parametrize("backward", [False, True])
