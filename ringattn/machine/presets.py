@@ -288,6 +288,7 @@ def _useful(kernel: PresetKernel) -> Fact:
 _NDR, _HDR = _link(5e10, "a 400 Gb/s card per GPU"), _link(2.5e10, "a 200 Gb/s card per GPU")
 _TCP = assumed(5e-5, "TCP between nodes takes about 50 us per message, copies included")
 _ONE_CARD = assumed(True, "one network card per node")
+_PCIE_SWITCH = assumed(1.5e-5, "an NCCL message through the host's PCIe switch")
 _ETHERNET_CARD = _link(1.25e10, "one 100 Gb/s Ethernet card per node, which its GPUs share")
 _H100_SHEET, _PCIE_4 = "NVIDIA H100 data sheet", "PCIe 4.0 x16 (PCI-SIG)"
 _NVLINK_4 = _link(4.5e11, "NVLink in the NVIDIA H100 data sheet (900 GB/s both ways)")
@@ -357,7 +358,7 @@ _A100_PCIE = _node(
     latency=_TCP,
     ranks_per_node=assumed(4, "a server with four cards and no NVLink bridges"),
     shared_nic=_ONE_CARD,
-    node_latency=assumed(1.5e-5, "an NCCL message through the host's PCIe switch"),
+    node_latency=_PCIE_SWITCH,
 )
 _L20 = _node(
     "NVIDIA L20 data sheet",
@@ -371,7 +372,7 @@ _L20 = _node(
     latency=_TCP,
     ranks_per_node=assumed(8, "a server with eight cards and no NVLink"),
     shared_nic=_ONE_CARD,
-    node_latency=assumed(1.5e-5, "an NCCL message through the host's PCIe switch"),
+    node_latency=_PCIE_SWITCH,
 )
 _MI300X = _node(
     "AMD Instinct MI300X data sheet",

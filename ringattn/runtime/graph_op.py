@@ -6,8 +6,8 @@ take tensors, the number of a pattern, and a text with all other arguments. A ne
 torch compiles nothing. In the text a number stands for each object, whose identity torch.compile guards, so that the
 object lives wherever a graph that names it begins.
 
-What the forward keeps belongs to the memory of its third result, the ticket, which the graph saves for the backward: it
-ends with the graph of the call.
+What a forward keeps belongs to the memory of the operator's third result, the ticket. The graph saves the ticket for
+the backward, so that what the forward keeps ends with the graph of the call.
 
 No effect token of torch orders the operators: in torch 2.13 operators with tokens fail in plain checkpointing. All
 ranks run the calls of a graph in the order in which the program makes them; torch's passes keep this order, and where
@@ -92,9 +92,8 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
             number = value.number
         else:
             constants[argument] = _spell(value) if isinstance(value, Pattern) else value
-    if _drops(
-        arguments
-    ):  # drawn here, where torch.compile sees the draw and repeats it where it computes the call again
+    if _drops(arguments):
+        # torch.compile sees this draw, and repeats the draw where it computes the call again.
         names.append(DRAWN)
         tensors.append(torch.randint(1 << 62, (), device="cpu"))
     text = _write(name, tuple(names), **constants)
