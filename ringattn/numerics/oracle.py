@@ -20,6 +20,8 @@ from .source import RAMP, RowSource
 
 #: The most keys of a row that `one_call` copies into one tensor.
 GATHERED = 1 << 20
+#: Pairs of a head and a key that are compared with the mask of a row.
+MASK_CELLS = 1 << 20
 #: Rows of the largest dense mask.
 DENSE = 8192
 
@@ -89,6 +91,42 @@ def _keys(bound: Pattern, position: int, tokens: int, head: int) -> list[range]:
     """The key positions that a row sees; a position occurs once per branch."""
     row, heads = range(position, position + 1), range(head, head + 1)
     return [part.k for tile in bound.tiles(row, range(tokens), heads) for part in tile.refine()]
+
+
+def count_mask_errors(pattern: Pattern, tokens: int, heads: int, position: int, seed: int = 0) -> tuple[int, int]:
+    """(compared keys, keys that the tiles and `visible` count differently) of one row, over all heads.
+
+    All keys are compared where heads * tokens is at most MASK_CELLS; else the keys beside each end of a run of
+    adjacent keys, and random ones.
+    """
+    bound = pattern.bind(heads, tokens)
+    per_head = max(MASK_CELLS // max(heads, 1), 1)
+    random = np.random.default_rng(seed)
+    compared = wrong = 0
+    for head in range(heads):
+        seen = _keys(bound, position, tokens, head)
+        if tokens <= per_head:
+            keys = np.arange(tokens)
+        else:
+            ends = np.array([end for r in seen[:per_head] for end in (r.start, r[-1])], dtype=np.int64)
+            beside = (ends[:, None] + np.arange(-2, 3)).ravel()
+            keys = np.unique(np.concatenate([beside.clip(0, tokens - 1), random.integers(tokens, size=per_head)]))
+        by_mask = np.asarray(bound.visible(np.array([position]), keys, head, tokens)).astype(np.int64)
+        wrong += int((np.broadcast_to(by_mask, keys.shape) != _count_ranges(seen, keys)).sum())
+        compared += len(keys)
+    return compared, wrong
+
+
+def _count_ranges(ranges: Sequence[range], keys: np.ndarray) -> np.ndarray:
+    """In how many of the ranges each key is, int64 [keys]."""
+    runs = [r for r in ranges if r.step == 1]
+    starts = np.sort(np.array([r.start for r in runs], dtype=np.int64))
+    stops = np.sort(np.array([r.stop for r in runs], dtype=np.int64))
+    times = np.searchsorted(starts, keys, "right") - np.searchsorted(stops, keys, "right")
+    for r in ranges:
+        if r.step > 1:
+            times += (keys >= r.start) & (keys < r.stop) & ((keys - r.start) % r.step == 0)
+    return times
 
 
 def _read_keys(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:

@@ -55,11 +55,19 @@ class NumericsReport:
     sum_error: float | None = None
     #: Messages of ranks that were not executed; the source made them.
     answered: int = 0
+    #: Blocks that an executed rank receives and that no rank sends (sample; in `all` the transport finds these).
+    unsent: int = 0
+    #: Keys of one row, over all heads, whose number of tiles was compared with the pattern's `visible`, and keys where
+    #: the two differ.
+    mask_keys: int = 0
+    wrong_mask_keys: int = 0
 
     @property
     def complete(self) -> bool:
-        """Whether every ledger that was kept equals the expected ledger."""
-        return not self.wrong and not self.wrong_gradients and self.visits == self.visits_expected
+        """Whether every ledger that was kept equals the expected ledger, every block that arrives was sent, and the
+        tiles are the mask."""
+        wrong = (self.wrong, self.wrong_gradients, self.unsent, self.wrong_mask_keys)
+        return not any(wrong) and self.visits == self.visits_expected
 
     @property
     def accurate(self) -> bool:
@@ -106,6 +114,11 @@ class NumericsReport:
                     "counted",
                 )
             )
+        if self.unsent:
+            found.append(Number("never sent", plural(self.unsent, "received block"), "counted"))
+        if self.mask_keys:
+            text = f"{plural(self.mask_keys, 'key')} of one row, {self.wrong_mask_keys:,} seen by tiles or visible only"
+            found.append(Number("tiles against visible", text, "counted"))
         if self.answered:
             found.append(
                 Number("from the source", f"{self.answered:,} messages of ranks that were not executed", "counted")

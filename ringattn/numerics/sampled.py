@@ -145,6 +145,7 @@ def sample(
         lse_error=lse_error, gradient_error=None if gradients is None else gradients.error,
         keys=0 if gradients is None else gradients.keys,
         tolerance=TOLERANCE, seconds=time.perf_counter() - begun, calls=ledger.calls, live=source.peak,
+        unsent=walk.unsent,
     )  # fmt: skip
 
 

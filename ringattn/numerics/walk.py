@@ -17,7 +17,7 @@ from ..errors import Unsupported
 from ..plan.plan import Plan
 from ..plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ..plan.schedules import make_schedule
-from ..plan.schedules.route import Route
+from ..plan.schedules.route import Edge, Route
 from ..plan.work import Work
 from ..progress import track
 from .faults import Fault
@@ -66,6 +66,8 @@ class Walk:
     fault: Fault | None = None
     streams: list[SampledArc] = field(default_factory=list)
     route: Route = field(init=False)
+    #: Blocks that the plan of a sampled rank receives and that no plan of a rank sends.
+    unsent: int = 0
 
     def __post_init__(self) -> None:
         self.route = get_route(self.plan)
@@ -109,11 +111,16 @@ class Walk:
 
     def _arcs(self, rank: int) -> list[Iterator[tuple[int, RowSets]]]:
         """For each arc the (owner, row sets) of the blocks that a rank has or receives; its own block comes first."""
-        arcs = [((edge.owner, self.route.carried(edge)) for edge in arc) for arc in self.route.arcs(rank)]
+        arcs = [map(self._arrive, arc) for arc in self.route.arcs(rank)]
         own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE_BLOCK)])
         found = [chain(own, *arcs[:1]), *arcs[1:]]
         m = self.fault
         return [m.visits(blocks) for blocks in found] if m is not None and m.rank == rank else list(found)
+
+    def _arrive(self, edge: Edge) -> tuple[int, RowSets]:
+        """(owner, row sets) of what arrives on an edge, which the plan of its source must send."""
+        self.unsent += edge not in self.route.departures(edge.source, (edge.owner, edge.target))
+        return edge.owner, self.route.carried(edge)
 
     def _visit(
         self, owner: int, came: tuple[int, int], row_set: RowSet | AllRows, group: list[SampledArc], compute: Compute

@@ -37,9 +37,11 @@ from ringattn.numerics.exact import ExactQueries, exact_keys, exact_rows
 from ringattn.numerics.ledger import PairLedger, expect, expected_counts, weights
 from ringattn.numerics.oracle import exact_gradients, exact_row
 from ringattn.numerics.sampled import sample
-from ringattn.pattern import Pattern
+from ringattn.pattern import Pattern, Tile
+from ringattn.pattern.tile import make_tile
 from ringattn.plan.plan import Plan
 from ringattn.plan.schedules import make_schedule
+from ringattn.plan.schedules.route import Route
 from ringattn.plan.work import Work
 
 PATTERNS = (
@@ -396,6 +398,43 @@ def test_oracles_of_many_rows_are_dense_attention(pattern: Pattern) -> None:
     missing = exact_keys(plan.pattern, source, [every], 8**-0.5, some)[1].isnan().any(-1)
     sees = torch.from_numpy(pattern.mask(256, 4)[:, 200:].any(1)).unflatten(0, (2, 2)).any(1)
     assert torch.equal(missing, sees)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct", "double_ring(4)"])
+def test_a_block_that_arrives_must_have_been_sent(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make(ra.Causal(), schedule=schedule)
+    route = make_schedule(plan.schedule, plan.demand)
+    assert isinstance(route, Route)
+    departures = Route.departures
+    for rank in range(plan.ranks):
+        edges = departures(route, rank)
+        one_by_one = [edge for e in edges for edge in departures(route, rank, (e.owner, e.target))]
+        assert one_by_one == edges
+    assert numerics(plan, rows=4).passed
+    monkeypatch.setattr(Route, "departures", lambda self, rank, block=None: departures(self, rank, block)[1:])
+    report = numerics(plan, rows=4)
+    assert report.unsent and not report.complete
+
+
+class OffByOne(Pattern):
+    """A causal mask whose tiles show one key too many."""
+
+    def tiles(self, q: range, k: range, heads: range = range(1)) -> Iterator[Tile]:
+        tile = make_tile(heads, q, k, -1, None)
+        if tile is not None:
+            yield tile
+
+    def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
+        return k <= q
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [("sample", 256), ("sample", 1 << 20), ("all", 64)])
+def test_tiles_that_are_not_the_mask_are_seen(mode: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.numerics.oracle.MASK_CELLS", 4096)
+    for pattern, passes in ((ra.Window(30, 0), True), (OffByOne(), False)):
+        report = numerics(make(pattern, tokens=tokens, head_dim=4), mode=mode, rows=4)
+        assert report.mask_keys == pytest.approx(4 * min(tokens, 1024), rel=0.1)
+        assert report.wrong_mask_keys == (0 if passes else 4) and report.passed == passes
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

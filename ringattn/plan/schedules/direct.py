@@ -36,15 +36,20 @@ class DirectSchedule(Route):
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
         return tuple(self._edges_from(owner))[::-1]
 
-    def _edges_from(self, owner: int) -> Iterator[Edge]:
-        """The edges on which the block of `owner` leaves it, the latest first."""
+    def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
+        distance = (target - owner) % self.demand.layout.ranks
+        return tuple(self._edges_from(owner, range(distance, distance + 1)))
+
+    def _edges_from(self, owner: int, distances: range | None = None) -> Iterator[Edge]:
+        """The edges on which the block of `owner` leaves it, the latest first; those of some distances if given."""
         ranks = self.demand.layout.ranks
         here = range(owner, owner + 1)
 
         def some_need(near: int, far: int) -> bool:
             return any(self.demand.needs(queriers, here) for queriers in runs(owner + near, far - near + 1, ranks))
 
-        return (_edge(owner, d, ranks) for d in search(some_need, 1, ranks - 1))
+        near, far = (1, ranks - 1) if distances is None else (distances[0], distances[-1])
+        return (_edge(owner, d, ranks) for d in search(some_need, near, far))
 
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
         return ()

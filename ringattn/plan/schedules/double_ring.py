@@ -43,6 +43,11 @@ class DoubleRingSchedule(Route):
         (node, place), (t, j) = divmod(rank, self.ranks_per_node), divmod(step, self.ranks_per_node)
         return self._edge((node - t) % self.nodes * self.ranks_per_node + (place - j) % self.ranks_per_node, t, j)
 
+    def arrival(self, rank: int, owner: int) -> Edge | None:
+        size = self.ranks_per_node
+        t, j = (rank // size - owner // size) % self.nodes, (rank - owner) % size
+        return next(iter(self._edge(owner, t, j)), None) if t or j else None
+
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
         return (*self._edge(owner, 0, 1), *self._edge(owner, 1, 0))
 

@@ -17,7 +17,7 @@ class PullSchedule(DirectSchedule):
     together need both ends of each message.
     """
 
-    def departures(self, rank: int) -> list[Edge]:
+    def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
         return []
 
     def last_edges(self, owner: int) -> Iterator[Edge]:

@@ -59,6 +59,14 @@ class RingSchedule(Route):
             return ()
         return (self._edge(edge.owner, edge.ring, edge.step + 1),)
 
+    def arrival(self, rank: int, owner: int) -> Edge | None:
+        ranks = self.demand.layout.ranks
+        for ring, way in enumerate(self.ways):
+            distance = way.sign * (rank - owner) % ranks
+            if 0 < distance <= way.limit and distance <= reach(self.demand, owner, way):
+                return self._edge(owner, ring, distance)
+        return None
+
     def last_edges(self, owner: int) -> Iterator[Edge]:
         for ring, way in enumerate(self.ways):
             for distance, _ in row_counts(self.demand, owner, way):

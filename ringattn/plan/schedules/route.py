@@ -210,10 +210,26 @@ class Route(Schedule):
             builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts("dq", rank, self.stopping(edge)))
         return builder.steps()
 
-    def departures(self, rank: int) -> list[Edge]:
-        """The edges from `rank`."""
-        onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
-        return [*self.first_edges(rank), *onward]
+    def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
+        """The edges from `rank`; with `block` (owner, target) only those that bring the owner's block to the target."""
+        if block is None:
+            onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
+            return [*self.first_edges(rank), *onward]
+        owner, target = block
+        if owner == rank:
+            edges = self.first_edges_to(rank, target)
+        else:
+            arrival = self.arrival(rank, owner)
+            edges = () if arrival is None else self.next_edges(arrival)
+        return [edge for edge in edges if edge.target == target]
+
+    def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
+        """Those of `first_edges` that may go to `target`; a route with many first edges looks for these only."""
+        return self.first_edges(owner)
+
+    def arrival(self, rank: int, owner: int) -> Edge | None:
+        """The edge on which the block of `owner` gets to `rank`; None where no row of it does."""
+        return self.edges_by_owner(rank).get(owner)
 
     def edges_by_owner(self, rank: int) -> dict[int, Edge]:
         """By owner, the edge to `rank`; the earliest edge first."""
