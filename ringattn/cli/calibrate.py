@@ -19,7 +19,7 @@ from ..files import check_writable
 from ..machine.file import write_machine
 from ..machine.machine import MACHINE_NUMBERS
 from ..reporting.console import Number, format_quantity, get_console, print_grid, print_numbers
-from ..text import did_you_mean, plural
+from ..text import did_you_mean, duration, plural
 from ..transport.base import Transport
 from ..transport.launcher import detect
 from .ranks import check_ranks, rank_device, start_ranks
@@ -137,9 +137,12 @@ def _print(calibration: Calibration, repeat: int) -> None:
     print_grid("useful flop/s of tiles, by keys [measured]", ("tile", "rows", "rates"), rows)
     if not calibration.passes:
         return
-    ratios = sorted(machine.residuals)
-    interval = machine.interval(1.0)
-    bounds = f"{interval[0]:.3f} .. {interval[1]:.3f}" if interval else "not known: fewer than 19 passes"
+    ratios = sorted(ratio for _, ratio in machine.residuals)
+    bounds = "not known: fewer than 19 passes"
+    if machine.interval(1.0):
+        by_length = sorted(modelled for modelled, _ in machine.residuals)
+        ends = [(t, machine.interval(t) or (t, t)) for t in dict.fromkeys((by_length[0], by_length[-1]))]
+        bounds = ", ".join(f"{low / t:.3f} .. {high / t:.3f} at {duration(t)}" for t, (low, high) in ends)
     counts = f"{plural(len(calibration.passes), 'kind')}, {plural(len(ratios), 'run')}"
     spread = f"{ratios[len(ratios) // 2]:.3f} median, {ratios[0]:.3f} .. {ratios[-1]:.3f}"
     get_console().print()

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ from ..experiments.calibrate.validate import (
     Errors,
     held_out,
     oversubscription,
-    summarise_errors,
+    summarise_groups,
     validation_cases,
 )
 from ..files import STDOUT, check_json, write_json
 from ..machine.file import read_machine, read_record
 from ..machine.kernel_times import BEYOND
 from ..machine.machine import Machine
-from ..reporting.console import Number, get_console, print_grid, print_numbers
+from ..reporting.console import get_console, print_grid
 from ..text import duration, plural
 from ..transport.launcher import detect, run_local
 from ..transport.torchdist import TorchDist
@@ -58,9 +59,10 @@ def main(config: SimulateConfig) -> None:
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
     for ranks in config.validate.ranks:
         passes = _measure(ranks, rows, machine, made, config)
-        pass_errors = summarise_errors(passes, machine)
-        _print(ranks, passes, machine, pass_errors)
-        record["ranks"].append({"ranks": ranks, **asdict(pass_errors), "passes": [one.record for one in passes]})
+        groups = summarise_groups(passes, machine, ranks)
+        _print(ranks, passes, machine, groups)
+        errors = {name: asdict(group) for name, group in groups.items()}
+        record["ranks"].append({"ranks": ranks, "errors": errors, "passes": [one.record for one in passes]})
     if config.output.path is not None:
         write_json(config.output.path, record)
 
@@ -154,27 +156,31 @@ def _measure_rank(
     return measure_passes(team, validation_cases(rows, team.size), machine, settings, slowdown)
 
 
-def _print(ranks: int, passes: list[Pass], machine: Machine, pass_errors: Errors) -> None:
-    """Print a table of the passes, and the statistics of their errors."""
+def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:
+    """Print a table of the passes, and a table of the errors by group."""
     rows = []
     for one in passes:
         interval = machine.interval(one.modelled, LEVEL)
-        median = sorted(one.seconds)[len(one.seconds) // 2]
-        error = f"{one.modelled / median - 1:+.1%}"
+        measured = median(one.seconds)
         bounds = f"{duration(interval[0])} .. {duration(interval[1])}" if interval else "not known"
-        rows.append((str(one.case), duration(median), duration(one.modelled), error, bounds))
+        error = f"{one.modelled / measured - 1:+.1%}"
+        rows.append((str(one.case), duration(measured), duration(one.modelled), error, bounds))
     get_console().print()
     header = ("pass", "measured", "modelled", "error", f"{LEVEL:.0%} interval [modelled]")
     print_grid(f"{ranks} Gloo ranks", header, rows)
-    coverage = "not known: the machine file has too few residuals"
-    if pass_errors.coverage is not None:
-        coverage = f"{pass_errors.coverage:.1%} of {plural(pass_errors.runs, 'run')}"
-    print_numbers(
-        f"modelled against measured, {ranks} ranks, {pass_errors.passes} held-out passes",
+    get_console().print()
+    columns = ("passes", "number", "signed bias", "median error", "P90 error", "largest", f"in {LEVEL:.0%} interval")
+    print_grid(
+        f"modelled against measured, {ranks} ranks, held-out passes [measured]",
+        columns,
         [
-            Number("signed bias", f"{pass_errors.bias:+.1%}", "measured"),
-            Number("median absolute error", f"{pass_errors.median:.1%}", "measured"),
-            Number("P90 absolute error", f"{pass_errors.p90:.1%}, largest {pass_errors.worst:.1%}", "measured"),
-            Number(f"inside the {LEVEL:.0%} interval", coverage, "measured"),
+            (name, str(e.passes), f"{e.bias:+.1%}", f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.worst:.1%}", _coverage(e))
+            for name, e in groups.items()
         ],
     )
+
+
+def _coverage(errors: Errors) -> str:
+    if errors.coverage is None:
+        return "not known: too few residuals"
+    return f"{errors.coverage:.1%} of {plural(errors.runs, 'run')}"

@@ -130,11 +130,12 @@ class PlanConfig(ProblemSizes):
 class ValidateGroup:
     """The settings of `simulate mode=validate`.
 
-    `ranks` are the numbers of ranks to validate on. Without a machine file, `rows`, `widths` and `messages` are
-    calibrated first. `held_out` are the rows per rank of the compared passes; None: sizes between the calibrated rows.
+    `ranks` are the numbers of ranks to validate on; the first is calibrated, the others are held out. Without a
+    machine file, `rows`, `widths` and `messages` are calibrated first. `held_out` are the rows per rank of the compared
+    passes; None: sizes between the calibrated rows.
     """
 
-    ranks: list[int] = field(default_factory=lambda: [2])
+    ranks: list[int] = field(default_factory=lambda: [2, 4])
     held_out: list[Size] | None = None
     rows: list[Size] = field(default_factory=lambda: list(ROWS))
     widths: list[Size] = field(default_factory=lambda: list(WIDTHS))

@@ -19,7 +19,7 @@ from .kernel_times import KernelRates, KernelTimes, TimeGrid
 from .machine import MACHINE_NUMBERS, Machine
 
 #: The value of the key `format`. A file with another arrangement of keys has another value.
-FORMAT = "ringattn machine 1"
+FORMAT = "ringattn machine 2"
 #: Keys that a file must have, and keys that it may have.
 REQUIRED_KEYS, OPTIONAL_KEYS = (
     ("format", "values"),
@@ -54,8 +54,8 @@ def write_machine(
     if machine.kernel_rates is not None:
         record["kernel_rates"] = {"source": machine.source("kernel_rates"), **asdict(machine.kernel_rates)}
     if machine.residuals:
-        values = list(machine.residuals)
-        record["residuals"] = {"unit": "measured s / modelled s", "source": "measured", "values": values}
+        values = [list(pair) for pair in machine.residuals]
+        record["residuals"] = {"unit": "[modelled s, measured s / modelled s]", "source": "measured", "values": values}
     record.update({key: part for key, part in (("samples", samples), ("fits", fits)) if part is not None})
     with writing(path) as temporary:
         OmegaConf.save(OmegaConf.create(record), temporary)
@@ -198,7 +198,8 @@ def _build_machine(record: dict[str, Any]) -> Machine:
     rates = dict(record["kernel_rates"]) if "kernel_rates" in record else None
     if rates is not None:
         sources.append(("kernel_rates", rates.pop("source")))
-    residuals = tuple(float(ratio) for ratio in record["residuals"]["values"]) if "residuals" in record else ()
+    pairs = record["residuals"]["values"] if "residuals" in record else ()
+    residuals = tuple((float(modelled), float(ratio)) for modelled, ratio in pairs)
     if residuals:
         sources.append(("residuals", record["residuals"]["source"]))
     dtype = record.get("flops_dtype")

@@ -16,6 +16,8 @@ from .machine_number import MachineNumber
 SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "kernel_rates", "residuals")
+#: Runs of a calibration whose residuals make an interval: those of about one size of its default passes.
+NEAREST_RUNS = 40
 #: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
 BESIDE_BANDS = {"memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 
@@ -190,8 +192,9 @@ class Machine:
     kernel_rates: KernelRates | None = None
     #: The name of the preset that has these numbers; "" for any other machine.
     preset: str = ""
-    #: Measured over modelled time of whole passes at the sizes of a calibration; () where no pass was measured.
-    residuals: tuple[float, ...] = ()
+    #: (modelled seconds, measured over modelled seconds) of runs of whole passes at the sizes of a calibration; ()
+    #: where no pass was measured.
+    residuals: tuple[tuple[float, float], ...] = ()
     #: (field, source) of the numbers that are cited or measured; all other numbers are assumed.
     sources: tuple[tuple[str, str], ...] = ()
     #: The dtype that `flops` belong to; None: every dtype.
@@ -200,9 +203,10 @@ class Machine:
     def __post_init__(self) -> None:
         for name, number in MACHINE_NUMBERS.items():
             number.check(name, getattr(self, name))
-        if not all(math.isfinite(ratio) and ratio > 0 for ratio in self.residuals):
+        if not all(math.isfinite(x) and x > 0 for pair in self.residuals for x in pair):
             raise InvalidInput(
-                "machine: residuals must be ratios > 0 of measured over modelled time; measure them again"
+                "machine: residuals must be pairs of modelled seconds > 0 and a ratio > 0 of measured over modelled "
+                "time; measure them again"
             )
         if self.flops_dtype not in (None, *ITEM_BYTES):
             raise InvalidInput(
@@ -240,10 +244,13 @@ class Machine:
     def interval(self, seconds: float, level: float = 0.9) -> tuple[float, float] | None:
         """The interval that holds the measured time of a pass modelled to take `seconds` with probability `level`.
 
-        None where too few passes were measured. Both ends are order statistics of the residuals, so that no
-        distribution of errors is assumed. The interval is for passes of the sizes that were calibrated.
+        None where too few passes were measured. Both ends are order statistics of the residuals of the NEAREST_RUNS
+        runs whose modelled seconds are nearest in logarithm, because the model errs otherwise for short passes than for
+        long ones. No distribution of errors is assumed.
         """
-        ratios = sorted(self.residuals)
+        apart = [(abs(math.log(modelled / seconds)), ratio) for modelled, ratio in self.residuals if seconds > 0]
+        farthest = sorted(distance for distance, _ in apart)[:NEAREST_RUNS][-1:]
+        ratios = sorted(ratio for distance, ratio in apart if [distance] <= farthest)
         # Of n + 1 exchangeable ratios, the new one is among the k smallest with probability k / (n + 1).
         skipped = int((1 - level) / 2 * (len(ratios) + 1) + 1e-9)
         if not skipped:

@@ -107,7 +107,7 @@ def test_errors_are_those_of_a_plain_count() -> None:
     passes = [
         Pass(case, tuple(source.uniform(0.5, 2.0) for _ in range(5)), source.uniform(0.8, 1.2)) for _ in range(11)
     ]
-    found = validate.summarise_errors(passes, machine(residuals=tuple(0.5 + i / 20 for i in range(19))))
+    found = validate.summarise_errors(passes, machine(residuals=tuple((1.0, 0.5 + i / 20) for i in range(19))))
     signed = [p.modelled / sorted(p.seconds)[2] - 1 for p in passes]
     absolute = sorted(map(abs, signed))
     # 19 ratios: the 90 % interval is from the least to the largest.
@@ -138,7 +138,7 @@ def test_oversubscribed_cores_are_shared() -> None:
 @pytest.mark.parametrize("repeat", [1, 2])
 def test_one_run_of_each_pass_is_told(repeat: int, capsys: pytest.CaptureFixture[str]) -> None:
     passes = [Pass(PassCase("Full()", "contiguous", 64, False), (1.0,) * repeat, 1.0)]
-    found = Calibration(machine(times(), residuals=(1.0,) * repeat), {}, {}, passes)
+    found = Calibration(machine(times(), residuals=((1.0, 1.0),) * repeat), {}, {}, passes)
     print_calibration(found, repeat)
     told = capsys.readouterr().out
     assert ("note: with repeat=1 each kind of pass ran once" in told) == (repeat == 1)

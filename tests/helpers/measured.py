@@ -42,6 +42,6 @@ def measured_machine() -> ra.Machine:
         ranks_per_node=2,
         shared_nic=True,
         watts=700.0,
-        residuals=(0.9, 1.0, 1.05),
+        residuals=((0.1, 0.9), (0.1, 1.0), (0.2, 1.05)),
         sources=(*sources, ("watts", "cited")),
     )

@@ -126,7 +126,7 @@ def test_what_was_not_measured_is_refused_unless_flagged() -> None:
         (lambda: TimeGrid("band", False, (1,), (1,), ((0.0,),)), "FLOP/s > 0"),
         (lambda: KernelTimes(64, "float32", (0.0, 0.0), times().grids[1:]), "dense forward missing"),
         (lambda: replace(times(), overhead=(-1.0, 0.0)), "two times >= 0"),
-        (lambda: machine(residuals=(1.0, 0.0)), "ratios > 0"),
+        (lambda: machine(residuals=((1.0, 0.0),)), "a ratio > 0"),
         (lambda: CalibrationSizes([64], [1], [1, 2]), "rows=.*at least 2 ascending"),
         (lambda: CalibrationSizes([64, 32], [1], [1, 2]), "rows=.*at least 2 ascending"),
     ],

@@ -24,11 +24,23 @@ from ringattn.machine.presets import CURRENCY, PRESETS, get_machine
 
 
 def test_intervals_are_order_statistics() -> None:
-    ninety_nine = machine(residuals=tuple(float(x) for x in random.Random(1).sample(range(1, 100), 99)))
+    ninety_nine = machine(residuals=tuple((1.0, float(x)) for x in random.Random(1).sample(range(1, 100), 99)))
     assert ninety_nine.interval(2.0) == (10.0, 190.0)  # 5 of 100 places on each side
     assert ninety_nine.interval(1.0, level=0.98) == (1.0, 99.0)
     assert ninety_nine.interval(1.0, level=0.99) is None, "99 ratios say nothing of 1 in 200"
     assert machine().interval(1.0) is None
+
+
+def test_intervals_are_those_of_passes_of_about_that_size() -> None:
+    """Short passes take 2 to 3 times as long as modelled, long ones as long as modelled; each interval is its own."""
+    short = tuple((1e-3 * (1 + i / 100), 2 + i / 59) for i in range(60))
+    long = tuple((1.0 + i / 100, 0.99 + i / 3000) for i in range(60))
+    found = machine(residuals=short + long)
+    low, high = found.interval(1e-3)
+    assert 2e-3 <= low < high <= 3e-3
+    low, high = found.interval(2.0)
+    assert 1.98 <= low < high <= 2.02
+    assert machine(residuals=long).interval(2.0) == (low, high)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -37,7 +49,10 @@ def test_intervals_cover_what_they_promise_whatever_the_law(seed: int) -> None:
     source = random.Random(seed)
     hits = total = 0
     for _ in range(400):
-        low, high = machine(residuals=tuple(source.lognormvariate(0, 0.8) for _ in range(60))).interval(1.0) or (0, 0)
+        low, high = machine(residuals=tuple((1.0, source.lognormvariate(0, 0.8)) for _ in range(60))).interval(1.0) or (
+            0,
+            0,
+        )
         for _ in range(20):
             hits, total = hits + (low <= source.lognormvariate(0, 0.8) <= high), total + 1
     assert 0.88 <= hits / total <= 0.93
@@ -69,7 +84,7 @@ BROKEN = [
         "is in 'bits/s'",
     ),
     (lambda text: text.replace("  latency:", "  latncy:"), "did you mean 'latency'"),
-    (lambda text: text.replace("ringattn machine 1", "ringattn machine 9"), "is not a machine file"),
+    (lambda text: text.replace("ringattn machine 2", "ringattn machine 9"), "is not a machine file"),
     (lambda text: "a: [", "is not valid YAML"),
     (lambda text: text.replace("overhead:", "overheat:"), "a part is missing"),
     (

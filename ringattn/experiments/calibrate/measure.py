@@ -162,8 +162,8 @@ class _Calibrator:
         self.tell("noise")
         passes = noise.measure_residuals(self.ranks, machine, self.sizes.rows, self.settings)
         self.samples["passes"] = [each.record for each in passes]
-        ratios = tuple(ratio for each in passes for ratio in each.ratios)
-        return machine.changed(residuals=ratios, sources=(*machine.sources, ("residuals", "measured"))), passes
+        residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
+        return machine.changed(residuals=residuals, sources=(*machine.sources, ("residuals", "measured"))), passes
 
 
 def list_measured(values: dict[str, Any], nodes: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Validation: modelled against measured times of passes whose sizes and numbers of ranks were held out."""
+"""Validation: modelled against measured times of passes whose sizes, numbers of ranks and patterns were held out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from statistics import mean, median
 import numpy as np
 
 from ...machine.machine import Machine
+from ...text import duration, plural
 from .noise import GRID
 from .passes import Pass, PassCase, list_cases
 
 #: Probability that an interval is to have.
 LEVEL = 0.9
+#: (pattern, layout) of compared passes that no calibration measures.
+HELD_OUT_GRID = (("Dilated((256, 1024), (1, 4), causal=True)", "contiguous"),)
+#: Modelled seconds from which a pass counts as long: the noise of a machine's processes is small beside them.
+LONG_PASS = 0.02
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,19 @@ def summarise_errors(passes: Sequence[Pass], machine: Machine) -> Errors:
     )
 
 
+def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> dict[str, Errors]:
+    """The errors of all passes, of the long ones, of the passes of each size, and of the held-out patterns, by name."""
+    held = {pattern for pattern, _ in HELD_OUT_GRID}
+    groups = {"all": list(passes), f"over {duration(LONG_PASS)}": [p for p in passes if p.modelled >= LONG_PASS]}
+    for rows in sorted({each.case.tokens // ranks for each in passes}):
+        groups[f"{plural(rows, 'row')} per rank"] = [p for p in passes if p.case.tokens // ranks == rows]
+    groups["pattern held out"] = [p for p in passes if p.case.pattern in held]
+    return {name: summarise_errors(group, machine) for name, group in groups.items() if group}
+
+
 def validation_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
-    """The cases of a validation on so many ranks."""
-    return list_cases(GRID, rows, ranks)
+    """The cases of a validation on so many ranks: the patterns of a calibration, and those held out."""
+    return list_cases((*GRID, *HELD_OUT_GRID), rows, ranks)
 
 
 def oversubscription(ranks: int, threads: int, cores: int, calibrated: tuple[int, int]) -> float:
