@@ -26,6 +26,8 @@ EXTRAS = {
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
     "transformers": ("models of Hugging Face", "pip install 'ringattn[transformers]'"),
     "triton": ("fused merges on CUDA", "pip install 'ringattn[triton]'"),
+    "joblib": ("studies over processes", "pip install 'ringattn[joblib]'"),
+    "submitit": ("studies on Slurm", "pip install 'ringattn[slurm]'"),
     "ring_attention_pytorch": ("bench suite=peers", "pip install 'ringattn[peers]'"),
     "sphinx": ("building the documentation", "pip install 'ringattn[docs]'"),
 }

@@ -136,8 +136,12 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     elif verb == "report" and arguments and re.fullmatch(r"\w+", arguments[0]):
         arguments = [f"suite={arguments[0]}", *arguments[1:]]
     launch = detect()
-    if verb == "simulate" and is_sweep(arguments):  # its points are one study, in one folder
-        arguments = import_module("..experiments.study.sweep", __package__).as_study(arguments)
+    jobs: list[str] = []
+    if verb == "simulate":
+        sweep = import_module("..experiments.study.sweep", __package__)
+        arguments, jobs = sweep.split_jobs(arguments)
+        if is_sweep(arguments):  # its points are one study, in one folder
+            arguments = sweep.as_study(arguments)
     prepared = prepare(verb, arguments, launch if verb in RANK_VERBS else None)
     if verb not in RANK_VERBS and (launch.local_rank if verb == "doctor" else launch.rank):
         return  # rank 0 speaks for all ranks; for doctor, which describes a machine, one rank of every node
@@ -149,6 +153,8 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
             # the job. Hydra writes into the folder of a sweep.
             scratch = stack.enter_context(TemporaryDirectory(prefix="ringattn-")) if is_sweep(arguments) else "."
             prepared += ["hydra.run.dir=.", f"hydra.sweep.dir={scratch}"]
+        if jobs:
+            _run_hydra(verb, [*jobs, *prepared])
         _run_hydra(verb, prepared)
 
 

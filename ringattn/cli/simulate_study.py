@@ -18,7 +18,7 @@ from ..config.folders import ConfigFolders, config_folders, source_folders
 from ..config.schema import SimulateConfig
 from ..errors import InvalidInput
 from ..experiments.study.point import DIRECTIONS
-from ..experiments.study.runner import STUDIES, Study, run
+from ..experiments.study.runner import STUDIES, Study, run, run_share
 from ..experiments.study.space import list_points
 from ..experiments.study.tables import Row
 from ..files import STDOUT
@@ -39,8 +39,11 @@ def main(config: SimulateConfig) -> None:
     study = Study(config.study.name, config, study_points, Path("."), text, overrides)
     folder = _default_folder(study) if config.output.path is None else Path(config.output.path)
     study = dataclasses.replace(study, folder=folder)
+    shown = config.study.progress and not config.study.share  # of several shares, the first speaks
     try:
-        with show_progress(Console(stderr=True), shown=config.study.progress, tenths=True) as tell:
+        with show_progress(Console(stderr=True), shown=shown, tenths=True) as tell:
+            if config.study.share is not None:
+                return run_share(study, tell)
             table = run(study, tell)
     except KeyboardInterrupt:
         if folder.exists():

@@ -201,6 +201,7 @@ class StudyGroup:
     """The points of a study: every combination of the values of `axes` with every entry of `together`.
 
     Keys are keys of `simulate`, or label.NAME, which becomes a column of the tables. `extrapolate` is a Size or None.
+    `spread` is the number of jobs of Hydra's launcher that compute the points; the launcher tells each job its `share`.
     """
 
     name: str = "sweep"
@@ -213,3 +214,5 @@ class StudyGroup:
     execute: ExecuteGroup = field(default_factory=ExecuteGroup)
     extrapolate: Any = None
     progress: bool = True
+    spread: int | None = None
+    share: int | None = None

@@ -21,6 +21,15 @@ from ...errors import InvalidInput
 SYNC_INTERVAL = 1.0
 
 
+def read_keys(path: Path) -> set[str]:
+    """The keys of the finished points of a journal, empty where there is none; another process may have it open."""
+    if not path.is_file():
+        return set()
+    data = path.read_bytes()
+    lines = data[: data.rfind(b"\n") + 1].splitlines()[1:]
+    return {json.loads(line)["key"] for line in lines}
+
+
 class Journal:
     """The journal of a study in the file `path`, whose first line is `head`. `records` has the finished points by key.
 

@@ -23,7 +23,7 @@ from . import plots, trace
 from .checks import check_study, extrapolated_tokens
 from .execution import ExecutionTask, execute, execution_inputs, make_executed_plan, plan_execution, skip_task
 from .extrapolation import Extrapolation, extrapolate
-from .journal import Journal
+from .journal import Journal, read_keys
 from .machines import describe_machines, machines_of
 from .point import SimulationCache, evaluate, simulate_options
 from .rendering import render_html, render_markdown
@@ -33,6 +33,8 @@ from .tables import Row, Table, make_table, to_csv, to_json
 
 FORMAT = "ringattn study 1"
 JOURNAL = "points.jsonl"
+#: The journal of a share by its number, and all journals of a folder.
+SHARE, JOURNALS = "points.{}.jsonl", "points*.jsonl"
 #: Where studies without an output.path have their folders.
 STUDIES = Path(OUTPUTS) / "simulate"
 #: Name of the heat map of a window.
@@ -50,6 +52,8 @@ FILES = (
 )
 #: Records of points, or of executions, by the number of the point.
 Records = dict[int, dict[str, Any]]
+#: Records of points that shares have computed, by the key of the point.
+SharedRecords = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,23 +80,65 @@ class Study:
         }
 
 
+def run_share(study: Study, tell: Listener = lambda done, count, what: None) -> None:
+    """Compute one of `study.spread` shares of the points that no journal in the folder has; `run` collects the shares.
+
+    Points with equal plans are in one share. Raises InvalidInput.
+    """
+    options = study.config.study
+    assert options.share is not None
+    spread = options.spread or 1
+    if not 0 <= options.share < spread:
+        raise InvalidInput(f"study.share={options.share}: expected one of the {spread} shares 0 .. {spread - 1}")
+    _prepare(study)
+    turns = {key: turn for turn, key in enumerate(dict.fromkeys(p.plan_key for p in study.points))}
+    known = read_keys(study.folder / JOURNAL)
+    mine = [p for p in study.points if turns[p.plan_key] % spread == options.share and p.key not in known]
+    with Journal(study.folder / SHARE.format(options.share), study.head) as journal:
+        _evaluate_points(mine, journal, tell, {})
+
+
+def _read_shares(study: Study) -> SharedRecords:
+    """The records of the points that shares have computed. Raises InvalidInput where a share is still at work."""
+    found: SharedRecords = {}
+    for path in study.folder.glob(SHARE.format("*")):
+        with Journal(path, study.head) as share:
+            found |= share.records
+    return found
+
+
+def _remove_shares(study: Study) -> None:
+    """Remove the journals of shares, whose points the journal of the study has now."""
+    for path in study.folder.glob(SHARE.format("*")):
+        path.unlink()
+        path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+
+
+def _prepare(study: Study) -> None:
+    """Check a study, and make its folder. Raises InvalidInput and Unsupported."""
+    by_key = dict(override.lstrip("+~").partition("=")[::2] for override in study.overrides)
+    check_study(study.config.study, study.points, by_key)
+    for folder in (*((STUDIES.parent, STUDIES) if study.folder.parent == STUDIES else ()), study.folder):
+        make_folder(folder)
+    _check_folder(study.folder)
+
+
 def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     """Compute the points that are missing in the folder's journal, and write all files; returns the table.
 
     `tell` receives the progress. Raises InvalidInput and Unsupported, and, after all files are written, NumericsFailure
     where an execution found wrong numbers.
     """
-    by_key = dict(override.lstrip("+~").partition("=")[::2] for override in study.overrides)
-    check_study(study.config.study, study.points, by_key)
-    for folder in (*((STUDIES.parent, STUDIES) if study.folder.parent == STUDIES else ()), study.folder):
-        make_folder(folder)
-    _check_folder(study.folder)
+    _prepare(study)
     head = study.head
     with Journal(study.folder / JOURNAL, head) as journal:
+        shares = _read_shares(study)
         _remove_temporary_files(study.folder)
         for name in _output_names(study):
             check_writable(study.folder / name)
-        records = _evaluate_points(study, journal, tell)
+        records = _evaluate_points(study.points, journal, tell, shares)
+        journal.sync()
+        _remove_shares(study)
         executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
         table = make_table(study.points, records, executed)
@@ -114,13 +160,14 @@ def _is_wrong(row: Row) -> bool:
     return row["executed ledger"] != "complete" or not within
 
 
-def _evaluate_points(study: Study, journal: Journal, tell: Listener) -> Records:
+def _evaluate_points(points: Sequence[Point], journal: Journal, tell: Listener, shares: SharedRecords) -> Records:
+    """The records of points: from the journal, else from `shares`, else computed now; the journal then has all."""
     records = {}
     cache: SimulationCache = {}
-    for done, point in enumerate(group_by_plan(study.points)):
+    for done, point in enumerate(group_by_plan(points)):
         if point.key not in journal.records:
-            tell(done, len(study.points), "points")
-            journal.add(point.key, evaluate(point.config, cache))
+            tell(done, len(points), "points")
+            journal.add(point.key, shares.get(point.key) or evaluate(point.config, cache))
         records[point.number] = journal.records[point.key]
     return records
 
@@ -165,7 +212,7 @@ def _check_any_done(table: Table) -> None:
 
 def _check_folder(folder: Path) -> None:
     """Refuse a folder with files of something else, which the study might replace."""
-    if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
+    if any(folder.iterdir()) and not any(path.is_file() for path in folder.glob(JOURNALS)):
         raise InvalidInput(f"{folder}: holds files, and none of a study; give an output.path that is new or empty")
 
 

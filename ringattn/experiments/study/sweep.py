@@ -1,4 +1,4 @@
-"""`ringattn simulate -m ranks=8,64 pattern=window,causal`: comma lists of a command line as the axes of a study."""
+"""`ringattn simulate -m ranks=8,64 pattern=window,causal`: comma lists as axes of a study, jobs of a launcher."""
 
 from __future__ import annotations
 
@@ -12,6 +12,28 @@ from ...errors import InvalidInput
 #: Hydra's functions that stand for several values.
 FUNCTIONS = re.compile(r"(choice|range|glob)\(")
 FLAGS = ("-m", "--multirun")
+#: The launchers of Hydra that an error proposes.
+LAUNCHERS = "hydra/launcher=joblib (processes here) or hydra/launcher=submitit_slurm"
+
+
+def split_jobs(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """(the arguments of a study, the arguments by which Hydra's launcher runs the jobs of its points).
+
+    The second list is empty where no launcher is asked for. Raises InvalidInput for a launcher without study.spread,
+    and the other way round.
+    """
+    launcher = [each for each in arguments if each.startswith(("hydra/launcher=", "hydra.launcher."))]
+    others = [each for each in arguments if each not in launcher]
+    spread = [each.partition("=")[2] for each in others if each.startswith("study.spread=")]
+    if not launcher and not spread:
+        return others, []
+    named = [each for each in launcher if each.startswith("hydra/launcher=")]
+    if not named or not spread:
+        there, missing = (launcher[:1], "study.spread=4") if launcher else ([f"study.spread={spread[0]}"], LAUNCHERS)
+        raise InvalidInput(f"{there[0]}: jobs of a study need a launcher and a number of jobs; add {missing}")
+    if not re.fullmatch(r"[1-9]\d*", spread[-1]):
+        raise InvalidInput(f"study.spread={spread[-1]}: expected a number of jobs >= 1")
+    return others, ["--multirun", *launcher, f"study.share={','.join(map(str, range(int(spread[-1]))))}"]
 
 
 def as_study(arguments: list[str]) -> list[str]:
@@ -25,10 +47,10 @@ def as_study(arguments: list[str]) -> list[str]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key.startswith("hydra"):
-            if "launcher" in key or "sweep" in key:
+            if "sweep" in key:
                 raise InvalidInput(
-                    f"{argument}: the points of ringattn simulate -m are one study in one process and one folder, not "
-                    "Hydra jobs; leave it out, or run several commands"
+                    f"{argument}: the points of ringattn simulate -m are one study in one folder, not Hydra jobs; "
+                    f"leave it out, or spread the points over jobs with study.spread=4 {LAUNCHERS}"
                 )
             others.append(argument)
         elif not equals or key.lstrip("+~").startswith(("study", "output")):
