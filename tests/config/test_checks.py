@@ -86,6 +86,8 @@ OTHERS: dict[str, Any] = {
     "study.y": "ranks",
     "study.extrapolate": 1e9,
     "study.progress": False,
+    "study.spread": 2,
+    "study.share": 0,
     "study.window.point": 0,
     "study.window.first_rank": 1,
     "study.window.ranks": 1,

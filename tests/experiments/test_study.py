@@ -167,7 +167,7 @@ def test_comma_lists_become_axes() -> None:
     assert as_study(other) == other
     for wrong, words in (
         (["-m", "ranks=2"], "no key has several values"),
-        (["-m", "hydra/launcher=joblib"], "one process"),
+        (["-m", "hydra/sweeper=basic"], "not Hydra jobs"),
         (["-m", "ranks=2,4", "output.path=a,b"], "which has one output.path"),
         (["-m", "study=scaling,memory"], "which has one study;"),
         (["-m", "ranks=2,4", "study.plots=stack,memory"], "write a list in brackets"),
