@@ -198,10 +198,11 @@ def _exposed(
         return gather if level else 0.0, (gather if level == 3 else 0.0) + (reduce if level else 2 * reduce)
 
     forward, backward = collectives(model.layer)
-    exposed = forward + backward - (forward if level == 3 else 0.0)
+    ends = forward + backward - (forward if level == 3 else 0.0)
+    exposed = 0.0
     for count, one in layers:
         again = {"none": 0.0, "attention": costs.seconds, "full": costs.seconds + one.forward}[parallel.checkpointing]
         behind = one.backward + 2 * costs.seconds - costs.exchanges + again
         exposed += count * (max(forward - one.forward - costs.seconds, 0.0) + max(backward - behind, 0.0))
     outer = sum(collectives(model.parameters - model.layers * model.layer))
-    return exposed + max(outer - loss, 0.0)
+    return ends + exposed * (1 - 1 / model.layers) + max(outer - loss, 0.0)
