@@ -65,6 +65,7 @@ NO_TORCH = (
     "cli.main",
     "cli.plan",
     "cli.simulate",
+    "cli.simulate_model",
     "cli.simulate_study",
     "transport.launcher",
 )
