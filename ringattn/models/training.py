@@ -102,10 +102,9 @@ class StepEstimate:
 
         `mtbf_hours` is of one GPU with its share of the host. Checkpoints follow each other as Young and Daly advise,
         and an interval takes what Daly (2006), equation 13, says (`timing.costs`). Raises InvalidInput for times that
-        are not positive, and where failures come long before a checkpoint or a restart ends.
+        are not allowed, and where failures come long before a checkpoint or a restart ends.
         """
-        given = {"mtbf_hours": mtbf_hours, "checkpoint_seconds": checkpoint_seconds, "restart_seconds": restart_seconds}
-        for name, value in given.items():
+        for name, value in (("mtbf_hours", mtbf_hours), ("checkpoint_seconds", checkpoint_seconds)):
             if not value > 0:
                 raise InvalidInput(f"{name}={value!r} must be a number > 0; give what the storage and the job take")
         mean = mtbf_hours * SECONDS_PER_HOUR / self.gpus
