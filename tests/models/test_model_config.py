@@ -66,6 +66,9 @@ def test_parameters_are_those_of_transformers(kind: str, more: dict[str, Any]) -
 def test_layers_have_the_windows_of_the_config(tmp_path: Path) -> None:
     assert load_model("gpt_oss_20b").windows == (128, None) * 12
     assert load_model("mistral_7b").windows == (4096,) * 32
+    qwen = {**SMALL, "model_type": "qwen2", "sliding_window": 7, "max_window_layers": 2}
+    assert from_hugging_face(qwen, "qwen").windows == (None,) * 3, "qwen2 has windows only where its config says so"
+    assert from_hugging_face({**qwen, "use_sliding_window": True}, "qwen").windows == (None, None, 7)
     path = tmp_path / "hybrid.json"
     types = ["full_attention", "sliding_attention", "full_attention"]
     path.write_text(json.dumps({**SMALL, "layer_types": types, "sliding_window": 7}))
