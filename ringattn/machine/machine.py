@@ -19,7 +19,7 @@ TABLES = ("kernel", "kernel_rates", "residuals")
 #: Runs of a calibration whose residuals make an interval: those of about one size of its default passes.
 NEAREST_RUNS = 40
 #: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
-BESIDE_BANDS = {"memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
+BESIDE_BANDS = {"peak", "matmul", "memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,18 @@ class Machine:
         "kernel call on all gathered keys, which leaves nothing to merge (other libraries; not our executor)",
         example=True,
     ).with_default(False)
+    peak: float | None = MachineNumber(
+        unit="flop/s",
+        meaning="the data sheet's dense operations per second, by which MFU divides (only with model=)",
+        example=9.89e14,
+        default="by default no MFU is told",
+    ).with_default(None)
+    matmul: float | None = MachineNumber(
+        unit="flop/s",
+        meaning="the operations per second of large matrix products outside attention (only with model=)",
+        example=6.5e14,
+        default="by default flops",
+    ).with_default(None)
     memory: float | None = MachineNumber(
         unit="bytes",
         meaning="the memory of one rank",
