@@ -214,7 +214,7 @@ def _check_report(given: Mapping[str, str]) -> None:
     reads = [key for key in ("compare", "results") if given.get(key, "null") != "null"]
     ignored = [key for key in ("suite", "cases", "repeat", "memory") if key in given]
     if len(reads) == 2:
-        raise InvalidInput("compare and results: one reads two results, the other one; give one of them")
+        raise InvalidInput("compare reads two results and results reads one; give only one of these keys")
     if reads and ignored:
         raise InvalidInput(
             f"{reads[0]} reads stored results and measures nothing, so that {ignored[0]}={given[ignored[0]]} would have "
