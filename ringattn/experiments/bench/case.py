@@ -132,7 +132,7 @@ def make_settings(heads: int, head_dim: int, tokens: int, dtype: str = "float32"
     return sizes | more
 
 
-#: Rows of an input that are drawn; each further block of as many rows is the first block with random signs.
+#: Most rows of an input that are drawn; a longer input consists of blocks of so many rows, with random signs.
 DRAWN = 32768
 
 
@@ -147,11 +147,13 @@ def make_inputs(settings: dict[str, Any], count: int, tokens: int | None = None)
     shape = (batch, heads, tokens or settings["tokens"], width)
     inputs = [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]  # all, before time goes into any
     for x in inputs:
-        first, *others = x.split(DRAWN, 2)
-        first.normal_(generator=source)
-        for block in others:
+        if x.shape[2] <= DRAWN:
+            x.normal_(generator=source)
+            continue
+        drawn = torch.empty((batch, heads, DRAWN, width), dtype=dtype, device="cpu").normal_(generator=source)
+        for block in x.split(DRAWN, 2):
             signs = torch.randint(0, 2, (batch, heads, 1, width), generator=source, device="cpu") * 2 - 1
-            torch.mul(first[:, :, : block.shape[2]], signs.to(dtype), out=block)
+            torch.mul(drawn[:, :, : block.shape[2]], signs.to(dtype), out=block)
     return inputs
 
 

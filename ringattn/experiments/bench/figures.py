@@ -51,7 +51,11 @@ def draw_timeline(window: StepWindow) -> Markup | None:
         for step, (begun, busy) in enumerate(zip(window.begun * 1e3, window.busy * 1e3, strict=False)):
             axes.barh(window.ranks, busy, left=begun, color=COLOURS[step % len(COLOURS)], height=0.7)
         axes.invert_yaxis()
-        axes.set(xlabel="milliseconds, modelled on preset cpu; gaps wait for messages", ylabel="rank", yticks=list(window.ranks))
+        axes.set(
+            xlabel="milliseconds, modelled on preset cpu; gaps wait for messages",
+            ylabel="rank",
+            yticks=list(window.ranks),
+        )
 
     return _make_svg(draw, 1.2 + 0.25 * len(window.ranks), "timeline")
 

@@ -143,16 +143,11 @@ def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
 
 
 def _lengths(case: BenchCase, done: dict[str, CaseRecord]) -> list[tuple[int, float]]:
-    """(tokens, seconds of a call) of the measured cases of the same system and ranks, the longest first."""
-    alike = [x for x in done.values() if x["settings"].get("system") == case.settings["system"]]
-    return sorted(
-        (
-            (x["settings"]["tokens"], x["columns"]["forward"]["median"])
-            for x in alike
-            if x["ranks"] == case.ranks and x["columns"]
-        ),
-        reverse=True,
-    )
+    """(tokens, seconds of a call) of shorter measured cases of the same system and ranks, the longest first."""
+    own = (case.settings["system"], case.ranks)
+    alike = [x for x in done.values() if (x["settings"].get("system"), x["ranks"]) == own and x["columns"]]
+    lengths = [(x["settings"]["tokens"], x["columns"]["forward"]["median"]) for x in alike]
+    return sorted((x for x in lengths if x[0] < case.settings["tokens"]), reverse=True)
 
 
 def _failure(kind: str, message: str) -> dict[str, Any]:
