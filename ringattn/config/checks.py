@@ -217,8 +217,8 @@ def _check_report(given: Mapping[str, str]) -> None:
         raise InvalidInput("compare reads two results and results reads one; give only one of these keys")
     if reads and ignored:
         raise InvalidInput(
-            f"{reads[0]} reads stored results and measures nothing, so that {ignored[0]}={given[ignored[0]]} would have "
-            f"no effect; leave {ignored[0]} out"
+            f"{reads[0]} reads stored results and measures nothing, so that {ignored[0]}={given[ignored[0]]} would "
+            f"have no effect; leave {ignored[0]} out"
         )
 
 
