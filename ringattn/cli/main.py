@@ -131,10 +131,8 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         suites = {"suites": import_module("..experiments.bench", __package__).SUITES} if measures else {}
         print(verb_help(verb, config_folders(arguments), suites))  # noqa: T201
         return
-    if verb == "report" and arguments[:1] == ["billion"]:  # a study of the timing model
-        verb, arguments = "simulate", ["experiment=billion_tokens", *arguments[1:]]
-    elif verb == "report" and arguments and re.fullmatch(r"\w+", arguments[0]):
-        arguments = [f"suite={arguments[0]}", *arguments[1:]]
+    if verb == "report":
+        verb, arguments = _expand_report(arguments)
     launch = detect()
     jobs: list[str] = []
     if verb == "simulate":
@@ -156,6 +154,22 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         if jobs:
             _run_hydra(verb, [*jobs, *prepared])
         _run_hydra(verb, prepared)
+
+
+def _expand_report(arguments: list[str]) -> tuple[str, list[str]]:
+    """(verb, arguments) of a report whose suite may be named first. Raises InvalidInput for a second name."""
+    if not arguments or not re.fullmatch(r"\w+", arguments[0]):
+        return "report", arguments
+    name, *others = arguments
+    for before, other in zip(arguments, others, strict=False):
+        if re.fullmatch(r"\w+", other) and not before.startswith("-"):
+            raise InvalidInput(
+                f"report {name} {other}: {other} is neither key=value nor the report's name, which is {name}; give "
+                f"each report a command of its own, or name cases: ringattn report {name} 'cases=[...]'"
+            )
+    if name == "billion":  # a study of the timing model
+        return "simulate", ["experiment=billion_tokens", *others]
+    return "report", [f"suite={name}", *others]
 
 
 def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> None:

@@ -217,10 +217,25 @@ def check_overrides(
         _check_model(given)
         if "tokens" in given and given.get("shard", "null") != "null":
             raise InvalidInput("shard= sets the tokens (shard x ranks); give shard or tokens, not both")
+    if verb == "report":
+        _check_report(given)
     if launch is not None and launch.kind != "none":
         _check_launched_ranks(given, launch, folders)
     if swept and verb not in ("bench", "report"):  # a suite names the files of its records itself
         _check_sweep(verb, given)
+
+
+def _check_report(given: Mapping[str, str]) -> None:
+    """Refuse settings of a measurement beside stored results, which say themselves what was measured."""
+    reads = [key for key in ("compare", "results") if given.get(key, "null") != "null"]
+    ignored = [key for key in ("suite", "cases", "repeat", "memory") if key in given]
+    if len(reads) == 2:
+        raise InvalidInput("compare reads two results and results reads one; give only one of these keys")
+    if reads and ignored:
+        raise InvalidInput(
+            f"{reads[0]} reads stored results and measures nothing, so that {ignored[0]}={given[ignored[0]]} would "
+            f"have no effect; leave {ignored[0]} out"
+        )
 
 
 def experiment_value(name: str, key: str, folders: ConfigFolders) -> str | None:

@@ -143,6 +143,8 @@ def _prepare_argument(verb: str, argument: str, folders: ConfigFolders) -> list[
 def _prepare_value(schema: type, key: str, value: str) -> str:
     """The value of a key with its sizes in digits; sweeps such as 2,8k too."""
     kind = _without_none(_type_hint(schema, key))
+    if kind == list[str] and re.fullmatch(r"[\w./-]+", value) and value != "null":
+        return f"[{value}]"  # one name is a list of one
     if kind is int and not re.search(r"[(\[{$'\"]", value):
         return ",".join(_size_in_digits(key, part) for part in value.split(","))
     if kind is float and re.fullmatch(r"([\d.]+[kmgt]?,?)+", value, re.IGNORECASE):

@@ -46,6 +46,8 @@ TWO = Launch("mpich", 0, 2, 0, 2)
         ("plan", ["--multirun", "ranks=2,4", "output.path=p.json"], "every job would replace the output"),
         ("calibrate", ["-m", "heads=2,4"], "output.path=machine.yaml with -m"),
         ("simulate", ["shard=2k", "tokens=4M"], "give shard or tokens, not both"),
+        ("report", ["suite=long", "compare=[a.jsonl,b.jsonl]"], "suite=long would have no effect; leave suite out"),
+        ("report", ["results=a.jsonl", "compare=[a.jsonl,b.jsonl]"], "give only one of these keys"),
     ],
 )
 def test_refused(verb: str, overrides: list[str], words: str) -> None:

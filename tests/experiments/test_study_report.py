@@ -79,7 +79,7 @@ def test_the_billion_tokens_quickly(tmp_path: Path) -> None:
     assert one["seconds"] == pytest.approx(b + (b - a) / (256 - 32) * (one["ranks"] - 256))
     report = (tmp_path / "out" / "report.md").read_text()
     assert "[extrapolated]" in report and "Nothing of this size was executed" in report and "not executed" in report
-    assert "executed in fp64 with 1 head of 16 elements and a batch of 1" in report
+    assert "executed in fp64 with 1 head of 8 elements and a batch of 1" in report
     assert (
         "Equal for all points: layout=contiguous, schedule=ring, heads=8, kv_heads=8, head_dim=64, dtype=bf" in report
     )

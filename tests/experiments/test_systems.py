@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ringattn.experiments.bench import get_cases, runner
-from ringattn.experiments.bench.case import BenchCase
+from ringattn.experiments.bench.case import DRAWN, BenchCase, make_inputs, make_settings
 from ringattn.experiments.bench.report import compare
 from ringattn.experiments.bench.suites import blocksparse, comprehensive, extreme, long, memory, peers, standard
 from ringattn.experiments.bench.systems import SYSTEMS, find_cases, list_system_cases, make_system_case
@@ -101,6 +102,30 @@ def test_suites_have_the_rows_of_the_reports() -> None:
     cases = {case.name: case for case in get_cases("extreme")}
     assert cases["DilatedAttention_16384"].after == "DilatedAttention_4096" and cases["DilatedAttention_16384"].may_fail
     assert make_system_case("RingDilatedAttentionV2_r8", 64).settings["ring_size"] == 8
+
+
+def test_a_case_that_would_take_too_long_is_not_tried(tmp_path: Path) -> None:
+    """From 1 s and 16 s at 4K and 16K tokens follow 256 s at 64K; from 16 s alone, 64 s. Nothing is started."""
+    options = runner.BenchOptions("blocksparse", None, 5, tmp_path)
+    short, middle, long_case = (
+        get_cases("blocksparse", [f"BlockSparseHierarchical_{n}"])[0] for n in (4096, 16384, 65536)
+    )
+    done = {
+        case.name: runner.summarise_case(case, [{"times": {"forward": [seconds] * 5}, "errors": {}}])
+        for case, seconds in ((short, 1.0), (middle, 16.0))
+    }
+    for known, call in ((done, "4.27 min"), ({middle.name: done[middle.name]}, "64 s")):
+        failed = runner.run_case(long_case, options, known)["failed"]
+        assert failed["class"] == "NotTried" and f"a call would take {call}" in failed["message"], failed
+    assert not runner._why_not(middle, 5, {short.name: done[short.name]})
+
+
+def test_long_inputs_have_no_equal_rows() -> None:
+    settings = make_settings(2, 16, 3 * DRAWN // 2, "bfloat16")
+    x, y = make_inputs(settings, 2)
+    assert torch.equal(x, make_inputs(settings, 1)[0]) and not torch.equal(x, y)
+    blocks = [x[0, h, first : first + DRAWN // 2].double() for h in (0, 1) for first in (0, DRAWN // 2, DRAWN)]
+    assert all(not (a == b).all(1).any() for i, a in enumerate(blocks) for b in blocks[:i])
 
 
 def test_comparison_marks_what_leaves_the_noise_band() -> None:

@@ -96,7 +96,7 @@ class BenchCase:
     weight: float = 1.0
     #: A failure is a result of the case, such as the length at which memory ends, and not a failure of the suite.
     may_fail: bool = False
-    #: A shorter case: where it failed, this case is not tried.
+    #: A shorter case: where it failed, or shows that a call would take too long, this case is not tried.
     after: str | None = None
 
 
@@ -132,11 +132,29 @@ def make_settings(heads: int, head_dim: int, tokens: int, dtype: str = "float32"
     return sizes | more
 
 
+#: Most rows of an input that are drawn; a longer input consists of blocks of so many rows, with random signs.
+DRAWN = 32768
+
+
 def make_inputs(settings: dict[str, Any], count: int, tokens: int | None = None) -> list[torch.Tensor]:
-    """`count` tensors [B, H, N, D] of the whole sequence, equal on all ranks; N is `tokens` where given."""
+    """`count` tensors [B, H, N, D] of the whole sequence, equal on all ranks; N is `tokens` where given.
+
+    Drawing a million rows would take longer than attention over them, so that the signs of the columns, which differ
+    from block to block and head to head, make new rows of old ones.
+    """
     source, dtype = torch.Generator().manual_seed(1), getattr(torch, settings["dtype"])
-    shape = (settings["batch"], settings["heads"], tokens or settings["tokens"], settings["head_dim"])
-    return [torch.empty(shape, dtype=dtype, device="cpu").normal_(generator=source) for _ in range(count)]
+    batch, heads, width = settings["batch"], settings["heads"], settings["head_dim"]
+    shape = (batch, heads, tokens or settings["tokens"], width)
+    inputs = [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]  # all, before time goes into any
+    for x in inputs:
+        if x.shape[2] <= DRAWN:
+            x.normal_(generator=source)
+            continue
+        drawn = torch.empty((batch, heads, DRAWN, width), dtype=dtype, device="cpu").normal_(generator=source)
+        for block in x.split(DRAWN, 2):
+            signs = torch.randint(0, 2, (batch, heads, 1, width), generator=source, device="cpu") * 2 - 1
+            torch.mul(drawn[:, :, : block.shape[2]], signs.to(dtype), out=block)
+    return inputs
 
 
 def make_shards(context: Context, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, util
+from typing import Any
 
 from markupsafe import Markup
 
+from ...timing.window import StepWindow
 from ..study.plots import COLOURS
 
 #: The colour that stands for the colour of the page's text.
@@ -25,14 +27,10 @@ _SETTINGS = {
 
 def draw_lines(series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -> Markup | None:
     """Lines of points (x, y) on logarithmic axes, by name; None without points, or without matplotlib."""
-    if not series or util.find_spec("matplotlib") is None:
+    if not series:
         return None
-    matplotlib = import_module("matplotlib")
-    with matplotlib.rc_context(_SETTINGS):
-        figure = import_module("matplotlib.figure").Figure(
-            figsize=(4.8, 3.2 + 0.16 * len(series)), layout="constrained"
-        )
-        axes = figure.subplots()
+
+    def draw(figure: Any, axes: Any) -> None:
         for i, (name, points) in enumerate(series.items()):
             style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // 2 % len(MARKERS)], "markersize": 4}
             axes.plot(*zip(*sorted(points), strict=True), label=name, alpha=0.85, **style)
@@ -42,11 +40,39 @@ def draw_lines(series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: s
         axes.xaxis.set_major_formatter(lambda value, place: _short(value))
         axes.grid(alpha=0.25)
         figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
+
+    return _make_svg(draw, 3.2 + 0.16 * len(series), y)
+
+
+def draw_timeline(window: StepWindow) -> Markup | None:
+    """When each rank computes (bars, their colour by step) and waits (gaps); None without matplotlib."""
+
+    def draw(figure: Any, axes: Any) -> None:
+        for step, (begun, busy) in enumerate(zip(window.begun * 1e3, window.busy * 1e3, strict=False)):
+            axes.barh(window.ranks, busy, left=begun, color=COLOURS[step % len(COLOURS)], height=0.7)
+        axes.invert_yaxis()
+        axes.set(
+            xlabel="milliseconds, modelled on preset cpu; gaps wait for messages",
+            ylabel="rank",
+            yticks=list(window.ranks),
+        )
+
+    return _make_svg(draw, 1.2 + 0.25 * len(window.ranks), "timeline")
+
+
+def _make_svg(draw: Callable[[Any, Any], None], height: float, name: str) -> Markup | None:
+    """The <svg> element of what draw(figure, axes) draws, its ids after `name`; None without matplotlib."""
+    if util.find_spec("matplotlib") is None:
+        return None
+    matplotlib = import_module("matplotlib")
+    with matplotlib.rc_context(_SETTINGS):
+        figure = import_module("matplotlib.figure").Figure(figsize=(4.8, height), layout="constrained")
+        draw(figure, figure.subplots())
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace(TEXT, "currentColor").replace("#000000", "currentColor")
-    prefix = re.sub(r"\W+", "-", y)
+    prefix = re.sub(r"\W+", "-", name)
     return Markup(re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{prefix}-", svg))
 
 

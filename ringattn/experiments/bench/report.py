@@ -13,13 +13,15 @@ from typing import Any
 
 from ...errors import RingAttentionError
 from ...files import write_text
+from ...machine.presets import get_machine
 from ...pattern import parse_pattern
 from ...planner import make_plan
 from ...reporting.pages import Cell, render_page
 from ...text import duration, shorten, size
+from ...timing.window import window
 from . import SUITES
 from .case import BenchSuite, CaseRecord, iqr
-from .figures import draw_lines
+from .figures import draw_lines, draw_timeline
 
 #: Settings that get a column where cases differ, and a place in the sentence below the table where they do not.
 SETTINGS = (
@@ -43,6 +45,8 @@ SETTINGS = (
 MIXED = "The code changed during this run: its cases measured different versions. Run it again."
 #: Most characters of a setting and of a remark in a table.
 MOST_SETTING, MOST_REMARK = 40, 160
+#: Ranks of the drawn plan, where all cases ran on one.
+DRAWN_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,8 @@ class BenchReport:
         return list(dict.fromkeys([*(note for case in cases for note in case["notes"]), *patterns]))
 
     @property
-    def plan(self) -> tuple[str, str] | None:
-        """(what is drawn, picture) of the plan of the case with the most ranks; None where no case has a plan."""
+    def plan(self) -> tuple[str, str, Any] | None:
+        """(what is drawn, picture, timeline as an <svg> element) of a case; None where no case has a plan."""
         return draw_plan(self.record["cases"])
 
     @property
@@ -282,17 +286,25 @@ def _series(cases: list[CaseRecord], value: Callable[[CaseRecord], float | None]
     return {name: points for name, points in series.items() if len(points) > 2}
 
 
-def draw_plan(cases: list[CaseRecord]) -> tuple[str, str] | None:
-    """(what is drawn, picture) of the plan of the case with the most ranks; None where no case has a plan."""
-    planned = [case for case in cases if case["ranks"] > 1 and {"pattern", "layout"} <= case["settings"].keys()]
+def draw_plan(cases: list[CaseRecord]) -> tuple[str, str, Any] | None:
+    """(what is drawn, picture, timeline) of the case with the most ranks; None where no case has a plan.
+
+    A case of one rank is drawn for `DRAWN_RANKS`. The timeline is that of the timing model on preset cpu.
+    """
+    planned = [case for case in cases if {"pattern", "layout"} <= case["settings"].keys()]
     for case in sorted(planned, key=lambda case: -case["ranks"]):
+        ranks = case["ranks"] if case["ranks"] > 1 else DRAWN_RANKS
         names = ("tokens", "layout", "schedule", "heads", "head_dim")
         sizes = {name: case["settings"][name] for name in names if name in case["settings"]}
         try:
-            plan = make_plan(parse_pattern(case["settings"]["pattern"]), ranks=case["ranks"], **sizes)
+            plan = make_plan(parse_pattern(case["settings"]["pattern"]), ranks=ranks, **sizes)
+            steps = range(max(len(plan.for_rank(rank).forward) for rank in range(ranks)))
+            timeline = draw_timeline(window(plan, get_machine("cpu"), ranks=range(ranks), steps=steps))
         except RingAttentionError:  # stored by another version, whose patterns may have other names
             continue
-        return f"{case['case']}: {plan.pattern!r}, {plan.layout.name} on {plan.ranks} ranks", plan.picture(width=80)
+        unmeasured = "" if case["ranks"] > 1 else ", which were not measured"
+        words = f"{case['case']}: {plan.pattern!r}, {plan.layout.name} on {ranks} ranks{unmeasured}"
+        return words, plan.picture(width=80), timeline
     return None
 
 

@@ -14,6 +14,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,6 +55,8 @@ class BenchOptions:
 FAILURES = (RingAttentionError, MemoryError, AssertionError, RuntimeError)
 #: What torch's allocator for CPUs says where memory ends; torch has no type for this error.
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+#: Most seconds that one call of a case may take, by the times of shorter cases; a longer case is not tried.
+MOST_CALL = 60.0
 #: Failures of ranks that have lost another rank: not the cause.
 FOLLOWING = ("CommFailure", "RuntimeError")
 
@@ -107,9 +110,8 @@ def _estimate(cases: list[BenchCase], done: dict[str, CaseRecord]) -> str:
 
 def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]) -> CaseRecord:
     """The record of a case, measured in new processes; of a case that failed, with the class of its failure."""
-    shorter = done.get(case.after or "", {}).get("failed")
-    if shorter is not None:
-        return summarise_case(case, [_failure("NotTried", f"{case.after} failed: {shorter['class']}")])
+    if reason := _why_not(case, options.repeat, done):
+        return summarise_case(case, [_failure("NotTried", reason)])
     work = (options.suite, case.name, options.repeat, options.memory)
     try:
         if case.links is None:
@@ -120,6 +122,32 @@ def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]
         kind = "Timeout" if error.status is None else "Killed" if error.status < 0 else "Crashed"
         raw = [_failure(kind, str(error))]
     return summarise_case(case, raw)
+
+
+def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
+    """Why a case is not tried after shorter cases, in words; empty where it is tried.
+
+    The time of a call is extrapolated from the two cases before, and by the tokens where there is only one.
+    """
+    shorter = done.get(case.after or "")
+    if shorter is None:
+        return ""
+    if "failed" in shorter:
+        return f"{case.after} failed: {shorter['failed']['class']}"
+    (tokens, seconds), *before = _lengths(case, done)
+    power = max([1.0, *(log(seconds / y) / log(tokens / x) for x, y in before[:1])])
+    call = seconds * (case.settings["tokens"] / tokens) ** power
+    if call <= MOST_CALL:
+        return ""
+    return f"estimated {call * (repeat + 2) / 60:,.0f} minutes: a call would take {duration(call)} (extrapolated)"
+
+
+def _lengths(case: BenchCase, done: dict[str, CaseRecord]) -> list[tuple[int, float]]:
+    """(tokens, seconds of a call) of shorter measured cases of the same system and ranks, the longest first."""
+    own = (case.settings["system"], case.ranks)
+    alike = [x for x in done.values() if (x["settings"].get("system"), x["ranks"]) == own and x["columns"]]
+    lengths = [(x["settings"]["tokens"], x["columns"]["forward"]["median"]) for x in alike]
+    return sorted((x for x in lengths if x[0] < case.settings["tokens"]), reverse=True)
 
 
 def _failure(kind: str, message: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ SYSTEM_NAMES = (
     "BlockSparseAdaptive",
     "BlockSparseRingMultiheadDilatedAttention",
 )
-#: Every second power of two, up to 1M; the hierarchical pattern has global blocks, whose work grows with the square.
-LENGTHS = (4096, 16384, 65536, 262144, 1048576)
+#: Up to 1M, or until a call would take a minute: the hierarchical pattern has global blocks, whose work grows with the
+#: square of the length.
+LENGTHS = (4096, 16384, 65536, 1048576)
 TOKENS = 16384
 #: Branches that are added to the blocks, as in the report.
 BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -26,7 +27,7 @@ BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 
 def list_cases() -> list[BenchCase]:
     """Lengths of every form until one fails, and the dilation configurations at 16K tokens."""
-    cases = list_system_cases(SYSTEM_NAMES, LENGTHS, dtype="bfloat16", timeout=150.0, until_failure=True)
+    cases = list_system_cases(SYSTEM_NAMES, LENGTHS, dtype="bfloat16", until_failure=True)
     for segments, rates in BRANCHES:
         label, branches = (
             f"Base {list(segments)}, {list(rates)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..case import BenchCase, BenchSuite, Claim
 from ..systems import list_system_cases, longest, make_system_case
 
-LENGTHS = tuple(4096 * 4**i for i in range(6))  # 4K to 4M
+LENGTHS = (4096, 16384, 65536, 1048576, 4194304)
 ALL = ("DilatedAttention", "ImprovedDilatedAttention")
 RINGS = tuple(
     f"RingDilatedAttention{name}_r{ranks}"
@@ -14,13 +14,11 @@ RINGS = tuple(
 )
 #: Labels of the report, and blocks on either side of a query's block: there, the sparsity was not read.
 SPARSE = {"BlockSparse_LocalWindow_0.9": 4, "BlockSparse_LocalWindow_0.95": 2}
-#: Seconds of a row: a warm-up, the rounds, the check and the memory of one length.
-TIMEOUT = 150.0
 
 
 def list_cases() -> list[BenchCase]:
     """The rows of the report, and the lengths that it did not reach."""
-    cases = list_system_cases([*ALL, *RINGS], LENGTHS, dtype="bfloat16", timeout=TIMEOUT, until_failure=True)
+    cases = list_system_cases([*ALL, *RINGS], LENGTHS, dtype="bfloat16", until_failure=True)
     for label, blocks in SPARSE.items():
         after = None
         for tokens in LENGTHS:
@@ -28,7 +26,6 @@ def list_cases() -> list[BenchCase]:
                 "BlockSparseRingDilatedAttention",
                 tokens,
                 dtype="bfloat16",
-                timeout=TIMEOUT,
                 label=label,
                 may_fail=True,
                 after=after,
@@ -44,8 +41,8 @@ SUITE = BenchSuite(
     title="Extreme lengths: 4K tokens and on until memory ends",
     about=(
         "Batch 1, 8 heads of 64, bfloat16 storage (computed in fp32), two threads, forward without gradients. A "
-        "length is tried where the length before it was computed. A failure is the class of a typed error: "
-        "OutOfMemory, Unsupported, InvalidInput, WrongResult, Timeout (150 s for all runs of a row), Killed. With "
+        "length is tried where the length before it was computed, and a call would take at most a minute. A failure is "
+        "the class of a typed error: OutOfMemory, Unsupported, InvalidInput, WrongResult, Timeout, Killed. With "
         "memory=8GiB the system refuses every allocation by which a process would have more; without it, memory is "
         "what the machine has. Several ranks r are virtual here: one process holds all of them, so that the memory "
         "is that of the whole ring.",

@@ -16,7 +16,7 @@ LEAST, MOST_OVER = 4 * 8 * 64 * 2, 1.25
 def list_cases() -> list[BenchCase]:
     """Lengths, and 4 layers that recompute nothing, the projections, or everything."""
     return [
-        *list_system_cases(SYSTEM_NAMES, LENGTHS, dtype="bfloat16"),
+        *list_system_cases(SYSTEM_NAMES, LENGTHS, dtype="bfloat16", until_failure=True),
         *(make_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +47,9 @@ NOTE = (
     "sequence. error: the largest of output and gradients against dense attention in fp64, relative to the largest "
     "entry; what is wrong is not timed. template: PyTorch's private context-parallel ring on its CPU flash op, with "
     "either rotate method. ring-flash-attn runs over a stand-in for its CUDA kernel that calls the same CPU op. "
-    "ring-attention-pytorch has its own CPU path. These two are installed by pip install 'ringattn[peers]'"
+    "ring-attention-pytorch has its own CPU path. These two are installed by pip install 'ringattn[peers]'. torchscale "
+    "is the fork torchscale-gml, which has dilated attention, without projections and over the same CPU op; its order "
+    "of the heads costs it a copy of each tensor"
 )
 
 
@@ -129,8 +131,39 @@ def _make_ring_flash_attn(context: Context, mask: Mask) -> Run:
 
 def _make_torchscale(context: Context, mask: Mask) -> Run:
     _require(isinstance(mask.pattern, Dilated), "torchscale has this for dilated attention only")
-    import_module("torchscale.component.dilated_attention")  # the release on PyPI has no such module
-    raise Unsupported("torchscale: its dilated attention calls CUDA kernels")
+    assert isinstance(mask.pattern, Dilated)
+    try:
+        library: Any = import_module("torchscale.component.dilated_attention")
+    except ModuleNotFoundError as error:
+        raise Unsupported(
+            "torchscale 0.3.0 has no dilated attention: pip install --no-deps torchscale-gml einops"
+        ) from error
+    segments, rates = mask.pattern.segments, mask.pattern.rates
+    args = SimpleNamespace(
+        multiway=False, xpos_rel_pos=False, flash_attention=True, seq_parallel=True, layernorm_eps=1e-5,
+        segment_length=list(segments), dilated_ratio=list(rates),
+    )  # fmt: skip
+    # The function that calls CUDA kernels; the library itself says None where there is no GPU.
+    vars(import_module("torchscale.component.multihead_attention"))["flash_attn_func"] = _flash_for_torchscale
+    module = library.DilatedAttention(args, HEADS * HEAD_DIM, HEADS, self_attention=True)
+    module.q_proj = module.k_proj = module.v_proj = module.out_proj = torch.nn.Identity()
+    # Its head t has the dilation offset t // (H / rate), ours the offset t % rate.
+    order = sorted(range(HEADS), key=lambda head: head % rates[0])
+    back = sorted(range(HEADS), key=lambda t: order[t])
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        out = module(*(x.transpose(1, 2)[:, :, order].flatten(2) for x in qkv))[0]
+        return out.unflatten(2, (HEADS, HEAD_DIM))[:, :, back].transpose(1, 2)
+
+    return _pass(context, attend, "contiguous")
+
+
+def _flash_for_torchscale(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, bias: None, scale: None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flash attention of [B, N, H, D] with its log-sum-exp [B, H, N], by the CPU op that our kernel calls, too."""
+    out, lse = CPU_FLASH(*(x.transpose(1, 2) for x in (q, k, v)), dropout, causal)
+    return out.transpose(1, 2), lse
 
 
 def make_flash_attn() -> ModuleType:
