@@ -17,7 +17,7 @@ SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "kernel_rates", "residuals")
 #: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
-BESIDE_BANDS = {"memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
+BESIDE_BANDS = {"peak", "matmul", "memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,18 @@ class Machine:
         "kernel call on all gathered keys, which leaves nothing to merge (other libraries; not our executor)",
         example=True,
     ).with_default(False)
+    peak: float | None = MachineNumber(
+        unit="flop/s",
+        meaning="the data sheet's dense operations per second, by which MFU divides (only with model=)",
+        example=9.89e14,
+        default="by default no MFU is told",
+    ).with_default(None)
+    matmul: float | None = MachineNumber(
+        unit="flop/s",
+        meaning="the operations per second of large matrix products outside attention (only with model=)",
+        example=6.5e14,
+        default="by default flops",
+    ).with_default(None)
     memory: float | None = MachineNumber(
         unit="bytes",
         meaning="the memory of one rank",

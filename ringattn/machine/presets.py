@@ -242,7 +242,7 @@ def _link(bytes_per_second: float, what: str) -> Fact:
 
 def _node(
     sheet: str,
-    flops: Fact,
+    speed: Facts,
     *,
     nic: Fact,
     node_bandwidth: Fact,
@@ -254,7 +254,7 @@ def _node(
 ) -> Facts:
     """The facts of nodes of GPUs, by default 8 of them joined by NVSwitch; `others` replace or add facts."""
     return {
-        "flops": flops,
+        **speed,
         "latency": _NCCL_BETWEEN_NODES,
         "bandwidth": nic,
         "ranks_per_node": _NODE_OF_8,
@@ -276,13 +276,14 @@ def _node(
     }
 
 
-def _useful(kernel: PresetKernel) -> Fact:
-    """The rate of large dense calls with heads of 128, for numbers of machines that have no rates by size."""
+def _speed(kernel: PresetKernel, peak: float, reached: float) -> Facts:
+    """The rates of large calls of attention with heads of 128, of the data sheet, and of matrix products."""
     facts = kernel.facts
     useful = round(facts["forward"].value / (1 + facts["softmax"].value / 512) / 1e13) * 1e13
-    return assumed(
-        useful, f"what {kernel.library} reaches in large calls with heads of 128, by the rates of the kernel"
-    )
+    calls = f"what {kernel.library} reaches in large calls with heads of 128, by the rates of the kernel"
+    matmuls = f"{reached:.0%} of the peak, as power and tiles limit large matrix products"
+    of_sheet = cited(peak, "dense bf16 flop/s in the data sheet of the GPU")
+    return {"flops": assumed(useful, calls), "peak": of_sheet, "matmul": assumed(reached * peak, matmuls)}
 
 
 _NDR, _HDR = _link(5e10, "a 400 Gb/s card per GPU"), _link(2.5e10, "a 200 Gb/s card per GPU")
@@ -294,7 +295,7 @@ _H100_SHEET, _PCIE_4 = "NVIDIA H100 data sheet", "PCIe 4.0 x16 (PCI-SIG)"
 _NVLINK_4 = _link(4.5e11, "NVLink in the NVIDIA H100 data sheet (900 GB/s both ways)")
 _H100 = _node(
     _H100_SHEET,
-    _useful(H100_KERNELS[0]),
+    _speed(H100_KERNELS[0], 9.89e14, 0.7),
     nic=_NDR,
     node_bandwidth=_NVLINK_4,
     memory=80e9,
@@ -306,7 +307,7 @@ _H100 = _node(
 )
 _H200 = _node(
     "NVIDIA H200 data sheet",
-    _useful(H200_KERNELS[0]),
+    _speed(H200_KERNELS[0], 9.89e14, 0.7),
     nic=_NDR,
     node_bandwidth=_NVLINK_4,
     memory=141e9,
@@ -316,14 +317,14 @@ _H200 = _node(
 )
 _H800: Facts = {
     **_H100,
-    "flops": _useful(H800_KERNELS[0]),
+    **_speed(H800_KERNELS[0], 9.89e14, 0.7),
     "node_bandwidth": _link(2e11, "NVLink of H800 (400 GB/s both ways instead of H100's 900)"),
     "mtbf": _FAILURES_AS_LLAMA,
     "checkpoint": _STORAGE_AS_LLAMA,
 }
 _B200 = _node(
     "NVIDIA B200 data sheet",
-    _useful(B200_KERNELS[0]),
+    _speed(B200_KERNELS[0], 2.25e15, 0.7),
     nic=_NDR,
     node_bandwidth=_link(9e11, "NVLink 5 in the NVIDIA B200 data sheet (1.8 TB/s both ways)"),
     memory=180e9,
@@ -333,7 +334,7 @@ _B200 = _node(
 )
 _A100 = _node(
     "NVIDIA A100 80GB data sheet",
-    _useful(A100_KERNELS[0]),
+    _speed(A100_KERNELS[0], 3.12e14, 0.8),
     nic=_HDR,
     node_bandwidth=_link(3e11, "NVLink in the NVIDIA A100 data sheet (600 GB/s both ways)"),
     memory=80e9,
@@ -344,7 +345,7 @@ _A100 = _node(
 _ETHERNET: Facts = {**_H100, "latency": _TCP, "bandwidth": _ETHERNET_CARD, "shared_nic": _ONE_CARD}
 _A100_PCIE = _node(
     "NVIDIA A100 80GB PCIe data sheet",
-    _useful(A100_PCIE_KERNELS[0]),
+    _speed(A100_PCIE_KERNELS[0], 3.12e14, 0.6),
     nic=_ETHERNET_CARD,
     node_bandwidth=fitted(
         3e9,
@@ -362,7 +363,7 @@ _A100_PCIE = _node(
 )
 _L20 = _node(
     "NVIDIA L20 data sheet",
-    _useful(L20_KERNELS[0]),
+    _speed(L20_KERNELS[0], 1.195e14, 0.8),
     nic=_ETHERNET_CARD,
     node_bandwidth=assumed(6e9, f"a fifth of the 32e9 bytes/s each way of {_PCIE_4}, which 8 cards share in pairs"),
     memory=48e9,
@@ -376,7 +377,7 @@ _L20 = _node(
 )
 _MI300X = _node(
     "AMD Instinct MI300X data sheet",
-    _useful(MI300X_KERNELS[0]),
+    _speed(MI300X_KERNELS[0], 1.307e15, 0.5),
     nic=_NDR,
     node_bandwidth=_link(6.4e10, "one Infinity Fabric link (128 GB/s both ways): a ring uses one of seven"),
     memory=192e9,
