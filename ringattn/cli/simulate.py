@@ -40,6 +40,9 @@ def main(config: SimulateConfig) -> None:
             f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; for attention over "
             "virtual ranks on your own inputs, use ringattn run transport=virtual"
         )
+    if config.model.spec is not None:
+        import_module(".simulate_model", __package__).main(config)
+        return
     if config.mode != "timing":
         # These modes execute, and so import torch.
         import_module(f".simulate_{config.mode}", __package__).main(config)

@@ -35,6 +35,12 @@ MODES: dict[str, tuple[str, ...]] = {
         *_TIMING_KEYS,
     ),
 }
+#: Keys of `simulate` that only a model has, and keys that a model does not read: it has sizes and a mask of its own.
+MODEL_KEYS = ("phase", "cp", "dp", "tp", "checkpointing", "sharding")
+PLAN_KEYS = (
+    *("mode", "validate", "numerics", "shard", "pattern", "ranks", "heads", "kv_heads", "head_dim"),
+    *("comm_dtype", "rotate", "backward", "seed", *_TIMING_KEYS),
+)
 #: Keys that mode=validate does not read beside machine.path: the machine file says what was calibrated.
 MACHINE_FILE_KEYS = ("heads", "head_dim", "dtype")
 #: Keys that `run` does not read beside `stream`: one process computes chunk after chunk, in order, and sends nothing.
@@ -199,6 +205,7 @@ def check_overrides(
         _check_machine(verb, given, folders)
     if verb == "simulate":
         _check_mode(given, folders)
+        _check_model(given)
         if "tokens" in given and given.get("shard", "null") != "null":
             raise InvalidInput("shard= sets the tokens (shard x ranks); give shard or tokens, not both")
     if launch is not None and launch.kind != "none":
@@ -290,6 +297,19 @@ def _check_mode(given: Mapping[str, str], folders: ConfigFolders) -> None:
                 raise InvalidInput(
                     f"{key}={value} has no meaning beside machine.path: the machine file sets {group}; leave it out"
                 )
+
+
+def _check_model(given: Mapping[str, str]) -> None:
+    """Refuse keys of models without a model, and keys of plans beside a model."""
+    model = given.get("model", "null")
+    for key, value in given.items():
+        if model == "null" and key in MODEL_KEYS:
+            raise InvalidInput(f"{key}={value} has no meaning without a model; try model=llama3_8b, or leave it out")
+        if model != "null" and _key_group(key) in PLAN_KEYS:
+            raise InvalidInput(
+                f"{key}={value} has no meaning with model={model}, which has sizes and a mask of its own; leave it out "
+                "(cp=, dp= and tp= set the ranks)"
+            )
 
 
 def _check_machine(verb: str, given: Mapping[str, str], folders: ConfigFolders) -> None:

@@ -116,6 +116,14 @@ def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | 
 
 
 @dataclass
+class ModelGroup:
+    """A model by name, or the Hugging Face config at `path`; without either, `simulate` takes a plan alone."""
+
+    spec: str | None = None
+    path: str | None = None
+
+
+@dataclass
 class TransportGroup(ConfigGroup):
     """A transport. `gpu_aware` hands CUDA tensors to MPI."""
 

@@ -28,7 +28,7 @@ WRITTEN = {
     "kernel": "kernel=aten_cuda:flash",
 }
 #: Groups that have no option unless somebody names one.
-OPTIONAL_GROUPS = ("experiment", "study")
+OPTIONAL_GROUPS = ("experiment", "model", "study")
 #: What an error says that a key takes, by the type of the key.
 TYPE_WORDS: dict[object, str] = {
     bool: "true or false",
@@ -54,6 +54,7 @@ PATHS = {
     **{(verb, "output.path"): ("a folder", "outputs/bench") for verb in ("bench", "report")},
     ("report", "results"): ("the .jsonl file of a suite", "outputs/bench/standard_1.jsonl"),
     ("calibrate", "output.path"): ("a machine file", "machine.yaml"),
+    ("simulate", "model.path"): ("a Hugging Face config", "config.json"),
     **{(verb, "machine.path"): ("a machine file", "machine.yaml") for verb in ("run", "plan", "simulate", "calibrate")},
 }
 #: Options of Hydra that the next argument belongs to.

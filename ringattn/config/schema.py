@@ -15,6 +15,7 @@ from .groups import (
     InputGroup,
     LayoutGroup,
     MachineGroup,
+    ModelGroup,
     NumericsGroup,
     OutputGroup,
     PatternGroup,
@@ -161,13 +162,20 @@ class SimulateConfig(ProblemSizes):
     solver: str = "auto"
     seed: int = 0
     shard: Size | None = None
+    model: ModelGroup = field(default_factory=ModelGroup)
+    phase: str = "training"
+    cp: int = 1
+    dp: int = 1
+    tp: int = 1
+    checkpointing: str = "full"
+    sharding: str = "weights"
     validate: ValidateGroup = field(default_factory=ValidateGroup)
     numerics: NumericsGroup = field(default_factory=NumericsGroup)
     study: StudyGroup = field(default_factory=StudyGroup)
 
     def __post_init__(self) -> None:
         if self.dtype == "auto":
-            self.dtype = "float64" if self.mode == "numerics" else "float32"
+            self.dtype = "float64" if self.mode == "numerics" else "bfloat16" if self.model.spec else "float32"
 
     def length(self) -> int:
         """The tokens, which are 0 for a point of a study that is refused. Raises InvalidInput."""

@@ -295,7 +295,7 @@ _H100_SHEET, _PCIE_4 = "NVIDIA H100 data sheet", "PCIe 4.0 x16 (PCI-SIG)"
 _NVLINK_4 = _link(4.5e11, "NVLink in the NVIDIA H100 data sheet (900 GB/s both ways)")
 _H100 = _node(
     _H100_SHEET,
-    _speed(H100_KERNELS[0], 9.89e14, 0.7),
+    _speed(H100_KERNELS[0], 9.89e14, 0.65),
     nic=_NDR,
     node_bandwidth=_NVLINK_4,
     memory=80e9,
@@ -307,7 +307,7 @@ _H100 = _node(
 )
 _H200 = _node(
     "NVIDIA H200 data sheet",
-    _speed(H200_KERNELS[0], 9.89e14, 0.7),
+    _speed(H200_KERNELS[0], 9.89e14, 0.65),
     nic=_NDR,
     node_bandwidth=_NVLINK_4,
     memory=141e9,
@@ -317,14 +317,14 @@ _H200 = _node(
 )
 _H800: Facts = {
     **_H100,
-    **_speed(H800_KERNELS[0], 9.89e14, 0.7),
+    **_speed(H800_KERNELS[0], 9.89e14, 0.65),
     "node_bandwidth": _link(2e11, "NVLink of H800 (400 GB/s both ways instead of H100's 900)"),
     "mtbf": _FAILURES_AS_LLAMA,
     "checkpoint": _STORAGE_AS_LLAMA,
 }
 _B200 = _node(
     "NVIDIA B200 data sheet",
-    _speed(B200_KERNELS[0], 2.25e15, 0.7),
+    _speed(B200_KERNELS[0], 2.25e15, 0.65),
     nic=_NDR,
     node_bandwidth=_link(9e11, "NVLink 5 in the NVIDIA B200 data sheet (1.8 TB/s both ways)"),
     memory=180e9,
@@ -334,7 +334,7 @@ _B200 = _node(
 )
 _A100 = _node(
     "NVIDIA A100 80GB data sheet",
-    _speed(A100_KERNELS[0], 3.12e14, 0.8),
+    _speed(A100_KERNELS[0], 3.12e14, 0.7),
     nic=_HDR,
     node_bandwidth=_link(3e11, "NVLink in the NVIDIA A100 data sheet (600 GB/s both ways)"),
     memory=80e9,
@@ -345,7 +345,7 @@ _A100 = _node(
 _ETHERNET: Facts = {**_H100, "latency": _TCP, "bandwidth": _ETHERNET_CARD, "shared_nic": _ONE_CARD}
 _A100_PCIE = _node(
     "NVIDIA A100 80GB PCIe data sheet",
-    _speed(A100_PCIE_KERNELS[0], 3.12e14, 0.6),
+    _speed(A100_PCIE_KERNELS[0], 3.12e14, 0.5),
     nic=_ETHERNET_CARD,
     node_bandwidth=fitted(
         3e9,
@@ -363,7 +363,7 @@ _A100_PCIE = _node(
 )
 _L20 = _node(
     "NVIDIA L20 data sheet",
-    _speed(L20_KERNELS[0], 1.195e14, 0.8),
+    _speed(L20_KERNELS[0], 1.195e14, 0.7),
     nic=_ETHERNET_CARD,
     node_bandwidth=assumed(6e9, f"a fifth of the 32e9 bytes/s each way of {_PCIE_4}, which 8 cards share in pairs"),
     memory=48e9,

@@ -12,7 +12,7 @@ from .attention import attention_of_layers, error_band
 from .config import ModelConfig
 from .hardware import check_dtype, collective_seconds, memory_bandwidth
 from .layer import LayerCosts
-from .memory import RESERVED, WEIGHT
+from .memory import RESERVED
 from .parallel import Parallel
 
 
@@ -139,7 +139,7 @@ def _memory(
     model: ModelConfig, machine: Machine, parallel: Parallel, tokens: int, rows: int, item: int
 ) -> dict[str, int]:
     return {
-        "weights": ceil(WEIGHT * model.parameters / parallel.tp),
+        "weights": ceil(item * model.parameters / parallel.tp),
         "keys and values": kv_bytes(model, parallel, tokens, rows, item),
         "reserved": int(RESERVED * (machine.memory or 0)),
     }

@@ -10,10 +10,10 @@ from .config import ModelConfig
 from .layer import LayerCosts
 from .parallel import SHARDS, Parallel
 
-#: Bytes per parameter of mixed precision with Adam: weights in 16 bits, gradients in fp32, and in fp32 the weights
-#: and two moments (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020;
-#: there with gradients in 16 bits, here in fp32, in which FSDP reduces them).
-WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
+#: Bytes per parameter of mixed precision with Adam, beside weights in the dtype of the activations: gradients in fp32,
+#: and in fp32 a copy of the weights and two moments (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+#: Trillion Parameter Models", 2020; there with gradients in 16 bits, here in fp32, in which FSDP reduces them).
+GRADIENT, OPTIMIZER = 4, 12
 #: Rows whose logits exist at once: `chunk` of train.loss.linear_cross_entropy.
 LOSS_ROWS = 512
 #: The part of the memory that the driver, NCCL's buffers and fragments take [assumed].
@@ -35,12 +35,12 @@ def training_memory(
     }[parallel.checkpointing]
     again = 0 if parallel.checkpointing == "none" else costs.activation_bytes
     return {
-        "weights": ceil(WEIGHT * local / (shards if level >= 3 else 1)),
+        "weights": ceil(costs.item * local / (shards if level >= 3 else 1)),
         "gradients": ceil(GRADIENT * local / (shards if level >= 2 else 1)),
         "optimizer": ceil(OPTIMIZER * local / (shards if level >= 1 else 1)),
         # The layer that computes and the layer that is gathered meanwhile; the gradients of one before they are shared.
         "gathered weights and gradients": (
-            ceil((2 * WEIGHT if level >= 3 else 0) * largest + (GRADIENT if level >= 2 else 0) * largest)
+            ceil((2 * costs.item if level >= 3 else 0) * largest + (GRADIENT if level >= 2 else 0) * largest)
             if shards > 1
             else 0
         ),

@@ -6,17 +6,19 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from ..dtypes import ITEM_BYTES
+from ..errors import InvalidInput
 from ..machine.machine import Machine
-from ..timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
+from ..text import duration
+from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
 from .attention import LayerAttention, attention_of_layers, error_band
 from .config import ModelConfig
 from .hardware import check_dtype, collective_seconds, memory_bandwidth
 from .layer import LayerCosts
-from .memory import GRADIENT, OPTIMIZER, WEIGHT, training_memory
+from .memory import GRADIENT, OPTIMIZER, training_memory
 from .parallel import SHARDS, Parallel
 
-#: Bytes that Adam moves per parameter: reads the gradient, reads and writes weight and moments in fp32, writes 16 bits.
-ADAM_TRAFFIC = GRADIENT + 2 * OPTIMIZER + WEIGHT
+#: Bytes that Adam moves per parameter, beside writing the weight: the gradient read, its fp32 state read and written.
+ADAM_TRAFFIC = GRADIENT + 2 * OPTIMIZER
 #: Products of the chunked loss: logits, logits again in the backward, and both gradients.
 LOSS_PRODUCTS = 4
 #: Times that fp32 logits are read or written: twice in the forward, four times in the backward.
@@ -99,10 +101,20 @@ class StepEstimate:
         """Expected seconds of a step in a long job with failures and checkpoints.
 
         `mtbf_hours` is of one GPU with its share of the host. Checkpoints follow each other as Young and Daly advise,
-        and an interval takes what Daly (2006), equation 13, says (`timing.costs`).
+        and an interval takes what Daly (2006), equation 13, says (`timing.costs`). Raises InvalidInput for times that
+        are not positive, and where failures come long before a checkpoint or a restart ends.
         """
+        given = {"mtbf_hours": mtbf_hours, "checkpoint_seconds": checkpoint_seconds, "restart_seconds": restart_seconds}
+        for name, value in given.items():
+            if not value > 0:
+                raise InvalidInput(f"{name}={value!r} must be a number > 0; give what the storage and the job take")
         mean = mtbf_hours * SECONDS_PER_HOUR / self.gpus
         interval = young_daly(checkpoint_seconds, mean)
+        if max(interval + checkpoint_seconds, restart_seconds) > HOPELESS * mean:
+            raise InvalidInput(
+                f"{self.gpus:,} GPUs fail every {duration(mean)}, long before a checkpoint of "
+                f"{duration(checkpoint_seconds)} or a restart of {duration(restart_seconds)} ends; try fewer GPUs"
+            )
         two = expected_seconds(2 * interval, interval, checkpoint_seconds, restart_seconds, mean)
         one = expected_seconds(interval, interval, checkpoint_seconds, restart_seconds, mean)
         return self.seconds * (two - one) / interval
@@ -170,7 +182,7 @@ def _parts(
         "norms": 3 * model.layers * costs.norms,
         "all else again": 0.0 if again == "none" else model.layers * costs.seconds,
         "loss": LOSS_PRODUCTS * costs.logits() + logits,
-        "optimiser": ADAM_TRAFFIC * model.parameters / parallel.tp / shards / memory_bandwidth(machine),
+        "optimiser": (ADAM_TRAFFIC + costs.item) * model.parameters / parallel.tp / shards / memory_bandwidth(machine),
         "tp": 2 * model.layers * costs.exchanges,
     }
     return {**parts, "fsdp": _exposed(model, machine, parallel, costs, layers, parts["loss"])}
@@ -194,7 +206,7 @@ def _exposed(
 
     def collectives(parameters: float) -> tuple[float, float]:
         local = parameters / parallel.tp
-        gather = collective_seconds(machine, WEIGHT * local, group, parallel.tp)
+        gather = collective_seconds(machine, costs.item * local, group, parallel.tp)
         reduce = collective_seconds(machine, GRADIENT * local, group, parallel.tp)
         return gather if level else 0.0, (gather if level == 3 else 0.0) + (reduce if level else 2 * reduce)
 

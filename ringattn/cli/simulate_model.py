@@ -1,0 +1,209 @@
+"""ringattn simulate model=...: a step of training, a prefill or a decode of a whole model, by models."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from ..config.schema import SimulateConfig
+from ..errors import InvalidInput
+from ..files import STDOUT, check_json, write_json
+from ..machine.bands import describe_band
+from ..machine.machine import MACHINE_NUMBERS, Machine
+from ..models.config import ModelConfig, load_model
+from ..models.inference import InferenceEstimate, decode, prefill
+from ..models.parallel import Parallel
+from ..models.training import StepEstimate, training_step
+from ..progress import listening
+from ..reporting.console import Number, print_grid, print_numbers, print_paragraph
+from ..reporting.progress_bar import show_progress
+from ..text import did_you_mean, digits, duration, plural, rate, size
+from ..timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
+
+PHASES = ("training", "prefill", "decode")
+#: What no formula of models/ covers.
+NOT_MODELLED = (
+    "pipeline and expert parallelism, gradient accumulation, reading of data, kernels' starts outside attention, "
+    "collectives that slow down each other or the messages of the ring (docs/models_cost.md)"
+)
+
+
+def main(config: SimulateConfig) -> None:
+    """Print the tables of a model's phase; write the numbers as JSON to a path."""
+    if config.study.axes or config.study.together:
+        raise InvalidInput("model= has no study, and no -m; give one value for each key, or loop over the command")
+    if config.phase not in PHASES:
+        raise InvalidInput(
+            f"phase={config.phase}: {did_you_mean(config.phase, PHASES)}expected one of {', '.join(PHASES)}"
+        )
+    check_json(config.output.path)
+    if (config.model.spec == "file") != (config.model.path is not None):
+        raise InvalidInput(
+            f"model={config.model.spec} and model.path={config.model.path}: a config.json needs both; try model=file "
+            "model.path=config.json"
+        )
+    model = load_model(config.model.path or str(config.model.spec))
+    parallel = Parallel(
+        cp=config.cp,
+        dp=config.dp,
+        tp=config.tp,
+        layout=config.layout.spec,
+        schedule=config.schedule.spec,
+        checkpointing=config.checkpointing,
+        shard=config.sharding,
+        rows=config.batch,
+    )
+    machine = config.machine.made(ranks=parallel.gpus)
+    with show_progress(Console(stderr=True)) as tell, listening(tell):
+        estimate = _estimate(config, model, machine, parallel)
+    if isinstance(estimate, StepEstimate):
+        numbers = [*_step_numbers(estimate), *_cost_numbers(estimate)]
+    else:
+        numbers = _inference_numbers(estimate, config.phase)
+    if config.output.path is not None:
+        write_json(config.output.path, _record(config, model, parallel, estimate))
+    if config.output.path != STDOUT:
+        _print(config, model, parallel, estimate, numbers)
+
+
+def _estimate(
+    config: SimulateConfig, model: ModelConfig, machine: Machine, parallel: Parallel
+) -> StepEstimate | InferenceEstimate:
+    """What the phase takes."""
+    if config.phase == "training":
+        return training_step(model, machine, config.size(), parallel, config.dtype)
+    if config.phase == "prefill":
+        return prefill(model, machine, config.size(), parallel, config.dtype)
+    return decode(model, machine, config.size(), config.batch, parallel, config.dtype)
+
+
+def _print(
+    config: SimulateConfig,
+    model: ModelConfig,
+    parallel: Parallel,
+    estimate: StepEstimate | InferenceEstimate,
+    numbers: list[Number],
+) -> None:
+    """Print the question, the tables of time and memory, and what follows from them."""
+    print_paragraph(
+        f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
+        f"{plural(config.size(), 'token')} on {plural(parallel.gpus, 'GPU')} of {_name(config)}, cp={parallel.cp} "
+        f"dp={parallel.dp} tp={parallel.tp}, {config.dtype}"
+        + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
+    )
+    if estimate.plan:
+        print_paragraph(f"attention: {estimate.plan}")
+    parts = [(name, duration(part), f"{part / estimate.seconds:.1%}") for name, part in estimate.parts.items() if part]
+    print_grid("", ("time [modelled]", "adds", "share"), parts)
+    memory = [(name, size(count)) for name, count in estimate.memory.items() if count]
+    print_grid("", ("memory of a GPU [modelled]", "bytes"), [*memory, ("sum", size(sum(estimate.memory.values())))])
+    counted = Number("parameters", f"{model.parameters:,}, {model.active_parameters:,} with each token", "counted")
+    print_numbers("", [counted, *numbers])
+    band = describe_band(estimate.machine.preset, parallel.rows * -(-config.size() // parallel.cp))
+    if band and config.phase != "decode":
+        print_paragraph(f"note: attention on {band}; all else has no published measurement")
+    print_paragraph(f"not modelled: {NOT_MODELLED}")
+
+
+def _name(config: SimulateConfig) -> str:
+    return config.machine.path or config.machine.spec
+
+
+def _fits(estimate: StepEstimate | InferenceEstimate) -> list[Number]:
+    """Whether the memory of a GPU is enough, where the machine says how much it has."""
+    has = estimate.machine.memory
+    if has is None:
+        return []
+    return [Number("memory", f"{'fits' if estimate.fits else 'does not fit'} into {size(has)}", "modelled")]
+
+
+def _step_numbers(step: StepEstimate) -> list[Number]:
+    """Time, rates and memory of a step of training."""
+    band = ""
+    if step.seconds_low is not None and step.seconds_high is not None:
+        band = f", {duration(step.seconds_low)} .. {duration(step.seconds_high)} by the band of attention"
+    mfu = "" if step.mfu is None else f", {step.mfu:.1%} of the peak (MFU)"
+    return [
+        Number("step", duration(step.seconds) + band, "modelled"),
+        Number("FLOPs of the model", f"{step.flops:.4g} in a step, without computing again", "counted"),
+        Number("rate of a GPU", f"{digits(step.tflops)} TFLOP/s{mfu}", "modelled"),
+        Number("tokens of a GPU", rate(step.tokens_per_second, "tokens/s"), "modelled"),
+        *_fits(step),
+    ]
+
+
+def _cost_numbers(step: StepEstimate) -> list[Number]:
+    """Cost, energy and failures, where the machine has a price, watts and failures."""
+    machine, numbers = step.machine, []
+    if machine.price is not None:
+        cost = machine.price * step.gpus * step.seconds / SECONDS_PER_HOUR
+        text = f"{digits(cost)} a step, {digits(step.cost_per_billion_tokens(machine.price))} for 1e9 tokens"
+        numbers.append(Number("cost", f"{text}, at machine.price={machine.price:g}", "modelled"))
+    if machine.watts is not None:
+        energy = machine.watts * step.gpus * step.seconds / JOULES_PER_KWH
+        text = f"{digits(energy)} kWh a step, {digits(step.energy_per_billion_tokens(machine.watts))} for 1e9 tokens"
+        numbers.append(Number("energy", f"{text}, at {machine.watts:g} W", "modelled"))
+    effective = _effective_seconds(step)
+    if effective is not None:
+        text = f"{effective / step.seconds:.4g} times as long in a long job: {duration(effective)} a step"
+        numbers.append(Number("with failures", text, "modelled"))
+    return numbers
+
+
+def _effective_seconds(step: StepEstimate) -> float | None:
+    """Seconds of a step in a long job with the failures and checkpoints of the machine; None where it has none."""
+    machine = step.machine
+    if machine.mtbf is None or machine.checkpoint is None or machine.restart is None:
+        return None
+    hours = machine.mtbf / SECONDS_PER_HOUR
+    return step.effective_seconds(hours, step.checkpoint_bytes / machine.checkpoint, machine.restart)
+
+
+def _inference_numbers(estimate: InferenceEstimate, phase: str) -> list[Number]:
+    """Time, rate and memory of a prefill or a decode."""
+    name = "time to first token" if phase == "prefill" else "time per token"
+    return [
+        Number(name, duration(estimate.seconds), "modelled"),
+        Number("tokens of a GPU", rate(estimate.tokens_per_second, "tokens/s"), "modelled"),
+        Number("keys and values of a GPU", size(estimate.kv_bytes), "modelled"),
+        *_fits(estimate),
+    ]
+
+
+def _record(
+    config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: StepEstimate | InferenceEstimate
+) -> dict[str, Any]:
+    """The numbers as plain data: seconds and bytes."""
+    record: dict[str, Any] = {
+        "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
+        "phase": config.phase,
+        "tokens": config.size(),
+        "parallel": {**asdict(parallel), "gpus": parallel.gpus},
+        "machine": {
+            name: {"value": getattr(estimate.machine, name), "source": estimate.machine.source(name)}
+            for name in MACHINE_NUMBERS
+        },
+        "plan": estimate.plan,
+        "seconds": estimate.seconds,
+        "parts": estimate.parts,
+        "memory": estimate.memory,
+        "fits": estimate.fits,
+        "tokens per second and GPU": estimate.tokens_per_second,
+        "kinds": {"parameters": "counted", "flops": "counted", "all else": "modelled"},
+        "not modelled": NOT_MODELLED,
+    }
+    if isinstance(estimate, StepEstimate):
+        price, watts = estimate.machine.price, estimate.machine.watts
+        record |= {
+            "seconds low": estimate.seconds_low,
+            "seconds high": estimate.seconds_high,
+            "flops": estimate.flops,
+            "mfu": estimate.mfu,
+            "tflops": estimate.tflops,
+            "cost per 1e9 tokens": None if price is None else estimate.cost_per_billion_tokens(price),
+            "kWh per 1e9 tokens": None if watts is None else estimate.energy_per_billion_tokens(watts),
+            "seconds with failures": _effective_seconds(estimate),
+        }
+    return record
