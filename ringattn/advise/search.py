@@ -18,7 +18,6 @@ from ..models.parallel import CHECKPOINTING, SHARDS, Parallel
 from ..models.training import StepEstimate, step_with_attention, training_step
 from ..pattern import Causal, Pattern, Window
 from ..plan.schedules import split_ulysses
-from ..text import digits, plural, size
 
 #: Layouts that are compared.
 LAYOUTS = ("zigzag", "contiguous")
@@ -90,14 +89,14 @@ class Candidate:
         return self.parallel.cp, self.parallel.dp, self.parallel.tp
 
     @property
-    def days(self) -> float:
-        """Days in which all GPUs train on 1e9 tokens."""
-        return 1e9 / self.step.tokens * self.step.seconds / 86400
+    def seconds(self) -> float:
+        """Seconds in which all GPUs train on 1e9 tokens."""
+        return 1e9 / self.step.tokens * self.step.seconds
 
     @property
-    def cost(self) -> float | None:
-        """The price of 1e9 tokens; None without a price."""
-        return None if self.offer.price is None else self.step.cost_per_billion_tokens(self.offer.price)
+    def cost(self) -> float:
+        """The price of 1e9 tokens; without a price of the offer, GPU hours."""
+        return self.step.cost_per_billion_tokens(1.0 if self.offer.price is None else self.offer.price)
 
     @cached_property
     def bytes(self) -> int:
@@ -117,8 +116,8 @@ class Candidate:
 
     @property
     def choices(self) -> str:
-        """Plan of attention, checkpointing and sharding in words."""
-        return f"{self.step.plan}, checkpointing={self.parallel.checkpointing}, shard={self.parallel.shard}"
+        """Checkpointing and sharding in words."""
+        return f"checkpointing={self.parallel.checkpointing}, sharding={self.parallel.shard}"
 
 
 def order_of(step: StepEstimate) -> int:
@@ -134,23 +133,23 @@ class Found:
     best: list[Candidate] = field(default_factory=list)
     #: Numbers of candidates: too large, slower, simulated, refused.
     counts: Counter[str] = field(default_factory=Counter)
-    #: What is too large: the spread, and bytes by category that it needs at least.
-    too_large: list[tuple[Parallel, Mapping[str, int]]] = field(default_factory=list)
+    #: What is too large: the spread, and the least step.
+    too_large: list[tuple[Parallel, StepEstimate]] = field(default_factory=list)
     #: Refused candidates by reason.
     refused: Counter[str] = field(default_factory=Counter)
 
     def add_too_large(self, parallel: Parallel, step: StepEstimate) -> None:
         """Note a candidate that does not fit."""
         self.counts["too large"] += 1
-        self.too_large.append((parallel, step.memory))
+        self.too_large.append((parallel, step))
 
 
 def search(question: Question, offer: Offer, gpus: int, shown: int, known: KnownPlans | None = None) -> Found:
     """The best `shown` candidates of different shapes on exactly `gpus` GPUs, and perhaps more; nothing better exists.
 
     Candidates are simulated from the least possible time on, until that of the next is more than the time of the last
-    one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others what `auto`
-    takes; None: all are.
+    one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others the ring; None:
+    all are.
     """
     found, best = Found(), dict[tuple[int, int, int], Candidate]()
     waiting: list[tuple[int, int, Parallel, float]] = []
@@ -231,7 +230,7 @@ def list_plans(
     if cp == 1:
         return (("contiguous", "ring"),)
     if known is not None:
-        return (known.get((cp, tp), ("zigzag", "auto")),)
+        return (known.get((cp, tp), (LAYOUTS[0], "ring")),)
     if cp > SMALL:
         return [(layout, "auto") for layout in LAYOUTS]
     node = max(machine.ranks_per_node // tp, 1)
@@ -317,37 +316,3 @@ def _least_pass(question: Question, machine: Machine, parallel: Parallel, pairs:
     if group == parallel.cp or machine.one_gather:
         return seconds
     return seconds + (rates.launch + rates.visit) * pairs / group / rows**2  # a visit has at most this many pairs
-
-
-def explain_too_large(found: Found, machine: Machine) -> list[str]:
-    """What does not fit and why, a line for each setting."""
-    if machine.memory is None or not found.too_large:
-        return []
-    groups: dict[str, list[tuple[Parallel, Mapping[str, int]]]] = {}
-    for parallel, memory in found.too_large:
-        whole = sum(memory[name] for name in STATES) > machine.memory / 2
-        setting = f"shard={parallel.shard}" if whole else f"checkpointing={parallel.checkpointing}"
-        groups.setdefault(setting, []).append((parallel, memory))
-    lines = []
-    for setting, entries in groups.items():
-        parallel, memory = min(entries, key=lambda entry: sum(entry[1].values()))
-        largest = max(memory, key=lambda name: memory[name])
-        shapes = sorted({(one.cp, one.tp) for one, _ in entries})
-        text = ", ".join(f"{cp} x {tp}" for cp, tp in shapes[:SHOWN]) + (" ..." if len(shapes) > SHOWN else "")
-        lines.append(
-            f"{setting} with cp x tp = {text}: the smallest of {plural(len(entries), 'spread')} needs "
-            f"{size(sum(memory.values()))} of {size(machine.memory)}, of which {largest} {size(memory[largest])}"
-        )
-    return lines
-
-
-def describe_counts(counts: Counter[str]) -> str:
-    """What became of the candidates, in words."""
-    words = {
-        "too large": "do not fit into memory",
-        "slower": "cannot be faster than those shown",
-        "refused": "were refused",
-        "simulated": "were simulated",
-    }
-    parts = ", ".join(f"{digits(counts[name])} {text}" for name, text in words.items() if counts[name])
-    return f"{plural(sum(counts.values()), 'candidate')}: {parts}"

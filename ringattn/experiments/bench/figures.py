@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping, Sequence
-from importlib import import_module, util
 
 from markupsafe import Markup
 
+from ...reporting.figures import drawing, has_matplotlib, to_svg
 from ..study.plots import COLOURS
 
-#: The colour that stands for the colour of the page's text.
-TEXT = "#010203"
 MARKERS = "osD^vP*X"
-_SETTINGS = {
-    "svg.hashsalt": "ringattn",
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9.0,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
-}
 
 
 def draw_lines(series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -> Markup | None:
     """Lines of points (x, y) on logarithmic axes, by name; None without points, or without matplotlib."""
-    if not series or util.find_spec("matplotlib") is None:
+    if not series or not has_matplotlib():
         return None
-    matplotlib = import_module("matplotlib")
-    with matplotlib.rc_context(_SETTINGS):
-        figure = import_module("matplotlib.figure").Figure(
-            figsize=(4.8, 3.2 + 0.16 * len(series)), layout="constrained"
-        )
+    with drawing(3.2 + 0.16 * len(series)) as figure:
         axes = figure.subplots()
         for i, (name, points) in enumerate(series.items()):
             style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // 2 % len(MARKERS)], "markersize": 4}
@@ -42,12 +27,7 @@ def draw_lines(series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: s
         axes.xaxis.set_major_formatter(lambda value, place: _short(value))
         axes.grid(alpha=0.25)
         figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :].replace(TEXT, "currentColor").replace("#000000", "currentColor")
-    prefix = re.sub(r"\W+", "-", y)
-    return Markup(re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{prefix}-", svg))
+        return to_svg(figure, y)
 
 
 def _short(count: float) -> str:
