@@ -27,6 +27,8 @@ BANDWIDTHS, LENGTHS, SLOWNESS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0), (1.0, 1.1, 
 MOST_TOKENS = 1 << 30
 #: Categories of memory that are states of the weights, and parts of a step that are traffic outside attention.
 STATES, TRAFFIC = ("weights", "gradients", "optimizer"), ("tp", "fsdp")
+#: The least part of the time for which more memory is named.
+WORTH = 0.03
 #: A GPU whose memory is fuller than this is said to be nearly full.
 NEARLY_FULL = 0.9
 
@@ -125,10 +127,10 @@ class Advice:
         faster = [
             (sum(step.memory.values()), parallel, step)
             for parallel, step in self.found[best.offer.name, best.parallel.gpus].too_large
-            if step.seconds / step.tokens < best.step.seconds / best.step.tokens * 0.99
+            if step.seconds / step.tokens < best.step.seconds / best.step.tokens * (1 - WORTH)
         ]
         if not faster:
-            return "Memory: more of it would not help, as nothing that does not fit could be 1 % faster."
+            return f"Memory: more of it would not help, as nothing that does not fit could take {WORTH:.0%} less time."
         count, parallel, step = min(faster, key=lambda entry: entry[0])
         gain = 1 - step.seconds / step.tokens * best.step.tokens / best.step.seconds
         other = Candidate(best.offer, parallel, step, 0.0)
@@ -262,7 +264,7 @@ def explain_too_large(found: Found, offer: Offer) -> list[str]:
     lines = []
     for setting, entries in groups.items():
         shapes = sorted({shape for _, shape, _ in entries}, key=lambda shape: (shape[0] * shape[1], shape))
-        first = min(entry for entry in entries if entry[1] == shapes[-1])
+        first = min((entry for entry in entries if entry[1] == shapes[-1]), key=lambda entry: entry[0])
         category = max(first[2].memory, key=lambda name: first[2].memory[name])
         cp, tp = shapes[-1]
         lines.append(

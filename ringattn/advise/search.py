@@ -22,7 +22,7 @@ from ..plan.schedules import split_ulysses
 #: Layouts that are compared.
 LAYOUTS = ("zigzag", "contiguous")
 #: Up to this many context-parallel ranks every schedule is simulated; of more ranks, the one that `auto` takes.
-SMALL = 32
+SMALL = 16
 #: Candidates that are shown.
 SHOWN = 5
 #: Times within this part are equal: the candidate with fewer bytes is the better one.
@@ -148,8 +148,8 @@ def search(question: Question, offer: Offer, gpus: int, shown: int, known: Known
     """The best `shown` candidates of different shapes on exactly `gpus` GPUs, and perhaps more; nothing better exists.
 
     Candidates are simulated from the least possible time on, until that of the next is more than the time of the last
-    one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others the ring; None:
-    all are.
+    one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others the ring;
+    None: all are.
     """
     found, best = Found(), dict[tuple[int, int, int], Candidate]()
     waiting: list[tuple[int, int, Parallel, float]] = []

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from ..errors import Unsupported
 
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
 #: The colour that stands for the colour of the page's text.
 TEXT = "#010203"
 _SETTINGS = {

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from ...reporting.figures import drawing, has_matplotlib, to_svg
-from ..study.plots import COLOURS
+from ...reporting.figures import COLOURS, drawing, has_matplotlib, to_svg
 
 MARKERS = "osD^vP*X"
 

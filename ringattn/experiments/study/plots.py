@@ -12,6 +12,7 @@ import numpy as np
 
 from ...errors import InvalidInput, Unsupported
 from ...files import writing
+from ...reporting.figures import COLOURS
 from ...text import did_you_mean
 from ...timing.window import StepWindow
 from .point import DIRECTIONS
@@ -22,7 +23,6 @@ PANELS, MOST_TICKS = 2, 12
 #: Markers and dashes of lines: with COLOURS they tell 160 lines apart.
 MARKERS, DASHES = "osD^", ("-", "--", ":", "-.")
 CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "jitter", "host", "call")
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
 FORMATS = ("svg", "png")
 SETTINGS = {"svg.hashsalt": "ringattn", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9.0}
 #: Dates and versions would make equal plots differ.
