@@ -68,6 +68,7 @@ NO_TORCH = (
     "cli.advise",
     "cli.plan",
     "cli.simulate",
+    "cli.simulate_model",
     "cli.simulate_study",
     "transport.launcher",
 )

@@ -21,26 +21,31 @@ from .schema import SCHEMAS, CalibrateConfig, SimulateConfig, conf_dir, key_name
 Config = TypeVar("Config", SimulateConfig, CalibrateConfig)
 #: Settings of the timing model.
 _TIMING_KEYS = ("slow", "slow_links", "stalls", "passes", "solver")
+#: Settings of `simulate model=`.
+_MODEL_KEYS = ("phase", "cp", "dp", "tp", "checkpointing", "sharding")
 #: The modes of `simulate`, each with the keys that the mode does not read.
 MODES: dict[str, tuple[str, ...]] = {
     "timing": ("validate", "numerics"),
     "validate": (
         *("numerics", "study", "shard", "pattern", "layout", "schedule", "ranks", "tokens", "kv_heads", "batch"),
-        *("comm_dtype", "rotate", "backward", "seed", *_TIMING_KEYS),
+        *("comm_dtype", "rotate", "backward", "seed", "model", *_MODEL_KEYS, *_TIMING_KEYS),
     ),
-    "numerics": ("validate", "study", "batch", *_TIMING_KEYS),
+    "numerics": ("validate", "study", "batch", "model", *_MODEL_KEYS, *_TIMING_KEYS),
     "published": (
         *("validate", "numerics", "study", "shard", "pattern", "layout", "schedule", "ranks", "tokens", "heads"),
         *("kv_heads", "head_dim", "batch", "dtype", "comm_dtype", "rotate", "backward", "seed", "machine"),
-        *_TIMING_KEYS,
+        *("model", *_MODEL_KEYS, *_TIMING_KEYS),
     ),
 }
-#: Keys of `simulate` that only a model has, and keys that a model does not read: it has sizes and a mask of its own.
-MODEL_KEYS = ("phase", "cp", "dp", "tp", "checkpointing", "sharding")
+#: Keys that `simulate` does not read beside model=, which has sizes and a mask of its own, and in some phases.
 PLAN_KEYS = (
     *("mode", "validate", "numerics", "shard", "pattern", "ranks", "heads", "kv_heads", "head_dim"),
     *("comm_dtype", "rotate", "backward", "seed", *_TIMING_KEYS),
 )
+PHASE_KEYS = {
+    "prefill": ("checkpointing", "sharding"),
+    "decode": ("checkpointing", "sharding", "layout", "schedule"),
+}
 #: Keys that mode=validate does not read beside machine.path: the machine file says what was calibrated.
 MACHINE_FILE_KEYS = ("heads", "head_dim", "dtype")
 #: Keys that `run` does not read beside `stream`: one process computes chunk after chunk, in order, and sends nothing.
@@ -105,6 +110,10 @@ SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
             "machine.extrapolate",
             lambda config: config.machine.made().kernel is not None,
             "without kernel times, which only machine=file brings",
+        ),
+        *(
+            ConditionalSetting[SimulateConfig](name, _never, "without a model, such as model=llama3_8b")
+            for name in (*_MODEL_KEYS, "model.path", "machine.peak", "machine.matmul")
         ),
     ),
     "numerics": (
@@ -300,16 +309,16 @@ def _check_mode(given: Mapping[str, str], folders: ConfigFolders) -> None:
 
 
 def _check_model(given: Mapping[str, str]) -> None:
-    """Refuse keys of models without a model, and keys of plans beside a model."""
-    model = given.get("model", "null")
-    for key, value in given.items():
-        if model == "null" and key in MODEL_KEYS:
-            raise InvalidInput(f"{key}={value} has no meaning without a model; try model=llama3_8b, or leave it out")
-        if model != "null" and _key_group(key) in PLAN_KEYS:
+    """Refuse keys of plans beside a model, and keys that its phase does not read."""
+    model, phase = given.get("model", "null"), given.get("phase", "training")
+    for key, value in given.items() if model != "null" else ():
+        if _key_group(key) in PLAN_KEYS:
             raise InvalidInput(
                 f"{key}={value} has no meaning with model={model}, which has sizes and a mask of its own; leave it out "
                 "(cp=, dp= and tp= set the ranks)"
             )
+        if _key_group(key) in PHASE_KEYS.get(phase, ()):
+            raise InvalidInput(f"{key}={value} has no meaning with phase={phase}; leave it out")
 
 
 def _check_machine(verb: str, given: Mapping[str, str], folders: ConfigFolders) -> None:

@@ -180,11 +180,12 @@ def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     types = config.get("layer_types")
     if types is None:
-        if window is None or config.get("use_sliding_window") is False:
+        qwen = config["model_type"].startswith("qwen")
+        if window is None or (qwen and not config.get("use_sliding_window")):
             return (None,) * layers
         if config["model_type"] in ("gpt_oss", "gemma2"):  # these alternate, and begin with a window
             return tuple(None if layer % 2 else window for layer in range(layers))
-        first = config.get("max_window_layers", 0) if config["model_type"].startswith("qwen") else 0
+        first = config.get("max_window_layers", 0) if qwen else 0
         return tuple(None if layer < first else window for layer in range(layers))
     unknown = sorted({*types} - {"full_attention", "sliding_attention"})
     if unknown or len(types) != layers or (window is None and "sliding_attention" in types):

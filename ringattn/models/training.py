@@ -102,10 +102,9 @@ class StepEstimate:
 
         `mtbf_hours` is of one GPU with its share of the host. Checkpoints follow each other as Young and Daly advise,
         and an interval takes what Daly (2006), equation 13, says (`timing.costs`). Raises InvalidInput for times that
-        are not positive, and where failures come long before a checkpoint or a restart ends.
+        are not allowed, and where failures come long before a checkpoint or a restart ends.
         """
-        given = {"mtbf_hours": mtbf_hours, "checkpoint_seconds": checkpoint_seconds, "restart_seconds": restart_seconds}
-        for name, value in given.items():
+        for name, value in (("mtbf_hours", mtbf_hours), ("checkpoint_seconds", checkpoint_seconds)):
             if not value > 0:
                 raise InvalidInput(f"{name}={value!r} must be a number > 0; give what the storage and the job take")
         mean = mtbf_hours * SECONDS_PER_HOUR / self.gpus
@@ -211,10 +210,11 @@ def _exposed(
         return gather if level else 0.0, (gather if level == 3 else 0.0) + (reduce if level else 2 * reduce)
 
     forward, backward = collectives(model.layer)
-    exposed = forward + backward - (forward if level == 3 else 0.0)
+    ends = forward + backward - (forward if level == 3 else 0.0)
+    exposed = 0.0
     for count, one in layers:
         again = {"none": 0.0, "attention": costs.seconds, "full": costs.seconds + one.forward}[parallel.checkpointing]
         behind = one.backward + 2 * costs.seconds - costs.exchanges + again
         exposed += count * (max(forward - one.forward - costs.seconds, 0.0) + max(backward - behind, 0.0))
     outer = sum(collectives(model.parameters - model.layers * model.layer))
-    return exposed + max(outer - loss, 0.0)
+    return ends + exposed * (1 - 1 / model.layers) + max(outer - loss, 0.0)
