@@ -44,9 +44,7 @@ def test_the_json_has_every_number(folder: Path) -> None:
         assert low <= one["seconds of 1e9 tokens"] <= high
     # The A100 is cheap here, so that the front has a fast and a cheap end.
     assert {one["machine"] for one in advice["pareto"]} == {"h100_nvlink_ib", "a100_nvlink_ib"}
-    assert set(advice["counts"]) == {
-        f"{name}, {n} GPUs" for name in advice["question"]["machines"] for n in (4, 2, 1)
-    }
+    assert set(advice["counts"]) == {f"{name}, {n} GPUs" for name in advice["question"]["machines"] for n in (4, 2, 1)}
     assert any(line.startswith("Price: ") for line in advice["changes"]) and advice["does not fit"]
 
 
