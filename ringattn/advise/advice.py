@@ -17,7 +17,7 @@ from ..models.training import ATTENTION_PARTS, StepEstimate, training_step
 from ..progress import Listener
 from ..text import did_you_mean, digits, duration, plural, rate, size
 from ..timing.simulation import simulate
-from .search import EQUAL, SHOWN, Candidate, Found, KnownPlans, Offer, Question, least_step, list_spreads, search
+from .search import EQUAL, SHOWN, Candidate, Found, Offer, Question, least_step, list_spreads, search
 
 #: What candidates are sorted by: the time, or the cost, of a token.
 ORDERS = ("time", "cost")
@@ -390,10 +390,13 @@ def _vary_length(
 ) -> Candidate | None:
     """The fastest candidate with another length on the GPUs of the best, with the plans that were best before."""
     other = replace(question, tokens=max(int(question.tokens * factor), 1))
-    before = found[best.offer.name, best.parallel.gpus].best
-    known: KnownPlans = {
-        (one.parallel.cp, one.parallel.tp): (one.parallel.layout, one.parallel.schedule) for one in before
-    }
+    known: dict[tuple[int, int], tuple[str, str]] = {}
+    for one in found[best.offer.name, best.parallel.gpus].best:
+        # What `auto` took before is not chosen again.
+        plan, _ = plan_of_widest_layer(
+            question.model, best.offer.machine, question.tokens, one.parallel, question.dtype
+        )
+        known.setdefault((one.parallel.cp, one.parallel.tp), (one.parallel.layout, plan.schedule))
     fastest = search(other, best.offer, best.parallel.gpus, 1, known).best
     return fastest[0] if fastest else None
 

@@ -134,7 +134,7 @@ def _memory(figure: Any, advice: Advice) -> None:
         counts = np.array([one.step.memory.get(name, 0) / 2**30 for one in advice.best])
         axes.barh(places, counts, left=left, label=name, color=colour)
         left += counts
-    for has in {one.offer.machine.memory for one in advice.best} - {None}:
+    for has in {one.offer.machine.memory or 0.0 for one in advice.best} - {0.0}:
         axes.axvline(has / 2**30, linestyle="--", color=COLOURS[3])
     axes.set_yticks(places, [f"{place + 1}." for place in places])
     axes.invert_yaxis()
