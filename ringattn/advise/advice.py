@@ -17,7 +17,7 @@ from ..models.training import ATTENTION_PARTS, StepEstimate, training_step
 from ..progress import Listener
 from ..text import did_you_mean, digits, duration, plural, rate, size
 from ..timing.simulation import simulate
-from .search import EQUAL, SHOWN, Candidate, Found, Offer, Question, least_step, list_spreads, search
+from .search import EQUAL, SHOWN, TrainingCandidate, Found, Offer, Question, least_step, list_spreads, search
 
 #: What candidates are sorted by: the time, or the cost, of a token.
 ORDERS = ("time", "cost")
@@ -41,23 +41,23 @@ class Advice:
     by: str
     found: dict[tuple[str, int], Found]
     #: The best candidates of different shapes, best first; at most SHOWN.
-    best: list[Candidate]
+    best: list[TrainingCandidate]
     #: Seconds of 1e9 tokens of each of `best` at each of BANDWIDTHS.
     bandwidths: list[list[float]]
     #: Factors on the step of the best candidate where one GPU takes each of SLOWNESS times as long.
     stragglers: list[float]
     #: The best candidate at each of LENGTHS times the tokens; None: nothing fits.
-    lengths: list[Candidate | None]
+    lengths: list[TrainingCandidate | None]
 
     @cached_property
-    def all(self) -> list[Candidate]:
+    def all(self) -> list[TrainingCandidate]:
         """Every candidate that was the best of its shape."""
         return [candidate for found in self.found.values() for candidate in found.best]
 
     @cached_property
-    def pareto(self) -> list[Candidate]:
+    def pareto(self) -> list[TrainingCandidate]:
         """Candidates than which no other is both faster and cheaper, by time."""
-        front: list[Candidate] = []
+        front: list[TrainingCandidate] = []
         for candidate in sorted(self.all, key=lambda one: (one.seconds, one.cost)):
             if not front or candidate.cost < front[-1].cost * (1 - EQUAL):
                 front.append(candidate)
@@ -133,7 +133,7 @@ class Advice:
             return f"Memory: more of it would not help, as nothing that does not fit could take {WORTH:.0%} less time."
         count, parallel, step = min(faster, key=lambda entry: entry[0])
         gain = 1 - step.seconds / step.tokens * best.step.tokens / best.step.seconds
-        other = Candidate(best.offer, parallel, step, 0.0)
+        other = TrainingCandidate(best.offer, parallel, step, 0.0)
         return (
             f"Memory: with {size(count)} on each GPU, {other.name}, {other.choices}, could fit, and take up to "
             f"{gain:.0%} less time."
@@ -141,7 +141,7 @@ class Advice:
 
     def _price_changes(self) -> list[str]:
         """At which price of its machine the cheapest candidate of another machine wins."""
-        cheapest: dict[str, Candidate] = {}
+        cheapest: dict[str, TrainingCandidate] = {}
         for candidate in sorted(self.all, key=lambda one: one.cost):
             cheapest.setdefault(candidate.offer.name, candidate)
         first, *others = cheapest.values()
@@ -210,19 +210,19 @@ class Advice:
         return series
 
 
-def describe_place(candidate: Candidate) -> str:
+def describe_place(candidate: TrainingCandidate) -> str:
     """The GPUs of a candidate in words."""
     return f"{plural(candidate.parallel.gpus, 'GPU')} of {candidate.offer.name}"
 
 
-def span(candidate: Candidate) -> tuple[float, float]:
+def span(candidate: TrainingCandidate) -> tuple[float, float]:
     """Seconds of 1e9 tokens at both ends of the band of attention; both as modelled where there is no band."""
     step, per_token = candidate.step, 1e9 / candidate.step.tokens
     low, high = step.seconds_low, step.seconds_high
     return per_token * (step.seconds if low is None else low), per_token * (step.seconds if high is None else high)
 
 
-def shares(candidate: Candidate) -> dict[str, float]:
+def shares(candidate: TrainingCandidate) -> dict[str, float]:
     """Shares of a step: attention that computes, all else of attention, products and norms, traffic of tp and fsdp."""
     parts, seconds = candidate.step.parts, candidate.step.seconds
     attention = sum(parts[name] for name in ATTENTION_PARTS)
@@ -236,7 +236,7 @@ def shares(candidate: Candidate) -> dict[str, float]:
     }
 
 
-def explain(candidate: Candidate) -> str:
+def explain(candidate: TrainingCandidate) -> str:
     """What bounds a candidate, in words."""
     parts = shares(candidate)
     largest = max(parts, key=lambda name: parts[name])
@@ -334,10 +334,10 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
     return Advice(question, by, found, best, bandwidths, stragglers, lengths)
 
 
-def _choose(found: dict[tuple[str, int], Found], by: str) -> list[Candidate]:
+def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:
     """The best candidates of all, of equal ones the one with fewer bytes."""
 
-    def key(candidate: Candidate) -> tuple[int, int, int]:
+    def key(candidate: TrainingCandidate) -> tuple[int, int, int]:
         value = candidate.seconds if by == "time" else candidate.cost
         return round(log(value) / EQUAL) if value else 0, candidate.order[0], candidate.bytes
 
@@ -354,7 +354,7 @@ def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> In
     )
 
 
-def _vary_bandwidth(question: Question, candidate: Candidate) -> list[float]:
+def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[float]:
     """Seconds of 1e9 tokens at each of BANDWIDTHS."""
     machine = candidate.offer.machine
     seconds = []
@@ -365,7 +365,7 @@ def _vary_bandwidth(question: Question, candidate: Candidate) -> list[float]:
     return seconds
 
 
-def _slow_down(question: Question, candidate: Candidate) -> list[float]:
+def _slow_down(question: Question, candidate: TrainingCandidate) -> list[float]:
     """Factors on the step where one GPU takes each of SLOWNESS times as long for all that it computes."""
     plan, machine = plan_of_widest_layer(
         question.model, candidate.offer.machine, question.tokens, candidate.parallel, question.dtype
@@ -386,8 +386,8 @@ def _slow_down(question: Question, candidate: Candidate) -> list[float]:
 
 
 def _vary_length(
-    question: Question, best: Candidate, found: dict[tuple[str, int], Found], factor: float
-) -> Candidate | None:
+    question: Question, best: TrainingCandidate, found: dict[tuple[str, int], Found], factor: float
+) -> TrainingCandidate | None:
     """The fastest candidate with another length on the GPUs of the best, with the plans that were best before."""
     other = replace(question, tokens=max(int(question.tokens * factor), 1))
     known: dict[tuple[int, int], tuple[str, str]] = {}
@@ -431,7 +431,7 @@ def record(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _record(candidate: Candidate) -> dict[str, Any]:
+def _record(candidate: TrainingCandidate) -> dict[str, Any]:
     parallel, step = candidate.parallel, candidate.step
     low, high = span(candidate)
     return {
@@ -454,7 +454,7 @@ def _record(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def tabulate(candidates: Sequence[Candidate]) -> tuple[list[str], list[list[str]]]:
+def tabulate(candidates: Sequence[TrainingCandidate]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of a table of candidates."""
     header = ["candidate", "1e9 tokens", "step", "cost of 1e9", "MFU", "memory"]
     rows = [

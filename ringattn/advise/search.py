@@ -74,7 +74,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TrainingCandidate:
     """A way to train, simulated."""
 
     offer: Offer
@@ -130,7 +130,7 @@ class Found:
     """What a search found, and what became of every candidate."""
 
     #: The best candidate of each shape that was simulated, best first.
-    best: list[Candidate] = field(default_factory=list)
+    best: list[TrainingCandidate] = field(default_factory=list)
     #: Numbers of candidates: too large, slower, simulated, refused.
     counts: Counter[str] = field(default_factory=Counter)
     #: What is too large: the spread, and the least step.
@@ -151,7 +151,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int, known: Known
     one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others the ring;
     None: all are.
     """
-    found, best = Found(), dict[tuple[int, int, int], Candidate]()
+    found, best = Found(), dict[tuple[int, int, int], TrainingCandidate]()
     waiting: list[tuple[int, int, Parallel, float]] = []
     for parallel in list_spreads(question, offer.machine, gpus):
         least: dict[tuple[str, int], tuple[StepEstimate, float]] = {}
@@ -176,11 +176,13 @@ def search(question: Question, offer: Offer, gpus: int, shown: int, known: Known
     return found
 
 
-def _order(candidate: Candidate | None) -> tuple[float, float]:
+def _order(candidate: TrainingCandidate | None) -> tuple[float, float]:
     return (inf, 0.0) if candidate is None else candidate.order
 
 
-def _simulate(question: Question, offer: Offer, parallel: Parallel, attention: float, found: Found) -> Candidate | None:
+def _simulate(
+    question: Question, offer: Offer, parallel: Parallel, attention: float, found: Found
+) -> TrainingCandidate | None:
     """The simulated candidate; None, noted in `found`, where it is refused or does not fit."""
     try:
         step = training_step(question.model, offer.machine, question.tokens, parallel, question.dtype)
@@ -192,7 +194,7 @@ def _simulate(question: Question, offer: Offer, parallel: Parallel, attention: f
         found.add_too_large(parallel, step)
         return None
     found.counts["simulated"] += 1
-    return Candidate(offer, parallel, step, attention)
+    return TrainingCandidate(offer, parallel, step, attention)
 
 
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:
