@@ -17,7 +17,7 @@ from ..models.training import ATTENTION_PARTS, StepEstimate, training_step
 from ..progress import Listener
 from ..text import did_you_mean, digits, duration, plural, rate, size
 from ..timing.simulation import simulate
-from .search import EQUAL, SHOWN, TrainingCandidate, Found, Offer, Question, least_step, list_spreads, search
+from .search import EQUAL, SHOWN, Found, Offer, Question, TrainingCandidate, least_step, list_spreads, search
 
 #: What candidates are sorted by: the time, or the cost, of a token.
 ORDERS = ("time", "cost")

@@ -122,7 +122,7 @@ def _frontier(figure: Any, advice: Advice) -> None:
 
 def _efficiency(figure: Any, advice: Advice) -> None:
     axes = _lines(figure, advice.efficiency, "GPUs", "TFLOP/s of the model per GPU, modelled")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(rate for points in advice.efficiency.values() for _, rate in points))
 
 
 def _memory(figure: Any, advice: Advice) -> None:
