@@ -27,6 +27,7 @@ VERBS = {
     "run": "attention over a text, a file or random numbers, on local ranks, torchrun, mpirun or virtual ranks",
     "plan": "who computes what and who sends what to whom, counted, without torch",
     "simulate": "the time of a plan on a machine, by models: exposed time, memory, links, failures, energy, cost",
+    "advise": "the best ways to train a model on a cluster: parallelism, plan, memory, time, cost, what changes them",
     "bench": "a suite of alternating measurements, written to outputs/bench/",
     "report": "a suite by name as a page: report standard; or two results compared: report 'compare=[OLD,NEW]'",
     "calibrate": "measures kernels, merging, links, overlap and noise here, and writes a machine file",

@@ -173,6 +173,13 @@ class OutputGroup:
 
 
 @dataclass
+class AdviseOutputGroup(OutputGroup):
+    """The JSON file that `ringattn advise` writes to `path`, and the HTML page that it writes to `page`."""
+
+    page: str | None = None
+
+
+@dataclass
 class RunOutputGroup(OutputGroup):
     """The tensors that `ringattn run` writes to `path`, and the printed numbers that it writes to `report` as JSON."""
 

@@ -43,19 +43,24 @@ TYPE_WORDS: dict[object, str] = {
     dict[str, Any]: "values by key, in braces",
 }
 #: By verb: the key whose value `-` prints JSON, and nothing else, on standard output.
-JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.path"}
+JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.path", "advise": "output.path"}
 #: What a path is the path of, with an example, by verb and key.
 PATHS = {
     ("run", "output.path"): ("a .safetensors file", "out.safetensors"),
     ("run", "output.report"): ("a JSON file", "report.json"),
     ("run", "input.path"): ("a text, or a .safetensors or .npz file", "qkv.safetensors"),
     ("plan", "output.path"): ("a JSON file", "plan.json"),
+    ("advise", "output.path"): ("a JSON file", "advice.json"),
+    ("advise", "output.page"): ("an HTML file", "advice.html"),
     ("simulate", "output.path"): ("a JSON file, or the folder of a study", "simulated.json"),
     **{(verb, "output.path"): ("a folder", "outputs/bench") for verb in ("bench", "report")},
     ("report", "results"): ("the .jsonl file of a suite", "outputs/bench/standard_1.jsonl"),
     ("calibrate", "output.path"): ("a machine file", "machine.yaml"),
     ("simulate", "model.path"): ("a Hugging Face config", "config.json"),
-    **{(verb, "machine.path"): ("a machine file", "machine.yaml") for verb in ("run", "plan", "simulate", "calibrate")},
+    **{
+        (verb, "machine.path"): ("a machine file", "machine.yaml")
+        for verb in ("run", "plan", "simulate", "advise", "calibrate")
+    },
 }
 #: Options of Hydra that the next argument belongs to.
 VALUED_OPTIONS = (
@@ -161,6 +166,8 @@ def _prepare_group(verb: str, group: str, value: str, folders: ConfigFolders) ->
     """The overrides that choose an option of a group, or that write its value in full. Raises InvalidInput."""
     if group in WRITTEN and ("(" in value or ":" in value):
         return [f"{group}={CUSTOM}", f"{group}.spec={value!r}"]
+    if (verb, group) == ("advise", "model"):  # of a model's config file, advise takes the name alone
+        return [f"model.spec={value!r}"]
     if value == "null" and group in OPTIONAL_GROUPS:
         return []  # Hydra takes no null, and without an override there is no option
     for option in value.split(","):

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import InvalidInput
 from ..text import shorten
 from .groups import (
+    AdviseOutputGroup,
     ConfigGroup,
     InputGroup,
     LayoutGroup,
@@ -192,6 +193,21 @@ class SimulateConfig(ProblemSizes):
 
 
 @dataclass
+class AdviseConfig:
+    """The settings of `ringattn advise`; conf/advise.yaml explains each. `prices` are numbers by machine."""
+
+    model: ModelGroup = field(default_factory=lambda: ModelGroup("llama3_8b"))
+    machine: MachineGroup = field(default_factory=lambda: MachineGroup("h100_nvlink_ib"))
+    output: AdviseOutputGroup = field(default_factory=AdviseOutputGroup)
+    tokens: Size = "1M"
+    gpus: int = 8
+    prices: Any = None
+    batch: int | None = None
+    by: str = "time"
+    dtype: str = "bfloat16"
+
+
+@dataclass
 class BenchConfig:
     """The settings of `ringattn bench`; conf/bench.yaml explains each."""
 
@@ -244,6 +260,7 @@ SCHEMAS: dict[str, type] = {
     "run": RunConfig,
     "plan": PlanConfig,
     "simulate": SimulateConfig,
+    "advise": AdviseConfig,
     "bench": BenchConfig,
     "report": ReportConfig,
     "calibrate": CalibrateConfig,

@@ -39,12 +39,27 @@ def attention_of_layers(
 ) -> list[tuple[int, LayerAttention]]:
     """(number of layers, attention of such a layer) for each distinct window. Raises what plans raise."""
     on_machine = _thinned(machine, parallel.tp)
-    layers = []
-    for window, count in Counter(_normal(window, tokens) for window in model.windows).items():
-        sizes = (model.heads // parallel.tp, max(model.kv_heads // parallel.tp, 1), model.head_dim, parallel.rows)
-        place = (parallel.cp, parallel.layout, parallel.schedule)
-        layers.append((count, _attention(on_machine, tokens, window, sizes, place, dtype, backward)))
-    return layers
+    sizes, place = _sizes_of_layer(model, parallel), (parallel.cp, parallel.layout, parallel.schedule)
+    return [
+        (count, _attention(on_machine, tokens, window, sizes, place, dtype, backward))
+        for window, count in Counter(_normal(window, tokens) for window in model.windows).items()
+    ]
+
+
+def plan_of_widest_layer(
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+) -> tuple[Plan, Machine]:
+    """The plan of a layer with the widest window, and the machine as the ranks of its group see it."""
+    on_machine = _thinned(machine, parallel.tp)
+    windows = [_normal(window, tokens) for window in model.windows]
+    widest = None if None in windows else max(window for window in windows if window is not None)
+    place = (parallel.cp, parallel.layout, parallel.schedule)
+    return _plan_layer(on_machine, tokens, widest, _sizes_of_layer(model, parallel), place, dtype), on_machine
+
+
+def _sizes_of_layer(model: ModelConfig, parallel: Parallel) -> tuple[int, int, int, int]:
+    """Query heads and key/value heads of one rank, head dim, and sequences."""
+    return (model.heads // parallel.tp, max(model.kv_heads // parallel.tp, 1), model.head_dim, parallel.rows)
 
 
 def error_band(machine: Machine, parallel: Parallel, tokens: int) -> tuple[float, float] | None:
@@ -78,11 +93,30 @@ def _attention(
     backward: bool,
 ) -> LayerAttention:
     """Attention of a layer; the latest are remembered, as a search asks for the same layer many times."""
+    plan = _plan_layer(machine, tokens, window, sizes, place, dtype)
+    passes = [simulate(plan, machine, backward=direction) for direction in ((False, True) if backward else (False,))]
+    buffers = max(sum(size for name, size in one.memory.items() if name not in _ACTIVATIONS) for one in passes)
+    return LayerAttention(
+        passes[0].seconds,
+        passes[-1].seconds if backward else 0.0,
+        _pattern(window).count(range(tokens), range(tokens)),
+        buffers,
+        f"{plan.layout.name}, {plan.schedule} ({passes[0].solver})",
+    )
+
+
+def _plan_layer(
+    machine: Machine,
+    tokens: int,
+    window: int | None,
+    sizes: tuple[int, int, int, int],
+    place: tuple[int, str, str],
+    dtype: str,
+) -> Plan:
     heads, kv_heads, head_dim, rows = sizes
     ranks, layout, schedule = place
-    pattern: Pattern = Causal() if window is None else Causal() & Window(window - 1)
-    plan: Plan = make_plan(
-        pattern,
+    return make_plan(
+        _pattern(window),
         tokens=tokens,
         ranks=ranks,
         layout=layout,
@@ -94,12 +128,7 @@ def _attention(
         dtype=dtype,
         machine=machine,
     )
-    passes = [simulate(plan, machine, backward=direction) for direction in ((False, True) if backward else (False,))]
-    buffers = max(sum(size for name, size in one.memory.items() if name not in _ACTIVATIONS) for one in passes)
-    return LayerAttention(
-        passes[0].seconds,
-        passes[-1].seconds if backward else 0.0,
-        pattern.count(range(tokens), range(tokens)),
-        buffers,
-        f"{plan.layout.name}, {plan.schedule} ({passes[0].solver})",
-    )
+
+
+def _pattern(window: int | None) -> Pattern:
+    return Causal() if window is None else Causal() & Window(window - 1)

@@ -129,8 +129,21 @@ def training_step(
     """
     parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
-    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
     layers = attention_of_layers(model, machine, tokens, parallel, dtype)
+    return step_with_attention(model, machine, tokens, parallel, dtype, layers)
+
+
+def step_with_attention(
+    model: ModelConfig,
+    machine: Machine,
+    tokens: int,
+    parallel: Parallel,
+    dtype: str,
+    layers: list[tuple[int, LayerAttention]],
+) -> StepEstimate:
+    """The step with given (number of layers, attention of such a layer). Neither seconds nor bytes of the step fall
+    where those of the attention rise."""
+    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
     sequences = parallel.rows * parallel.dp
     pairs = sum(count * one.pairs for count, one in layers)
     flops = sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs)

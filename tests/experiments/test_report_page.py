@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import BROWSER, probe
 
 from ringattn.experiments.bench import runner
 from ringattn.experiments.bench.records import read_results
 from ringattn.experiments.bench.report import BenchReport, render
 from ringattn.experiments.bench.systems import make_system_case
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 #: What a reader does, and what the page is then; the answer stands in the title.
-PROBE = """<script>addEventListener("load", () => {
+PROBE = """
   const table = [...document.querySelectorAll("table")].find(x => x.rows[0].cells[0].textContent === "case");
   const at = [...table.rows[0].cells].findIndex(x => x.textContent === "median");
   const column = () => [...table.rows].slice(1).map(row => row.cells[at].textContent);
@@ -28,7 +26,7 @@ PROBE = """<script>addEventListener("load", () => {
   const shown = figures.filter(x => x.width > 200 && x.height > 100 && x.right <= innerWidth).length;
   const wide = document.documentElement.scrollWidth, color = getComputedStyle(document.body).backgroundColor;
   document.title = JSON.stringify({before, up, down, shown, figures: figures.length, wide, room: innerWidth, color});
-});</script>"""
+"""
 
 
 def make_results(folder: Path) -> Path:
@@ -71,24 +69,7 @@ def test_the_page_needs_nothing_else(page: str) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_in_a_browser(scheme: str, page: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert BROWSER is not None
-    target = tmp_path / "page.html"
-    target.write_text(page.replace("</body>", PROBE + "</body>"))
-    preference = 0 if scheme == "dark" else 1
-    done = subprocess.run(
-        [
-            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=390,900"),
-            *("--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"),
-            *(f"--blink-settings=preferredColorScheme={preference}", "--dump-dom", target.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    title = re.search(r"<title>(.*?)</title>", done.stdout)
-    assert title is not None, done.stderr
-    found = json.loads(title[1])
+    found = probe(page, PROBE, tmp_path, scheme)
     assert found["up"] == sorted(found["before"], key=lambda x: (x == "", to_seconds(x))) != found["before"]
     assert [x for x in found["down"] if x] == [x for x in found["up"] if x][::-1]
     assert found["shown"] == found["figures"] == 3 and found["wide"] <= found["room"]

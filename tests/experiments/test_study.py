@@ -237,9 +237,8 @@ def test_numbers_of_machines_are_axes_of_plots_however_they_are_written(tmp_path
     report = (tmp_path / "s" / "report.md").read_text()
     assert "h100_nvlink_ib: flops=6.5e+14 flop/s [assumed]" in report
     assert "bandwidth=1e+09 .. 5e+10 bytes/s, by point" in report
-    assert "| point | machine.bandwidth [bytes/s] | passes |" in report and "| 3 | 5e+10 | 1024 |" in report.replace(
-        ",", ""
-    )
+    assert "| 3: machine.bandwidth=5e+10, passes=1,024 |" in report
+    assert all(line.count(" | ") <= 5 for line in report.splitlines() if line.startswith("| "))
 
 
 def test_nodes_that_do_not_fit_are_refused_as_in_one_simulation(tmp_path: Path, inside: Inside) -> None:

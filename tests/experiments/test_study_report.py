@@ -127,7 +127,8 @@ def test_reports_escape_labels_and_end_long_tables(tmp_path: Path) -> None:
     page, text = ((tmp_path / "s" / f"report.{kind}").read_text() for kind in ("html", "md"))
     assert page.count("<td>&lt;b&gt; &amp; |</td>") == 200 == text.count("| <b> & \\| |")
     assert all("The first 200 of 201 points; sweep.csv holds all points." in report for report in (page, text))
-    assert "\n\n\n" not in text and "# Study test\n\n201 of 201 points have numbers, 0 were refused." in text
+    assert "\n\n\n" not in text and text.startswith("# Study test\n\n**Point 0: ")
+    assert "takes the least time, " in text and "\n\n201 of 201 points have numbers, 0 were refused." in text
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...files import writing
-from ..study.plots import COLOURS, FORMATS, METADATA, SETTINGS, check_matplotlib
+from ...reporting.figures import COLOURS
+from ..study.plots import FORMATS, METADATA, SETTINGS, check_matplotlib
 from .predictions import PredictedRow
 
 

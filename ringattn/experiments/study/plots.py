@@ -12,15 +12,17 @@ import numpy as np
 
 from ...errors import InvalidInput, Unsupported
 from ...files import writing
+from ...reporting.figures import COLOURS
 from ...text import did_you_mean
 from ...timing.window import StepWindow
 from .point import DIRECTIONS
 from .tables import Row, Table
 
-#: Most lines of a plot, most panels side by side, and most bars of a panel. The title says what was left out.
-MOST_LINES, MOST_PANELS, MOST_BARS = 10, 3, 24
+#: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
+PANELS, MOST_TICKS = 2, 12
+#: Markers and dashes of lines: with COLOURS they tell 160 lines apart.
+MARKERS, DASHES = "osD^", ("-", "--", ":", "-.")
 CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "jitter", "host", "call")
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
 FORMATS = ("svg", "png")
 SETTINGS = {"svg.hashsalt": "ringattn", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9.0}
 #: Dates and versions would make equal plots differ.
@@ -145,24 +147,22 @@ def _label(name: str, value: Any) -> str:
 
 def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
     """Lines of computing time over time; False where no row has numbers, as of the other plots."""
-    axes = figure.subplots()
     series = find_series(table, x)
-    for (label, rows), colour in zip(list(series.items())[:MOST_LINES], COLOURS, strict=False):
+    figure.set_size_inches(7.2, 4.0 + 0.16 * -(-len(series) // 2))
+    axes = figure.subplots()
+    for i, (label, rows) in enumerate(series.items()):
         share = [total(row, "compute") / total(row, "time") if total(row, "time") else math.nan for row in rows]
-        axes.plot([row[x] for row in rows], share, "o-", label=label or None, color=colour, markersize=3)
+        style = {"color": COLOURS[i % 10], "marker": MARKERS[i // 10 % 4], "linestyle": DASHES[i // 40 % 4]}
+        axes.plot([row[x] for row in rows], share, label=label or None, markersize=3, **style)
     values = _numbers(table, x)
     if len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8:
         axes.set_xscale("log", base=2)
     axes.set_xlabel(x)
     axes.set(ylabel="mean computing time / time, modelled", ylim=(0, 1.05))
-    axes.set_title("efficiency" + _left_out(len(series), MOST_LINES))
+    axes.set_title("efficiency")
     if any(series):
-        axes.legend(fontsize=7)
+        figure.legend(loc="outside lower center", fontsize=7, ncols=2)
     return bool(series)
-
-
-def _left_out(count: int, most: int) -> str:
-    return f" ({most} of {count} lines; all in sweep.csv)" if count > most else ""
 
 
 def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
@@ -194,23 +194,26 @@ def _draw_bars(
     series = list(find_series(table, x).items())
     if not series:
         return False
-    shown = series[:MOST_PANELS]
-    figure.set_size_inches(2.6 + 3.0 * len(shown), 4.2)
-    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    for axes, (label, rows) in zip(panels, shown, strict=True):
-        rows = rows[:: -(-len(rows) // MOST_BARS)]
+    lines = -(-len(series) // PANELS)
+    figure.set_size_inches(7.2, 0.8 + 2.9 * lines)
+    panels = figure.subplots(lines, min(PANELS, len(series)), sharey=True, squeeze=False).ravel()
+    for axes in panels[len(series) :]:
+        axes.remove()
+    drawn: dict[str, Any] = {}
+    for axes, (label, rows) in zip(panels, series, strict=False):
         bottom = np.zeros(len(rows))
         for (name, height), colour in zip(heights.items(), COLOURS * 2, strict=False):
             values = np.array([height(row) for row in rows])
             if values.any():
-                axes.bar(range(len(rows)), values, bottom=bottom, label=name, color=colour)
+                drawn[name] = axes.bar(range(len(rows)), values, bottom=bottom, color=colour)
                 bottom += values
-        axes.set_xticks(range(len(rows)), [f"{row[x]:,}" for row in rows], rotation=60, ha="right", fontsize=6)
+        ticks = range(0, len(rows), -(-len(rows) // MOST_TICKS))
+        axes.set_xticks(ticks, [f"{rows[i][x]:,}" for i in ticks], rotation=60, ha="right", fontsize=6)
         axes.set_xlabel(x)
         axes.set_title(label, fontsize=7)
-    panels[0].set_ylabel(ylabel)
-    panels[-1].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(title + _left_out(len(series), MOST_PANELS))
+    figure.supylabel(ylabel, fontsize=9)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", fontsize=7, ncols=4)
+    figure.suptitle(title)
     return True
 
 

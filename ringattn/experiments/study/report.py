@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ...config.groups import ExecuteGroup
-from ...text import duration, rate, size
+from ...reporting.pages import Cell
+from ...text import duration, plural, rate, size
 from .extrapolation import Extrapolation
+from .plots import list_passes, total
 from .point import DIRECTIONS
 from .tables import Row, Table, find_column
 
-#: Most rows of a table in a report; sweep.csv has all rows.
-MOST_ROWS = 200
+#: Most rows and columns of a table in a report; sweep.csv has all rows, and wider tables become several.
+MOST_ROWS, MOST_COLUMNS = 200, 6
 #: Columns that describe a point. A column whose value is equal for all points is written once, below the table.
 DESCRIPTION = (
     "tokens",
@@ -115,8 +117,31 @@ class StudyReport:
         return [column.name for column in self.table.columns]
 
     @property
-    def points(self) -> ReportTable:
-        """The table of all points."""
+    def verdict(self) -> str:
+        """The fastest point, the most and the least efficient point, and how many do not fit, in one sentence."""
+        rows = [row for row in self.table.rows if total(row, "time")]
+        if not rows:
+            return "No point takes any time."
+
+        def efficiency(row: Row) -> float:
+            return total(row, "compute") / total(row, "time")
+
+        fastest = min(rows, key=lambda row: total(row, "time"))
+        worst, best = min(rows, key=efficiency), max(rows, key=efficiency)
+        words = f"Point {self._label(fastest)} takes the least time, {duration(total(fastest, 'time'))} [modelled]"
+        words += f"; ranks compute {efficiency(worst):.0%} of the time at point {self._label(worst)}"
+        words += f", and {efficiency(best):.0%} at point {self._label(best)}" if best is not worst else ""
+        tight = sum(any(row.get(f"{direction} fits") is False for direction in list_passes(row)) for row in rows)
+        return words + (f"; {plural(tight, 'point')} do not fit into memory." if tight else ".")
+
+    def _label(self, row: Row) -> str:
+        """The number of a point with its values of the axes."""
+        values = [f"{name}={show_value(self.table, name, row)}" for name in self.table.axes]
+        return f"{row['point']}: {', '.join(values)}" if values else str(row["point"])
+
+    @property
+    def points(self) -> list[ReportTable]:
+        """The tables of all points."""
         table = self.table
         described = {"point", "status", "why", *DESCRIPTION, *table.axes}
         labels = [
@@ -125,15 +150,16 @@ class StudyReport:
             if not column.unit and not column.word and " " not in column.name and column.name not in described
         ]
         varied = [name for name in self._described if name not in self.shared and name not in table.axes]
-        passes = [f"{direction} {name}" for direction in DIRECTIONS for name in PASS_COLUMNS]
-        names = [*table.axes, *varied, *labels, "pairs", *passes]
-        return self._tabulate(table.rows, [name for name in names if any(name in row for row in table.rows)])
+        passes = ([f"{direction} {name}" for name in PASS_COLUMNS] for direction in DIRECTIONS)
+        groups = (*passes, ["pairs", *varied, *labels])
+        found = [[name for name in names if any(name in row for row in table.rows)] for names in groups]
+        return [part for names in found if names for part in self._tabulate(table.rows, names)]
 
     @property
-    def executed(self) -> ReportTable | None:
-        """One row for each executed plan in the order of the turns; None where the study executes nothing."""
+    def executed(self) -> list[ReportTable]:
+        """Tables with a row for each executed plan in the order of the turns; none where the study executes nothing."""
         if not any("executed how" in row or "executed why not" in row for row in self.table.rows):
-            return None
+            return []
         plan_columns = [name for name in PLAN_COLUMNS if name in self._names]
         by_turn: dict[Any, Row] = {}
         for row in self.table.rows:  # points that differ only in the machine share one execution, and its turn
@@ -141,19 +167,21 @@ class StudyReport:
                 plan_key = str([row.get(name) for name in plan_columns])
                 by_turn.setdefault(row.get("executed turn", plan_key), row)
         rows = sorted(by_turn.values(), key=lambda row: row.get("executed turn", 0))
-        names = [*plan_columns, *(f"executed {name}" for name in EXECUTED_COLUMNS)]
+        names = [f"executed {name}" for name in EXECUTED_COLUMNS]
         return self._tabulate(rows, [name for name in names if name in self._names])
 
-    def _tabulate(self, rows: Sequence[Row], names: Sequence[str]) -> ReportTable:
+    def _tabulate(self, rows: Sequence[Row], names: Sequence[str]) -> list[ReportTable]:
+        """Tables of the columns `names`, the point before them."""
         header = ["point", *(_header(self.table, name) for name in names)]
         cells = [
-            [str(row["point"]), *(show_value(self.table, name, row) for name in names)] for row in rows[:MOST_ROWS]
+            [Cell(self._label(row), row["point"]), *(show_value(self.table, name, row) for name in names)]
+            for row in rows[:MOST_ROWS]
         ]
-        return ReportTable(header, cells, len(rows))
+        return _split(header, cells, len(rows))
 
     @property
-    def extrapolated(self) -> ReportTable | None:
-        """One row for each series that is carried on to more tokens; None without such a series."""
+    def extrapolated(self) -> list[ReportTable]:
+        """Tables with a row for each series that is carried on to more tokens; none without such a series."""
         header = (
             *("series", "tokens", "ranks", "time of a pass", "ranks fail every, all together", "power"),
             *("memory of all ranks", "from points"),
@@ -171,7 +199,16 @@ class StudyReport:
             )
             for line in self.extrapolations
         ]
-        return ReportTable(header, rows, len(rows)) if rows else None
+        return _split(header, rows, len(rows)) if rows else []
+
+
+def _split(header: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> list[ReportTable]:
+    """Tables of at most MOST_COLUMNS columns, each with the first column of the whole."""
+    width = MOST_COLUMNS - 1
+    return [
+        ReportTable([header[0], *header[i : i + width]], [[row[0], *row[i : i + width]] for row in rows], total)
+        for i in range(1, len(header), width)
+    ]
 
 
 def list_points(numbers: Sequence[int]) -> str:
