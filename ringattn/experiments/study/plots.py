@@ -14,12 +14,12 @@ from ...errors import InvalidInput, Unsupported
 from ...files import writing
 from ...text import did_you_mean
 from ...timing.window import StepWindow
-from .point import DIRECTIONS
+from .point import DIRECTIONS, WAITS
 from .tables import Row, Table
 
 #: Most lines of a plot, most panels side by side, and most bars of a panel. The title says what was left out.
 MOST_LINES, MOST_PANELS, MOST_BARS = 10, 3, 24
-CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "jitter", "host", "call")
+CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "jitter", "host", "call")
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
 FORMATS = ("svg", "png")
 SETTINGS = {"svg.hashsalt": "ringattn", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9.0}

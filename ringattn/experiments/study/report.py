@@ -13,7 +13,7 @@ from typing import Any
 from ...config.groups import ExecuteGroup
 from ...text import duration, rate, size
 from .extrapolation import Extrapolation
-from .point import DIRECTIONS
+from .point import DIRECTIONS, WAITS
 from .tables import Row, Table, find_column
 
 #: Most rows of a table in a report; sweep.csv has all rows.
@@ -33,7 +33,7 @@ DESCRIPTION = (
     "machine",
 )
 #: Columns of every pass in the table of points.
-PASS_COLUMNS = ("time", "rate", "solver", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
+PASS_COLUMNS = ("time", "rate", "solver", "efficiency", *WAITS, "imbalance", "bytes", "memory", "fits")
 #: Columns that describe a plan, and columns of its execution, in the table of executions.
 PLAN_COLUMNS = ("tokens", "ranks", "pattern", "layout", "schedule")
 EXECUTED_COLUMNS = (

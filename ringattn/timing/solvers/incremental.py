@@ -23,6 +23,8 @@ from .recurrence import Ring, Value
 
 #: All ranks are counted at a step at which more ranks change.
 MANY = 4096
+#: The most numbers of changes that are remembered for a second run, 64 MB; beyond, they are counted again.
+MOST_KNOWN = 1 << 23
 #: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other
 #: messages of the neighbor, which go to the neighbor's neighbors.
 NEAR = np.arange(-2, 3)
@@ -30,13 +32,37 @@ NEAR = np.arange(-2, 3)
 
 def solve_incremental(counts: BandCounts, compared: str = "") -> Solved:
     """The solved timing problem of a band with one receive slot; `compared` as in Solved."""
-    steps = IncrementalSteps(counts)
+    steps, known = IncrementalSteps(counts), _KnownChanges()
     state = DelayState(steps.ring, counts.rates.machine.ranks_per_node)
     for changes in steps:
-        state.advance_changes(changes)
+        known.add(changes)
+        state.advance_changes(changes.timed())
     finish = state.finish()
+    seconds = float(finish.max())
     loads, traffic = _sum_resources(counts, steps)
-    return Solved("stencil", float(finish.max()), finish, "every rank at every step", loads, traffic, compared)
+    peers = loads.busiest
+    if loads.waits(seconds):
+        state = DelayState(steps.ring, counts.rates.machine.ranks_per_node)
+        for changes in IncrementalSteps(counts) if known.changes is None else known.changes:
+            state.advance_changes(changes.instant())
+        peers = float(state.finish().max())
+    return Solved("stencil", seconds, finish, "every rank at every step", loads, traffic, compared, peers)
+
+
+class _KnownChanges:
+    """The changes of all steps, which a second run goes through again; None where they take too much memory."""
+
+    def __init__(self) -> None:
+        self.changes: list[CoefficientChanges] | None = []
+        self.numbers = 0
+
+    def add(self, changes: CoefficientChanges) -> None:
+        """Remember further changes, as long as there are at most MOST_KNOWN numbers."""
+        if self.changes is not None:
+            self.numbers += changes.values.size + sum(row.size for row in changes.initial or ())
+            self.changes.append(changes)
+            if self.numbers > MOST_KNOWN:
+                self.changes = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +194,7 @@ class IncrementalSteps:
         def widen(value: Value) -> np.ndarray:
             return np.broadcast_to(np.asarray(value, dtype=np.float64), counted.shape[1:])
 
-        coefficients = tuple(widen(value) for value in self.ring.coefficients(stalled))
+        coefficients = tuple(widen(value) for value in (*self.ring.coefficients(stalled), self.ring.busy(stalled)))
         return np.concatenate([counted, counted[2:] > 0]), coefficients, widen(interference)
 
     def _add_changes(self, ranks: np.ndarray, steps: np.ndarray, numbers: np.ndarray, interference: np.ndarray) -> None:
