@@ -23,8 +23,9 @@ from .recurrence import Ring, Value
 
 #: All ranks are counted at a step at which more ranks change.
 MANY = 4096
-#: The most numbers of changes that are remembered for a second run, 64 MB; beyond, they are counted again.
-MOST_KNOWN = 1 << 23
+#: The most numbers of changes that wait for a run without the times of messages, 64 MB. A pass without waits, and with
+#: no more changes, needs no such run.
+MOST_WAITING = 1 << 23
 #: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other
 #: messages of the neighbor, which go to the neighbor's neighbors.
 NEAR = np.arange(-2, 3)
@@ -32,37 +33,41 @@ NEAR = np.arange(-2, 3)
 
 def solve_incremental(counts: BandCounts, compared: str = "") -> Solved:
     """The solved timing problem of a band with one receive slot; `compared` as in Solved."""
-    steps, known = IncrementalSteps(counts), _KnownChanges()
-    state = DelayState(steps.ring, counts.rates.machine.ranks_per_node)
+    steps = IncrementalSteps(counts)
+    state, instant = (DelayState(steps.ring, counts.rates.machine.ranks_per_node) for _ in range(2))
+    postponed = _Postponed(instant)
     for changes in steps:
-        known.add(changes)
         state.advance_changes(changes.timed())
+        postponed.add(changes)
     finish = state.finish()
     seconds = float(finish.max())
     loads, traffic = _sum_resources(counts, steps)
     peers = loads.busiest
     if loads.waits(seconds):
-        state = DelayState(steps.ring, counts.rates.machine.ranks_per_node)
-        for changes in IncrementalSteps(counts) if known.changes is None else known.changes:
-            state.advance_changes(changes.instant())
-        peers = float(state.finish().max())
+        postponed.catch_up()
+        peers = float(instant.finish().max())
     return Solved("stencil", seconds, finish, "every rank at every step", loads, traffic, compared, peers)
 
 
-class _KnownChanges:
-    """The changes of all steps, which a second run goes through again; None where they take too much memory."""
+class _Postponed:
+    """The run in which messages take no time: begun where it is asked for, or where its steps no longer fit into
+    memory."""
 
-    def __init__(self) -> None:
-        self.changes: list[CoefficientChanges] | None = []
-        self.numbers = 0
+    def __init__(self, state: DelayState) -> None:
+        self.state, self.waiting, self.numbers = state, list[CoefficientChanges](), 0
 
     def add(self, changes: CoefficientChanges) -> None:
-        """Remember further changes, as long as there are at most MOST_KNOWN numbers."""
-        if self.changes is not None:
-            self.numbers += changes.values.size + sum(row.size for row in changes.initial or ())
-            self.changes.append(changes)
-            if self.numbers > MOST_KNOWN:
-                self.changes = None
+        """Add further steps of the pass."""
+        self.waiting.append(changes)
+        self.numbers += changes.values.size + sum(row.size for row in changes.initial or ())
+        if self.numbers > MOST_WAITING:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Run all steps that were added."""
+        for changes in self.waiting:
+            self.state.advance_changes(changes.instant())
+        self.waiting.clear()
 
 
 @dataclass(frozen=True)
