@@ -49,11 +49,16 @@ class Hop:
 
 @dataclass(frozen=True)
 class Step:
-    """Post `sends` and `recvs`, compute the visits (to "kv" or "q" parts) meanwhile, then wait for the due messages."""
+    """Post `sends` and `recvs`, compute the visits (to "kv" or "q" parts) meanwhile, then wait for the due messages.
+
+    `clock` ascends with the steps of a rank. Both ends of a message post it at the same clock, so that steps of several
+    ranks can be set side by side although a rank leaves out the steps at which it does nothing.
+    """
 
     sends: tuple[Hop, ...] = ()
     recvs: tuple[Hop, ...] = ()
     visits: tuple[Part, ...] = ()
+    clock: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.recvs or self.visits)

@@ -111,10 +111,10 @@ def _count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int]:
 
 
 def _seconds(machine: Machine, sizes: list[int], near: bool, crowd: int) -> float:
-    """Seconds of messages that follow each other; between nodes, `crowd` ranks with as many messages share the NIC."""
+    """Seconds of messages that follow each other; between nodes, `crowd` ranks with as many messages share the card."""
     latency, bandwidth = machine.rates(near)
-    alone = sum(latency + size / bandwidth for size in sizes)
-    return alone * crowd if machine.shared_nic and not near else alone
+    transfer = sum(size / bandwidth for size in sizes)
+    return len(sizes) * latency + (transfer * crowd if machine.shared_nic and not near else transfer)
 
 
 @cached
@@ -292,8 +292,8 @@ class _RingEstimate:
         if not self.rates.one_gather or not sizes:
             return _seconds(self.machine, sizes, near, crowd)
         (latency, bandwidth), (start, share) = self.machine.rates(near), self.rates.gather_factors(near, len(sizes))
-        alone = sum(start * latency + share * size / bandwidth for size in sizes)
-        return alone * crowd if self.machine.shared_nic and not near else alone
+        transfer = sum(share * size / bandwidth for size in sizes)
+        return len(sizes) * start * latency + (transfer * crowd if self.machine.shared_nic and not near else transfer)
 
     def _merge_seconds(self, rank: int, step: _SampledStep) -> float:
         """Seconds of merging what the visits of a step give."""
@@ -310,7 +310,7 @@ class _RingEstimate:
             outer = isinstance(self.route, DoubleRingSchedule) and edge.ring > 0
             sizes = [self._edge_bytes(edge)]
             if not near and self.machine.shared_nic and self.machine.ranks_per_node > 1:
-                sizes = self._node_bytes(rank, edge.step)
+                sizes = [sum(self._node_bytes(rank, edge.step))]
             seconds[near, outer] += _seconds(self.machine, sizes, near, self.crowd)
         of_step, of_cycle = (max(seconds[near, outer] for near in (True, False)) for outer in (False, True))
         return of_step, of_cycle

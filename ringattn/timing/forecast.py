@@ -24,9 +24,10 @@ def predict(plan: Plan, machine: Machine, *, backward: bool = False) -> Predicti
     """The modelled time of a forward, or of a backward: the sum over a rank's steps of max(visits, messages).
 
     The time is that of the slowest sampled rank; bytes and messages are the most of any sampled rank. All ranks are
-    taken to begin each step together. The messages of a step follow each other, except that messages sent and received,
-    and messages within a node and between nodes, travel at the same time. A shared NIC carries its whole node's
-    traffic. A message that may last several steps counts in equal parts against each of them.
+    taken to begin each step together, so that they wait for messages and never for slow peers. The messages of a step
+    follow each other, except that messages sent and received, and messages within a node and between nodes, travel at
+    the same time. A shared card carries the bytes of its whole node. A message that may last several steps counts in
+    equal parts against each of them.
     """
     predictions = [
         _predict_rank(plan, machine, rank, backward) for rank in sample_ranks(plan.ranks, machine.ranks_per_node)
@@ -59,9 +60,9 @@ def _predict_rank(plan: Plan, machine: Machine, rank: int, backward: bool) -> Pr
     # By step: seconds of its messages by (direction, within a node).
     travel: defaultdict[int, defaultdict[tuple[str, bool], float]] = defaultdict(lambda: defaultdict(float))
     for sender in machine.node(rank, plan.ranks) if machine.shared_nic else (rank,):
-        for index, direction, near, seconds in _messages(plan, machine, sender, backward):
+        for index, direction, near, latency, transfer in _messages(plan, machine, sender, backward):
             if sender == rank or not near:
-                travel[index][direction, near] += seconds
+                travel[index][direction, near] += transfer + (latency if sender == rank else 0.0)
     hops = [hop for step in steps for hop in step.sends]
     sent_bytes = sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
     total = compute = 0.0
@@ -106,13 +107,16 @@ def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
     return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
 
 
-def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterator[tuple[int, str, bool, float]]:
-    """(step, direction, within a node, seconds) of a rank's messages, split evenly over the steps of each."""
+def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterator[tuple[int, str, bool, float, float]]:
+    """(step, direction, within a node, seconds beside its bytes, seconds of its bytes) of each of a rank's messages.
+
+    The seconds are split evenly over the steps of the message.
+    """
     for index, step in enumerate(_steps(plan, rank, backward)):
         for direction, hops in (("send", step.sends), ("recv", step.recvs)):
             for hop in hops:
                 near, latency, bandwidth = machine.link(rank, hop.peer)
                 lasts = range(index, hop.until + 1)
+                transfer = sum(map(plan.part_bytes, hop.parts)) / bandwidth
                 for i in lasts:
-                    seconds = latency + sum(map(plan.part_bytes, hop.parts)) / bandwidth
-                    yield i, direction, near, seconds / len(lasts)
+                    yield i, direction, near, latency / len(lasts), transfer / len(lasts)

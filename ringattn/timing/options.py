@@ -8,7 +8,7 @@ from typing import TypeGuard
 from ..errors import InvalidInput
 from ..plan.plan import Plan
 from ..text import did_you_mean
-from .solvers import SOLVERS
+from .solvers import REMOVED, SOLVERS
 from .solvers.recurrence import Stall
 
 #: More passes than this are a mistake: even at a microsecond each they would take 30 years.
@@ -22,6 +22,11 @@ def check_options(
     if not isinstance(plan, Plan):
         raise InvalidInput(f"simulate: expected a Plan, as make_plan gives it, got {plan!r}")
     if not isinstance(solver, str) or (solver != "auto" and solver not in SOLVERS):
+        if isinstance(solver, str) and solver in REMOVED:
+            raise InvalidInput(
+                f"solver={solver} was removed: solver={REMOVED[solver]} gives the same times, for nodes too; try "
+                "solver=auto, which takes the quickest that is exact"
+            )
         choices = ("auto", *SOLVERS)
         raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}")
     if not isinstance(backward, bool):

@@ -37,11 +37,20 @@ class Loads:
         ):
             total += phase.steps * seconds
 
-    def causes(self, seconds: float) -> tuple[float, dict[str, float]]:
+    @property
+    def busiest(self) -> float:
+        """Seconds for which the busiest rank is busy."""
+        return float((self.compute + self.merge + self.interference + self.stalls).max())
+
+    def waits(self, seconds: float) -> bool:
+        """Whether a pass of `seconds` is longer than its busiest rank is busy."""
+        return seconds - self.busiest > ROUNDING * seconds
+
+    def causes(self, seconds: float, peers: float | None) -> tuple[float, dict[str, float]]:
         """The mean seconds of visits, and by cause what makes a pass of `seconds` longer; together they are `seconds`.
 
-        A cause counts by how much the busiest rank is busy longer once the cause is added; the rest is waiting for
-        messages.
+        A cause counts by how much the busiest rank is busy longer once the cause is added. The rest is waiting: for
+        slow peers as far as a pass of `peers` seconds, whose messages take no time, waits too, and else for messages.
         """
         busy = self.compute.copy()
         mean = float(busy.mean())
@@ -50,8 +59,9 @@ class Loads:
         for name, added in (("merge", self.merge), ("interference", self.interference), ("stalls", self.stalls)):
             busy += added
             exposed[name], longest = float(busy.max()) - longest, float(busy.max())
-        exposed["wait"] = seconds - longest if seconds - longest > ROUNDING * seconds else 0.0
-        return mean, exposed
+        wait = seconds - longest if seconds - longest > ROUNDING * seconds else 0.0
+        for_peers = 0.0 if peers is None or peers - longest <= ROUNDING * seconds else min(peers - longest, wait)
+        return mean, exposed | {"wait for peers": for_peers, "wait for messages": wait - for_peers}
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _make_timeline(
     """The report of a solved problem, with jitter, `host` seconds, the job's failures, energy and cost."""
     plan, machine, seconds = rates.plan, rates.machine, solved.seconds
     solver, why, interval = solved.solver, solved.why, None
-    compute, exposed = solved.loads.causes(seconds)
+    compute, exposed = solved.loads.causes(seconds, solved.peers)
     exposed |= {"jitter": 0.0, "host": 0.0, "call": machine.call or 0.0}
     if sample is not None:
         # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier

@@ -37,8 +37,8 @@ class Timeline:
     #: Mean seconds of visits per rank.
     compute: float
     #: Seconds by which the pass is longer than `compute`, by cause: imbalance (of the busiest rank), merge,
-    #: interference, stalls, wait (for messages), jitter, host (starting steps) and call. With `compute` they sum to
-    #: `seconds`.
+    #: interference, stalls, wait for peers (what the pass takes longer where messages take no time), wait for messages
+    #: (the rest), jitter, host (starting steps) and call. With `compute` they sum to `seconds`.
     exposed: dict[str, float]
     #: The 95 % interval of the mean time with jitter, and whether it is extrapolated from smaller rings; None without
     #: jitter.

@@ -43,7 +43,8 @@ def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
                 for backward, name in ((False, "forward"), (True, "backward")):
                     found = ra.simulate(plan, machine, backward=backward, slow={1: 1.5})
                     assert float(row[f"{name} time [s]"]) == found.seconds
-                    assert float(row[f"{name} wait [s]"]) == found.exposed["wait"]
+                    for cause in ("wait for peers", "wait for messages"):
+                        assert float(row[f"{name} {cause} [s]"]) == found.exposed[cause]
                     assert float(row[f"{name} rate [tokens/s]"]) == 512 / found.seconds
                     assert int(row[f"{name} bytes [bytes]"]) == plan.bytes_sent(backward=backward)
                     assert int(row[f"{name} memory [bytes per rank]"]) == sum(found.memory.values())

@@ -62,7 +62,7 @@ def test_one_gather_enters_a_node_once_and_merges_nothing() -> None:
     timeline = ra.simulate(gathered, nodes.changed(one_gather=True))
     far, near = 8 * block / 8 / 1e9, 15 * block / 4e9
     assert timeline.exposed["merge"] == 0
-    assert timeline.exposed["wait"] == pytest.approx(max(far, near))
+    assert timeline.exposed["wait for messages"] == pytest.approx(max(far, near))
     separate = ra.simulate(gathered, nodes)
     assert separate.exposed["merge"] > 0 and separate.seconds > timeline.seconds
 

@@ -25,6 +25,7 @@ MACHINES = (
     replace(EVEN, ranks_per_node=2, node_bandwidth=1e9),
     replace(EVEN, ranks_per_node=4, node_latency=0),
 )
+SHARED = tuple(replace(EVEN, ranks_per_node=n, shared_nic=True, node_bandwidth=1e9) for n in (2, 4))
 LOCAL: tuple[Pattern, ...] = (
     Causal() & Window(9),
     Window(5, 7),
@@ -85,7 +86,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @settings(max_examples=12)
-@given(plans(), st.sampled_from((*MACHINES, replace(EVEN, ranks_per_node=2, shared_nic=True))), st.booleans())
+@given(plans(), st.sampled_from((*MACHINES, *SHARED)), st.booleans())
 def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward: bool) -> None:
     rates = Rates(plan, machine, backward)
     found = folding.simulate_folded(rates, "")
@@ -94,7 +95,7 @@ def test_few_ranks_have_the_times_of_many(plan: Plan, machine: Machine, backward
     whole = simulate_events(rates, Faults())
     assert found.finish == pytest.approx(whole.finish, rel=CLOSE)
     assert found.seconds == pytest.approx(whole.seconds, rel=CLOSE)
-    assert found.traffic == whole.traffic
+    assert found.traffic == whole.traffic and found.peers == pytest.approx(whole.peers, rel=CLOSE)
     for name in ("compute", "merge", "interference", "stalls"):
         assert getattr(found.loads, name) == pytest.approx(getattr(whole.loads, name), rel=1e-9, abs=1e-15)
 

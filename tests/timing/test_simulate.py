@@ -141,12 +141,13 @@ def test_in_step_ranks_take_what_predict_says() -> None:
             assert simulate(plan, machine).seconds == pytest.approx(predict(plan, machine).seconds, rel=1e-9)
 
 
-def test_shared_ways_out_take_one_message_after_another() -> None:
-    """Two nodes of two, an all-gather: each rank sends two messages of 100 s out of its node, which has one way out."""
+def test_a_shared_way_out_is_split_evenly() -> None:
+    """Two nodes of two, an all-gather: each rank sends two messages of 98 + 2 s out of its node. The card of
+    the node is split evenly among four."""
     plan = make_plan(Full(), tokens=8, ranks=4, head_dim=1, value_dim=3, schedule="allgather")
     machine = Machine(flops=1.0, latency=98.0, bandwidth=16.0, ranks_per_node=2, node_latency=0.0, node_bandwidth=1e9)
     assert simulate(plan, machine).seconds == pytest.approx(200 + 3 * 32)
-    assert simulate(plan, replace(machine, shared_nic=True)).seconds == pytest.approx(400 + 3 * 32)
+    assert simulate(plan, replace(machine, shared_nic=True)).seconds == pytest.approx(2 * 98 + 4 * 2 + 3 * 32)
     # A ring sends once out of each node in a step: nothing to share.
     ring = make_plan(Full(), tokens=8, ranks=4, head_dim=1, value_dim=3, schedule="ring")
     assert simulate(ring, machine).seconds == simulate(ring, replace(machine, shared_nic=True)).seconds
@@ -169,7 +170,7 @@ def test_when_messages_hide(per_rank: int, hidden: bool) -> None:
     least = 4 / 2 * 2 / 2 * machine.flops / machine.bandwidth  # fp32, as many key/value heads as query heads
     plan = make_plan(Full(), tokens=4 * per_rank, ranks=4, schedule="ring", heads=2, kv_heads=2)
     assert (per_rank >= least) is hidden
-    assert (simulate(plan, machine).exposed["wait"] < 1e-9) is hidden
+    assert (simulate(plan, machine).exposed["wait for messages"] < 1e-9) is hidden
 
 
 def test_a_causal_ring_takes_as_long_as_its_busiest_rank() -> None:
@@ -181,7 +182,7 @@ def test_a_causal_ring_takes_as_long_as_its_busiest_rank() -> None:
     own = (1 << 6) * ((1 << 6) + 1) // 2 * 8 * 512 / machine.flops
     assert causal.solver == "stencil" and causal.seconds == pytest.approx(own + ((1 << 7) - 1) * visit, rel=CLOSE)
     zigzag = simulate(make_plan(Causal(), layout="zigzag", **sizes), machine)  # type: ignore[arg-type]
-    assert zigzag.seconds == pytest.approx(causal.seconds / 2, rel=1e-2) and zigzag.exposed["wait"] == 0
+    assert zigzag.seconds == pytest.approx(causal.seconds / 2, rel=1e-2) and zigzag.exposed["wait for messages"] == 0
 
 
 def test_262144_ranks_at_once() -> None:
@@ -329,6 +330,7 @@ def test_wrong_requests() -> None:
     big = make_plan(Full(), tokens=1 << 14, ranks=2048, schedule="allgather")
     for call, kind, words in (
         (lambda: simulate(plan, EVEN, solver="X"), InvalidInput, "solver='X': expected one of auto, periodic"),
+        (lambda: simulate(plan, EVEN, solver="closed_form"), InvalidInput, "closed_form was removed: solver=periodic"),
         (lambda: simulate(plan, EVEN, passes=0), InvalidInput, "passes=0"),
         (lambda: simulate(plan, EVEN, passes=10**300), InvalidInput, r"passes: .* at most 1e\+15, and this is more$"),
         (lambda: simulate(none, EVEN), InvalidInput, "batch=0: without a sequence there is nothing"),
@@ -340,7 +342,7 @@ def test_wrong_requests() -> None:
         (lambda: simulate(plan, EVEN, stalls=[Stall(9, 0, 1.0)]), InvalidInput, r"expected a rank 0 \.\. 3"),
         (lambda: simulate(plan, EVEN, stalls=[(1, 0, 1.0)]), InvalidInput, "is no Stall"),  # type: ignore[list-item]
         (lambda: simulate(plan, EVEN, stalls=[Stall(0, 4, 1.0)]), InvalidInput, r"the steps 0 \.\. 3"),
-        (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"rank 0 has the steps 0 \.\. 3"),
+        (lambda: simulate(direct, EVEN, stalls=[Stall(0, 9, 1.0)]), InvalidInput, r"the pass has the steps 0 \.\. 3"),
         (
             lambda: simulate(plan, EVEN, slow={1: 2.0}, solver="periodic"),
             Unsupported,

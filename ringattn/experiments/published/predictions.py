@@ -17,7 +17,7 @@ from .measurements import Measurement
 #: Causes of time, each a sum of causes of a timeline.
 CAUSES = {
     "kernel": ("imbalance",),
-    "network": ("wait", "interference"),
+    "network": ("wait for peers", "wait for messages", "interference"),
     "merge": ("merge",),
     "overhead": ("host", "call"),
 }

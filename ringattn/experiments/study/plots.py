@@ -15,14 +15,14 @@ from ...files import writing
 from ...reporting.figures import COLOURS
 from ...text import did_you_mean
 from ...timing.window import StepWindow
-from .point import DIRECTIONS
+from .point import DIRECTIONS, WAITS
 from .tables import Row, Table
 
 #: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
 PANELS, MOST_TICKS = 2, 12
 #: Markers and dashes of lines: with COLOURS they tell 160 lines apart.
 MARKERS, DASHES = "osD^", ("-", "--", ":", "-.")
-CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "jitter", "host", "call")
+CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "jitter", "host", "call")
 FORMATS = ("svg", "png")
 SETTINGS = {"svg.hashsalt": "ringattn", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9.0}
 #: Dates and versions would make equal plots differ.

@@ -34,8 +34,10 @@ class Column:
 
 #: Units of the columns that describe a point.
 _UNITS_OF_SIZES = {"tokens": "tokens", "shard": "tokens per rank", "head_dim": "elements"}
+#: Columns of a pass: seconds of waiting, by what a pass waits for.
+WAITS = ("wait for peers", "wait for messages")
 #: Columns of a pass in seconds whose numbers are modelled; an extrapolation of passes does not change them.
-_MODELLED_SECONDS = ("compute", "imbalance", "merge", "interference", "stalls", "wait", "host", "call", "failure every")
+_MODELLED_SECONDS = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "host", "call", "failure every")
 #: Columns of a pass in seconds whose numbers are modelled or extrapolated, as the column `kind` says.
 _SECONDS = ("time", "time low", "time high", "jitter", "total")
 #: (unit, word) of the other columns of a pass.

@@ -15,7 +15,7 @@ from ...reporting.pages import Cell
 from ...text import duration, plural, rate, size
 from .extrapolation import Extrapolation
 from .plots import list_passes, total
-from .point import DIRECTIONS
+from .point import DIRECTIONS, WAITS
 from .tables import Row, Table, find_column
 
 #: Most rows and columns of a table in a report; sweep.csv has all rows, and wider tables become several.
@@ -35,7 +35,7 @@ DESCRIPTION = (
     "machine",
 )
 #: Columns of every pass in the table of points.
-PASS_COLUMNS = ("time", "rate", "solver", "efficiency", "wait", "imbalance", "bytes", "memory", "fits")
+PASS_COLUMNS = ("time", "rate", "solver", "efficiency", *WAITS, "imbalance", "bytes", "memory", "fits")
 #: Columns that describe a plan, and columns of its execution, in the table of executions.
 PLAN_COLUMNS = ("tokens", "ranks", "pattern", "layout", "schedule")
 EXECUTED_COLUMNS = (

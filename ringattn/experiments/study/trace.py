@@ -24,8 +24,16 @@ def make_events(window: StepWindow, pass_name: str) -> list[dict[str, Any]]:
             if math.isnan(busy):
                 continue
             events.append(_event("busy", RANKS, rank, start, busy, step))
-            if following > start + busy:
-                events.append(_event("wait", RANKS, rank, start + busy, following - start - busy, step))
+            for_peers = window.for_peers[row, column]
+            if math.isnan(for_peers):  # the solver does not know what the rank waits for
+                waits = [("wait", following - start - busy)]
+            else:
+                waits = [("wait for peers", for_peers), ("wait for messages", following - start - busy - for_peers)]
+            begun = start + busy
+            for name, seconds in waits:
+                if seconds > 0:
+                    events.append(_event(name, RANKS, rank, begun, seconds, step))
+                    begun += seconds
     if window.messages is not None:
         names.append(_name("process_name", LINKS, 0, f"{pass_name}: messages by sender"))
         names += [_name("thread_name", LINKS, rank, f"from rank {rank}") for rank in window.ranks]

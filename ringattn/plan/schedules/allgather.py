@@ -51,7 +51,7 @@ class AllGatherSchedule(Schedule):
             recvs=tuple(Hop(peer, 0, parts_of(peer), 0) for peer in filled),
             visits=(Part(visited, rank),) if self.demand.visits(rank, rank) else (),
         )
-        visit = Step(visits=tuple(Part(visited, other) for other in filled if self.demand.visits(rank, other)))
+        visit = Step(visits=tuple(Part(visited, other) for other in filled if self.demand.visits(rank, other)), clock=1)
         return tuple(step for step in (gather, visit) if step)
 
     def _send_home(self, rank: int, steps: tuple[Step, ...], kind: Kind) -> tuple[Step, ...]:
@@ -62,6 +62,7 @@ class AllGatherSchedule(Schedule):
                 Hop(owner, 1, (Part(kind, owner),), last) for owner in others if self.demand.visits(rank, owner)
             ),
             recvs=tuple(Hop(peer, 1, (Part(kind, rank),), last) for peer in others if self.demand.visits(peer, rank)),
+            clock=2,
         )
         return (*steps, home) if home else steps
 

@@ -338,10 +338,12 @@ class StepBuilder:
         index = {step: i for i, step in enumerate(order)}
         sends = _group_by_post(self.sends, index)
         recvs = _group_by_post(self.recvs, index)
-        return tuple(
-            Step(tuple(sends.get(step, ())), tuple(recvs.get(step, ())), tuple(self.visits.get(step, ())))
-            for step in order
-        )
+
+        def make_step(step: int) -> Step:
+            visits = tuple(self.visits.get(step, ()))
+            return Step(tuple(sends.get(step, ())), tuple(recvs.get(step, ())), visits, self.sign * step)
+
+        return tuple(map(make_step, order))
 
 
 def _group_by_post(messages: dict[MessageKey, list[Part]], index: dict[int, int]) -> dict[int, list[Hop]]:

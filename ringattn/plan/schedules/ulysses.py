@@ -17,6 +17,7 @@ def wrap_in_exchanges(plan: RankPlan, rank: int, size: int, layout: Layout) -> R
     """The steps of `rank` in a group of `size` ranks: exchanges around the steps of `plan` between the groups."""
     first, member = rank - rank % size, rank % size
     peers = [first + i for i in range(size) if first + i != rank]
+    last = layout.ranks + 2  # beyond every clock between the groups, up or down
 
     def exchange(kind: Kind, index: int, *, there: bool) -> Step:
         """`there`: rows of this rank go to all members; else rows of all members go back to their owners."""
@@ -24,7 +25,7 @@ def wrap_in_exchanges(plan: RankPlan, rank: int, size: int, layout: Layout) -> R
         sends = tuple(Hop(peer, tag, (Part(kind, rank if there else peer),), index) for peer in peers)
         recvs = tuple(Hop(peer, tag, (Part(kind, peer if there else rank),), index) for peer in peers)
         sends, recvs = (tuple(h for h in hops if layout.rows(h.parts[0].owner)) for hops in (sends, recvs))
-        return Step(sends, recvs)
+        return Step(sends, recvs, clock=-last if there else last)
 
     def between(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         return tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,6 +42,9 @@ class Solved:
     loads: Loads
     traffic: Traffic
     compared: str = ""
+    #: Seconds until the last rank has finished where messages take no time and ranks still wait for each other. None:
+    #: the solver does not know, and all waiting counts as waiting for messages.
+    peers: float | None = None
 
 
 class Solver(ABC):
@@ -76,4 +79,9 @@ class RingSolver(Solver):
         whole = problem.ring.ring
         ring = whole if times.period is None else times.period
         loads, traffic = survey(ring, whole.ranks // ring.ranks)
-        return Solved(self.name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared)
+        peers = loads.busiest
+        if loads.waits(times.seconds):
+            instant = self.solve_ring(replace(problem.ring, ring=whole.without_message_times()))
+            assert instant is not None, "without the times of messages, ranks are no less alike"
+            peers = instant.seconds
+        return Solved(self.name, times.seconds, times.finish, times.why, loads, traffic, problem.ring.compared, peers)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .recurrence import DirectMessages
+from .recurrence import NEVER, DirectMessages
 
 
 @dataclass(frozen=True)
 class CoefficientChanges:
-    """`steps` steps of a stencil whose coefficients (own, below, above) change at a few ranks.
+    """`steps` steps of a stencil whose coefficients change at a few ranks: (own, below, above), and maybe busy seconds.
 
     The steps begin with the coefficients `initial`, float64 [ranks] each, or keep the previous coefficients where
     `initial` is None. From step `step[i]` on, rank `rank[i]` has the coefficients `values[:, i]`; points ascend with
@@ -25,6 +25,23 @@ class CoefficientChanges:
     rank: np.ndarray
     values: np.ndarray
     direct: DirectMessages | None = None
+
+    def timed(self) -> CoefficientChanges:
+        """The changes without busy seconds."""
+        return replace(self, initial=None if self.initial is None else self.initial[:3], values=self.values[:3])
+
+    def instant(self) -> CoefficientChanges:
+        """The changes without busy seconds, where messages take no time."""
+
+        def change(own: np.ndarray, below: np.ndarray, above: np.ndarray, busy: np.ndarray) -> list[np.ndarray]:
+            return [busy, *(np.where(np.isfinite(value), 0.0, NEVER) for value in (below, above))]
+
+        return replace(
+            self,
+            initial=None if self.initial is None else tuple(change(*self.initial)),
+            values=np.stack(change(*self.values)),
+            direct=None if self.direct is None else self.direct.instant(),
+        )
 
     def lengthened(self, seconds: float) -> CoefficientChanges:
         """The same points and direct messages with `seconds` added to every wait, and without `initial`."""

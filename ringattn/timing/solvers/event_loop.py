@@ -1,9 +1,9 @@
-"""The steps of all ranks of a plan, event by event: for any schedule, and for nodes whose ranks share a NIC.
+"""The steps of all ranks of a plan, message by message: for any schedule, and for nodes whose ranks share a card.
 
 A message begins when both of its ends have posted it. The messages that a rank posts in one step over one kind of link
-follow each other, so that all of them end together; a node's shared NIC sends, and receives, messages in the order in
-which they are ready. A rank begins its next step when its visits are done and the messages that are due have ended at
-both ends.
+follow each other, so that all of them end together; a node's shared card is split evenly, as in `shared_cards`. So the
+seconds of a message follow from the plan, and a rank begins its next step when its visits are done and the messages
+that are due have ended at both ends: a largest sum of seconds, which never shrinks where one of them grows.
 """
 
 from __future__ import annotations
@@ -11,30 +11,47 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import InvalidInput, Unsupported
+from ...plan.steps import Step
 from ...progress import track
 from ..forecast import visits
 from ..rates import Faults, Rates
 from ..resources import Loads, Traffic
 from .base import Solved
 from .jitter import draw_factors
+from .shared_cards import CardUse, share_evenly
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
-    from ...plan.steps import Hop, Step
+    from ...plan.steps import Hop
 
 #: The most ranks, and the most steps and messages over all ranks: each step and each message is an object of Python.
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
 #: Ranks whose steps are counted before the steps of all ranks are planned.
 RANKS_COUNTED_FIRST = 8
-#: Called as observe(rank, step, seconds at which the step begins, seconds for which the rank is busy), and once more
-#: with the number of steps when a rank has finished.
-Observer = Callable[[int, int, float, float], None]
+#: The step of a rank that does nothing.
+IDLE = Step()
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """When a rank begins a step of the pass, for how long it is `busy`, how long it then waits for a rank that has not
+    posted their message (`late_peer`), and when it begins its next step, `next_step`; all in seconds."""
+
+    rank: int
+    step: int
+    begun: float
+    busy: float
+    late_peer: float
+    next_begun: float
+    next_step: int
+
+
+Observer = Callable[[StepTimes], None]
 
 
 @dataclass
@@ -48,25 +65,41 @@ class _TimedHop:
     target: int
     near: bool
     seconds: float = 0.0
-    posted: dict[int, float] = field(default_factory=dict)
+    posted: list[float] = field(default_factory=list)
     awaited: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Post:
+    """A message at one of its ends, which `sends` or receives it, and waits for it until the end of its step `until`.
+
+    `latency` are the seconds that the messages of the rank's step over this kind of link take beside their bytes, and
+    `gap` the seconds of this message's bytes.
+    """
+
+    message: _TimedHop
+    sends: bool
+    until: int
+    latency: float
+    gap: float
 
 
 @dataclass
 class _RankProgress:
     """A rank's steps, and where the rank is among them.
 
-    By step: `busy` seconds and posted messages. `begun` is when step `step` began, `done` when its visits are done,
-    None before that. By step, `open` counts the awaited messages that have not ended, and `ended` holds the latest end
-    of those that have.
+    By step of the rank: its `clock`, the step of the pass; `busy` seconds, and posted messages. `begun` is when step
+    `step` began, `done` when its visits are done, None before that. By step, `open` counts the awaited messages that
+    have not ended, and `ended` holds (end, beginning) of the last of those that have.
     """
 
+    clock: list[int] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     posts: list[list[_TimedHop]] = field(default_factory=list)
     begun: float = 0.0
     step: int = 0
     open: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    ended: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    ended: dict[int, tuple[float, float]] = field(default_factory=dict)
     done: float | None = None
 
 
@@ -80,80 +113,68 @@ def simulate_events(
     """Simulate every step and message of a plan; `why` says in reports and errors why that is done.
 
     With `noise`, visits vary by the machine's jitter. Raises Unsupported for plans with too many ranks or steps,
-    InvalidInput where a rank has fewer steps than one of its stalls says.
+    InvalidInput for stalls after the last step of the pass.
     """
     _check_size(rates, why)
     ranks, loads, traffic = _prepare(rates, faults, noise)
-    _EventQueue(rates, ranks, observe).run()
+    finish = _run(ranks, instant=False, observe=observe)
+    peers = float(_run(ranks, instant=True).max(initial=0.0))
+    return Solved("events", float(finish.max(initial=0.0)), finish, why, loads, traffic, peers=peers)
+
+
+def _run(ranks: list[_RankProgress], *, instant: bool, observe: Observer | None = None) -> np.ndarray:
+    """Run all ranks through their steps, and return when each has finished. `instant`: messages take no time.
+
+    The order in which ranks are taken changes no time: each is a sum of seconds after the times of other ranks.
+    """
+    _reset(ranks)
+    ready = list(range(len(ranks)))
+    while ready:
+        index = ready.pop()
+        rank = ranks[index]
+        if rank.step == len(rank.busy):
+            continue
+        rank.done = rank.begun + rank.busy[rank.step]
+        changed = {index}
+        for message in rank.posts[rank.step]:
+            message.posted.append(rank.begun)
+            if len(message.posted) == 2:
+                begun = max(message.posted)
+                end = begun if instant else begun + message.seconds
+                for other, step in message.awaited.items():
+                    ranks[other].open[step] -= 1
+                    ranks[other].ended[step] = max(ranks[other].ended.get(step, (0.0, 0.0)), (end, begun))
+                changed |= message.awaited.keys()
+        ready += [other for other in changed if _begin_next_step(other, ranks[other], observe)]
     stuck = [index for index, rank in enumerate(ranks) if rank.step < len(rank.busy)]
     assert not stuck, f"ranks {stuck[:5]} wait for messages that nobody sends"
-    finish = np.array([rank.begun for rank in ranks])
-    return Solved("events", float(finish.max(initial=0.0)), finish, why, loads, traffic)
+    return np.array([rank.begun for rank in ranks])
 
 
-class _EventQueue:
-    """The beginnings of steps in the order of their time."""
+def _reset(ranks: list[_RankProgress]) -> None:
+    """Put all ranks before their first step."""
+    for index, rank in enumerate(ranks):
+        rank.begun, rank.step, rank.done = 0.0, 0, None
+        rank.open.clear()
+        rank.ended.clear()
+        for message in (message for posts in rank.posts for message in posts):
+            message.posted.clear()
+            rank.open[message.awaited[index]] += 1
 
-    def __init__(self, rates: Rates, ranks: list[_RankProgress], observe: Observer | None) -> None:
-        self.machine, self.ranks, self.observe = rates.machine, ranks, observe
-        #: (seconds, serial number, rank): the serial number keeps the order of equal times.
-        self.heap: list[tuple[float, int, int]] = []
-        self.serial = 0
-        #: By node, when its shared NIC is free to send and to receive.
-        self.send_free: defaultdict[int, float] = defaultdict(float)
-        self.receive_free: defaultdict[int, float] = defaultdict(float)
 
-    def run(self) -> None:
-        """Run all ranks until none has a step left, or all of them wait."""
-        for index in range(len(self.ranks)):
-            self._push(index, 0.0)
-        while self.heap:
-            now, _, index = heappop(self.heap)
-            rank = self.ranks[index]
-            rank.begun = now
-            finished = rank.step == len(rank.busy)
-            if self.observe is not None:
-                self.observe(index, rank.step, now, 0.0 if finished else rank.busy[rank.step])
-            if finished:
-                continue
-            rank.done = now + rank.busy[rank.step]
-            changed = {index: None}
-            for message in rank.posts[rank.step]:
-                message.posted[index] = now
-                if len(message.posted) == 2:
-                    changed |= self._transfer(message, now)
-            for end in changed:
-                self._begin_next_step(end)
-
-    def _push(self, index: int, seconds: float) -> None:
-        self.serial += 1
-        heappush(self.heap, (seconds, self.serial, index))
-
-    def _transfer(self, message: _TimedHop, now: float) -> dict[int, None]:
-        """Transfer a message that both ends have posted; return the ranks at its ends, in their order."""
-        start = now
-        if self.machine.shared_nic and not message.near:
-            nics = (
-                (self.send_free, message.source // self.machine.ranks_per_node),
-                (self.receive_free, message.target // self.machine.ranks_per_node),
-            )
-            start = max(now, *(free[node] for free, node in nics))
-            for free, node in nics:
-                free[node] = start + message.seconds
-        for end, step in message.awaited.items():
-            rank = self.ranks[end]
-            rank.open[step] -= 1
-            rank.ended[step] = max(rank.ended[step], start + message.seconds)
-        return dict.fromkeys(message.awaited)
-
-    def _begin_next_step(self, index: int) -> None:
-        """Begin the next step of a rank whose visits are done, once all messages that the rank waits for have ended."""
-        rank = self.ranks[index]
-        if rank.done is None or rank.open[rank.step]:
-            return
-        seconds = max(rank.done, rank.ended[rank.step])
-        rank.step, rank.done = rank.step + 1, None
-        self._push(index, seconds)
+def _begin_next_step(index: int, rank: _RankProgress, observe: Observer | None) -> bool:
+    """Begin the next step of a rank whose visits are done, once all messages that the rank waits for have ended."""
+    if rank.done is None or rank.open[rank.step]:
+        return False
+    end, message_begun = rank.ended.get(rank.step, (0.0, 0.0))
+    following = max(rank.done, end)
+    if observe is not None:
+        now = rank.clock[rank.step]
+        then = rank.clock[rank.step + 1] if rank.step + 1 < len(rank.clock) else now + 1
+        late_peer = max(min(message_begun, following) - rank.done, 0.0)
+        observe(StepTimes(index, now, rank.begun, rank.busy[rank.step], late_peer, following, then))
+    rank.begun, rank.step, rank.done = following, rank.step + 1, None
+    return True
 
 
 def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
@@ -196,32 +217,40 @@ def _prepare(
     plan = rates.plan
     messages: dict[tuple[int, int, int], _TimedHop] = {}
     link_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
+    cards: defaultdict[tuple[int, bool], list[tuple[CardUse, _Post]]] = defaultdict(list)
     loads = Loads.none(plan.ranks)
     ranks: list[_RankProgress] = []
-    events = message_count = 0
-    visit_seconds: list[list[float]] = [[] for _ in range(plan.ranks)]
-    for index in track(range(plan.ranks), plan.ranks, "ranks"):
-        steps, rank = rank_steps(plan, index, rates.backward), _RankProgress()
-        if rates.one_gather and len(steps) > 1:  # the only call comes after the gather
-            gather, call, *home = steps
-            steps = (replace(gather, visits=()), replace(call, visits=(*gather.visits, *call.visits)), *home)
-        message_count += sum(len(step.sends) for step in steps)
-        events += sum(1 + len(step.sends) for step in steps)
-        if events > MOST_EVENTS:
-            raise Unsupported(_too_many_events(f"more than {MOST_EVENTS:,}"))
-        _check_stalls(faults, index, len(steps))
-        for number, step in enumerate(steps):
+    message_count, steps_of_ranks, clocks = _list_steps(rates)
+    stalls = _stalls_by_step(faults, len(clocks))
+    visit_seconds: list[list[float]] = []
+    for index, steps in enumerate(steps_of_ranks):
+        late = {step: seconds for (rank, step), seconds in stalls.items() if rank == index}
+        by_clock = {clocks[step.clock]: step for step in steps}
+        rank = _RankProgress(clock=sorted({*by_clock, *late}))
+        # A rank counts its steps, and those in which it does nothing but stall.
+        place = {clock: number for number, clock in enumerate(rank.clock)}
+        own_number = [place[clocks[step.clock]] for step in steps]
+        visit_seconds.append([])
+        for clock in rank.clock:
+            step = by_clock.get(clock, IDLE)
             compute, merge = _busy_seconds(rates, faults, index, step, noise)
-            stalled = _stall_seconds(faults, index, number)
+            stalled = late.get(clock, 0.0)
             loads.compute[index] += compute
             loads.merge[index] += merge
             loads.stalls[index] += stalled
             visit_seconds[index].append(compute)
             rank.busy.append(sum((compute, merge, stalled)))
-            rank.posts.append(_post_messages(rates, faults, index, step, messages, link_bytes))
-            for message in rank.posts[-1]:
-                rank.open[message.awaited[index]] += 1
+            posted = _post_messages(rates, faults, index, step, messages, link_bytes)
+            for post in posted:
+                post.message.awaited[index] = own_number[post.until]
+                if rates.machine.shared_nic and not post.message.near:
+                    use = CardUse(clock, rank.clock[own_number[post.until]], post.gap)
+                    cards[index // rates.machine.ranks_per_node, post.sends].append((use, post))
+            rank.posts.append([post.message for post in posted])
         ranks.append(rank)
+    for uses in cards.values():
+        for (_, post), seconds in zip(uses, share_evenly([use for use, _ in uses]).tolist(), strict=True):
+            post.message.seconds = max(post.message.seconds, post.latency + seconds)
     for index, rank in enumerate(ranks):  # only now are the seconds of all messages known, which both ends decide
         for number, (visit, posts) in enumerate(zip(visit_seconds[index], rank.posts, strict=True)):
             interference = rates.gamma * min(visit, max((message.seconds for message in posts), default=0.0))
@@ -231,13 +260,33 @@ def _prepare(
     return ranks, loads, Traffic(sum(sizes), max(sizes, default=0), len(sizes), message_count)
 
 
-def _check_stalls(faults: Faults, index: int, steps: int) -> None:
+def _list_steps(rates: Rates) -> tuple[int, list[tuple[Step, ...]], dict[int, int]]:
+    """(messages, the steps of each rank, the step of the pass by clock): the clocks at which any rank has a step."""
+    plan = rates.plan
+    message_count = events = 0
+    steps_of_ranks = []
+    for index in track(range(plan.ranks), plan.ranks, "ranks"):
+        steps = rank_steps(plan, index, rates.backward)
+        if rates.one_gather and len(steps) > 1:  # the only call comes after the gather
+            gather, call, *home = steps
+            steps = (replace(gather, visits=()), replace(call, visits=(*gather.visits, *call.visits)), *home)
+        message_count += sum(len(step.sends) for step in steps)
+        events += sum(1 + len(step.sends) for step in steps)
+        if events > MOST_EVENTS:
+            raise Unsupported(_too_many_events(f"more than {MOST_EVENTS:,}"))
+        steps_of_ranks.append(steps)
+    clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
+    return message_count, steps_of_ranks, {clock: number for number, clock in enumerate(clocks)}
+
+
+def _stalls_by_step(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
+    """Seconds of the stalls by (rank, step of the pass)."""
+    seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
     for stall in faults.stalls:
-        if stall.rank == index and stall.step >= steps:
-            raise InvalidInput(
-                f"{stall}: rank {index} has the steps 0 .. {steps - 1}, as the plan is simulated step by step; try one "
-                "of these steps"
-            )
+        if stall.step >= steps:
+            raise InvalidInput(f"{stall}: the pass has the steps 0 .. {steps - 1}; try a step among these")
+        seconds[stall.rank, stall.step] += stall.seconds
+    return seconds
 
 
 def _busy_seconds(
@@ -257,10 +306,6 @@ def _busy_seconds(
     return compute, slow * rates.merge(rows)
 
 
-def _stall_seconds(faults: Faults, index: int, number: int) -> float:
-    return sum(stall.seconds for stall in faults.stalls if (stall.rank, stall.step) == (index, number))
-
-
 def _post_messages(
     rates: Rates,
     faults: Faults,
@@ -268,7 +313,7 @@ def _post_messages(
     step: Step,
     messages: dict[tuple[int, int, int], _TimedHop],
     link_bytes: defaultdict[tuple[int, int], int],
-) -> list[_TimedHop]:
+) -> list[_Post]:
     """The messages that a rank posts in a step, shared with their other ends through `messages`.
 
     A message takes as long as all messages of its kind of link together, at the end where these take longer. Bytes that
@@ -276,7 +321,8 @@ def _post_messages(
     """
     posted = []
     for hops, sends in ((step.sends, True), (step.recvs, False)):
-        timed: list[tuple[Hop, _TimedHop, float]] = []
+        alone: list[tuple[Hop, _TimedHop, float]] = []
+        latencies, gaps = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         for hop in hops:
             source, target = (index, hop.peer) if sends else (hop.peer, index)
             near, latency, bandwidth = rates.machine.link(source, target)
@@ -285,13 +331,13 @@ def _post_messages(
                 link_bytes[source, target] += size
             message = messages.setdefault((source, target, hop.tag), _TimedHop(source, target, near))
             start, share = rates.gather_factors(near, len(hops))
-            timed.append((hop, message, faults.link_factor(source) * (start * latency + share * size / bandwidth)))
-        together = {
-            near: sum(seconds for _, message, seconds in timed if message.near == near) for near in (True, False)
-        }
-        for hop, message, seconds in timed:
-            queued = rates.machine.shared_nic and not message.near  # the NIC's queue lets messages follow each other
-            message.seconds = max(message.seconds, seconds if queued else together[message.near])
-            message.awaited[index] = hop.until
-            posted.append(message)
+            slow = faults.link_factor(source)
+            gap = slow * share * size / bandwidth
+            latencies[near] += slow * start * latency
+            gaps[near] += gap
+            alone.append((hop, message, gap))
+        for hop, message, gap in alone:
+            near = message.near
+            message.seconds = max(message.seconds, latencies[near] + gaps[near])
+            posted.append(_Post(message, sends, hop.until, latencies[near], gap))
     return posted

@@ -81,6 +81,7 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
             f"steps and pairs of {compared:,} ranks of the whole plan with those of the smaller plan; the finish of "
             "two periods"
         ),
+        peers=solved.peers,
     )
 
 
@@ -100,8 +101,6 @@ def find_fold(rates: Rates) -> Fold | str:
         most = min(LONGEST_PERIOD, plan.ranks // 4)
         return f"the mask and the nodes repeat every {size:,} ranks, and at most {most:,} are folded"
     around = 0 if _periods_are_apart(plan, size) else _find_dependence(rates, size)
-    if around is None:
-        return "ranks of nodes with a shared NIC depend on each other without end"
     first = -(-around // size) * size
     # Four periods at least: a visit at one distance must not share its step, nor a neighboring step, with a visit that
     # reaches as far the other way around the ring.
@@ -121,14 +120,14 @@ def _periods_are_apart(plan: Plan, size: int) -> bool:
     return not any(plan.demand.needs(queriers, owners) for queriers, owners in meetings)
 
 
-def _find_dependence(rates: Rates, size: int) -> int | None:
-    """The distance in ranks up to which a finish may depend on other ranks; None where there is no limit.
+def _find_dependence(rates: Rates, size: int) -> int:
+    """The distance in ranks up to which a finish may depend on other ranks.
 
-    To the distance that chains of messages reach is added: a message's time depends on what both ends post with it, the
-    posts on what ranks see, and whether ranks see as much as others do on whether the sequence ends where they look.
+    To the distance that chains of messages reach is added: a message's time depends on what both ends, and with a
+    shared card the nodes of both ends, post with it; the posts on what ranks see, and whether ranks see as much as
+    others do on whether the sequence ends where they look.
     """
-    if rates.machine.shared_nic and rates.machine.ranks_per_node > 1:
-        return None
+    nodes = 2 * size if rates.machine.shared_nic else 0  # a period is made of whole nodes
     start = rates.plan.ranks // 2 // size * size
     farthest: defaultdict[int, int] = defaultdict(int)
     reach = 0
@@ -139,7 +138,7 @@ def _find_dependence(rates: Rates, size: int) -> int | None:
                 # The tag holds the step at which both ends post the message.
                 farthest[hop.tag // 2] = max(farthest[hop.tag // 2], distance)
                 reach = max(reach, distance, *(abs(part.owner - rank) for part in hop.parts))
-    return sum(farthest.values()) + 4 * reach + size
+    return sum(farthest.values()) + 4 * reach + size + nodes
 
 
 def _compare_steps(rates: Rates, fold: Fold) -> int:

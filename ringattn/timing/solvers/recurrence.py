@@ -56,6 +56,10 @@ class DirectMessages:
         """The same messages, each `seconds` longer."""
         return replace(self, seconds=self.seconds + seconds)
 
+    def instant(self) -> DirectMessages:
+        """The same messages, which take no time."""
+        return replace(self, seconds=np.zeros(len(self)))
+
 
 @dataclass(frozen=True)
 class NeighborMessages:
@@ -133,6 +137,21 @@ class Ring:
             longest = largest(longest, sent.seconds, shift_ranks(sent.seconds, sent.sign))
         return longest
 
+    def without_message_times(self) -> Ring:
+        """The ring whose messages take no time: ranks still wait until both ends have begun a step.
+
+        Ranks are busy for as long as before, interference included.
+        """
+
+        def change(phase: Phase) -> Phase:
+            messages = tuple(replace(sent, seconds=instant(sent.seconds), gap=0.0) for sent in phase.messages)
+            direct = None if phase.direct is None else phase.direct.instant()
+            return Phase(phase.steps, self.busy(phase), 0.0, messages, direct)
+
+        phases = self.phases
+        changed = (lambda: map(change, phases())) if callable(phases) else tuple(map(change, phases))
+        return replace(self, phases=changed, gamma=0.0)
+
     def coefficients(self, phase: Phase) -> tuple[Value, Value, Value]:
         """The stencil (a, b, d) of a phase, for rings with one receive slot.
 
@@ -148,6 +167,13 @@ class Ring:
             from_below, from_above = (arrives, leaves) if sent.sign > 0 else (leaves, arrives)
             own, below, above = largest(own, arrives, leaves), largest(below, from_below), largest(above, from_above)
         return own, below, above
+
+
+def instant(seconds: Value) -> Value:
+    """Message seconds or coefficients of 0 where there is a message, and NEVER where there is none."""
+    if isinstance(seconds, np.ndarray):
+        return np.where(np.isfinite(seconds), 0.0, NEVER)
+    return NEVER if seconds == NEVER else 0.0
 
 
 def shift_ranks(value: Value, sign: int) -> Value:
