@@ -9,6 +9,7 @@ import numpy as np
 
 from ...cache import cached
 from ..block_demand import BlockDemand
+from ..row_reach import RowReach
 
 #: The direction is chosen from all blocks of up to ALL_BLOCKS ranks. Of more ranks, about ALL_BLOCKS**2 / ranks blocks
 #: stand for all, at least FEWEST_BLOCKS.
@@ -201,12 +202,14 @@ class EndTable:
 
 
 @cached
-def _end_table(demand: BlockDemand) -> EndTable | None:
+def _end_table(demand: BlockDemand) -> EndTable | RowReach | None:
     """What ranks need of all blocks, or of the blocks of the `sampled` ranks.
 
     None where ranks do not need runs of rows, or where the table would be too large.
     """
-    layout = demand.layout
+    layout, row_reach = demand.layout, demand.row_reach
+    if row_reach is not None:
+        return row_reach
     if layout.ranks > TABLE_RANKS or layout.tokens * layout.ranks > EXACT_ROWS:
         return None
     shards = [layout.shard(rank) for rank in range(layout.ranks)]
@@ -216,15 +219,13 @@ def _end_table(demand: BlockDemand) -> EndTable | None:
     cells = len(block_runs) * layout.ranks * most
     if not block_runs or cells > TABLE_CELLS or any(run.step != 1 for shard in shards for run in shard):
         return None
-    bounds: list[tuple[int, int, int, int]] = []
-    for shard in shards:
-        for run in shard:
-            needed = demand.needed_run(run.start, run.stop - 1)
-            if needed is None:
-                return None
-            bounds.append((run.start, run.stop, needed[0], needed[1] + 1))
-        bounds += [(0, 0, 0, 0)] * (most - len(shard))
-    table = np.array(bounds, dtype=np.int64).reshape(layout.ranks, most, 4)
+    table = np.zeros((layout.ranks, most, 4), dtype=np.int64)
+    own = [(run.start, run.stop, rank, place) for rank, shard in enumerate(shards) for place, run in enumerate(shard)]
+    start, stop, rank, place = np.array(sorted(own)).T
+    needed = demand.needed_runs(start, stop - 1)
+    if needed is None:
+        return None
+    table[rank, place] = np.stack((start, stop, needed[0], needed[1] + 1), -1)
     begins, ends = np.array([(run.start, run.stop) for _, run in block_runs]).T[:, :, None]
     length = ends - begins
     first = last = np.zeros((len(block_runs), layout.ranks), dtype=np.int64)
@@ -244,7 +245,8 @@ def _count_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
 
 def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
     """The answer of `_count_carried` where the table lists the blocks of all ranks; else None."""
-    return _count_carried(demand, way) if way.limit and demand.layout.ranks <= TABLE_ALL else None
+    table = _end_table(demand) if way.limit else None
+    return None if table is None or len(table.blocks) < demand.layout.ranks else _count_carried(demand, way)
 
 
 @cached
@@ -275,32 +277,22 @@ def sum_rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
     return sum(by_owner[owner] if owner in by_owner else rows_along(demand, owner, way) for owner in owners)
 
 
-def count_kept(demand: BlockDemand, ways: Sequence[Way]) -> int | None:
-    """The number of rows of all heads that all ranks together keep on these ways, see `Route.kept_rows`.
+@cached
+def kept_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
+    """Rows of one head that each rank keeps of those that stop there on a way, by hop, see `Route.kept_rows`.
 
-    None where `_end_table` does not list all blocks.
+    int64 [ranks, hops], the farthest hop first; None where `_end_table` does not list all blocks.
     """
-    table, ranks = _end_table(demand), demand.layout.ranks
-    if table is None or len(table.blocks) < ranks:
+    carried, ranks = _count_all_carried(demand, way), demand.layout.ranks
+    if carried is None:
         return None
-    rows = np.array([demand.layout.rows(rank) for rank in range(ranks)])
-    carried = [(way, _count_carried(demand, way)) for way in ways]
-    return sum(_count_kept(way, hops, rows) for way, hops in carried if hops is not None) * demand.block_heads
-
-
-def _count_kept(way: Way, carried: np.ndarray, rows: np.ndarray) -> int:
-    """Rows of one head that all ranks together keep of the rows that stop there on a way, see `Route.kept_rows`.
-
-    `carried` are the rows that the blocks of all ranks send on each hop, the farthest first: int64 [ranks, hops], and
-    `rows` the rows of the block of each rank, int64 [ranks].
-    """
-    ranks = len(rows)
+    rows = np.array([demand.layout.rows(rank) for rank in range(ranks)])[:, None]
     stopping = np.diff(carried, axis=1, prepend=0)  # rows that arrive at a distance and go no further
     owners = (np.arange(ranks)[:, None] - way.sign * np.arange(way.limit, 0, -1)) % ranks
     size = stopping[owners, np.arange(way.limit)]
     # A rank looks at rows as long as there is room, which the rows that came before have taken.
-    room = rows[:, None] - np.cumsum(size, 1) + size
-    return int(size[(room > 0) & ((size <= room) | (room == rows[:, None]))].sum())
+    room = rows - np.cumsum(size, 1) + size
+    return np.where((room > 0) & ((size <= room) | (room == rows)), size, 0)
 
 
 @cached
