@@ -150,11 +150,11 @@ class Pattern(Value, ABC):
         """The first and last query that attend at least one of the keys first .. last; None if `key_run` is None."""
         return None
 
-    def key_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
         """The answers of `key_run` for ascending positions, int64 [runs] each."""
         return _ask_each(self.key_run, first, last)
 
-    def query_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
         """The answers of `query_run` for ascending positions, int64 [runs] each."""
         return _ask_each(self.query_run, first, last)
 
@@ -229,12 +229,12 @@ class BandPattern(Pattern):
         lo, hi = self.bounds
         return -FAR if lo is None else first + lo, FAR if hi is None else last + hi
 
-    def key_runs(self, first: np.ndarray, last: np.ndarray) -> Runs:
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
         lo, hi = self.bounds
         far = np.broadcast_to(np.int64(FAR), first.shape)
         return -far if hi is None else first - hi, far if lo is None else last - lo
 
-    def query_runs(self, first: np.ndarray, last: np.ndarray) -> Runs:
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
         lo, hi = self.bounds
         far = np.broadcast_to(np.int64(FAR), first.shape)
         return -far if lo is None else first + lo, far if hi is None else last + hi
@@ -324,11 +324,11 @@ class And(Combination):
     def query_run(self, first: int, last: int) -> Run | None:
         return _intersect_runs(self.a.query_run(first, last), self.b.query_run(first, last))
 
-    def key_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return _intersect_all(self.a.key_runs(first, last), self.b.key_runs(first, last))
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return _intersect_all(self.a.key_spans(first, last), self.b.key_spans(first, last))
 
-    def query_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return _intersect_all(self.a.query_runs(first, last), self.b.query_runs(first, last))
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return _intersect_all(self.a.query_spans(first, last), self.b.query_spans(first, last))
 
     def _deciding_operand(self, q: range, k: range, heads: range) -> Pattern | None:
         """The operand that alone decides, because the other one contains every pair of the rectangle; else None."""

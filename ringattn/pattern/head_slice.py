@@ -47,11 +47,11 @@ class HeadSlice(Pattern):
     def query_run(self, first: int, last: int) -> Run | None:
         return self.pattern.query_run(first, last)
 
-    def key_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return self.pattern.key_runs(first, last)
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return self.pattern.key_spans(first, last)
 
-    def query_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return self.pattern.query_runs(first, last)
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return self.pattern.query_spans(first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head + self.first, tokens)

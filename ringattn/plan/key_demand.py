@@ -100,10 +100,10 @@ class KeyDemand(BlockDemand):
         return self.pattern.key_run(first, last)
 
     def needed_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return self.pattern.key_runs(first, last)
+        return self.pattern.key_spans(first, last)
 
     def reader_runs(self, positions: np.ndarray) -> Runs | None:
-        return self.pattern.query_runs(positions, positions)
+        return self.pattern.query_spans(positions, positions)
 
     def sees_all(self, mine: range, block: range) -> bool:
         return self._dense((mine,), (block,))

@@ -48,10 +48,10 @@ class QueryDemand(BlockDemand):
         return self.pattern.query_run(first, last)
 
     def needed_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return self.pattern.query_runs(first, last)
+        return self.pattern.query_spans(first, last)
 
     def reader_runs(self, positions: np.ndarray) -> Runs | None:
-        return self.pattern.key_runs(positions, positions)
+        return self.pattern.key_spans(positions, positions)
 
     def sees_all(self, mine: range, block: range) -> bool:
         return self.keys.sees_all(block, mine)

@@ -65,7 +65,7 @@ class RowReach:
         return counts.reshape(self.layout.ranks, limit + 1).cumsum(1).astype(np.int64)[:, :limit]
 
     def needed(self, ranks: Sequence[range], owner: int, *, runs: bool) -> RowSets:
-        """The rows of the block of `owner` that some rank of `ranks` needs, in `runs` or in as few ranges as possible."""
+        """The rows of the block of `owner` that some rank of `ranks` needs, in `runs` or in few ranges."""
         return self._row_sets(self._mask(ranks, owner), runs=runs)
 
     def count(self, ranks: Sequence[range], owner: int) -> int:

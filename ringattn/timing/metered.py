@@ -61,13 +61,13 @@ class Metered(Pattern):
         self._spend(1)
         return self.pattern.query_run(first, last)
 
-    def key_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
         self._spend(WHOLE_RECTANGLE)
-        return self.pattern.key_runs(first, last)
+        return self.pattern.key_spans(first, last)
 
-    def query_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
         self._spend(WHOLE_RECTANGLE)
-        return self.pattern.query_runs(first, last)
+        return self.pattern.query_spans(first, last)
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         if type(self.pattern).count is Pattern.count:
