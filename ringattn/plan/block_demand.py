@@ -5,15 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..cache import Cache, cached
-from ..layout.regular import Layout
+from ..layout.regular import Layout, Striped
 from ..pattern.base import Pattern, Run, Runs
 from ..pattern.ranges import locate
-from .row_reach import RowReach, find_row_reach
 from .row_sets import RowSets, count_union, union
+
+if TYPE_CHECKING:
+    from .row_reach import RowReach
 
 #: Bytes of the answers that a demand keeps.
 ANSWERS = 1 << 27
@@ -68,7 +71,12 @@ class BlockDemand(ABC):
     @cached_property
     def row_reach(self) -> RowReach | None:
         """The ranks that need each row, where these follow without tiles; else None."""
-        return self.cache.answer((find_row_reach,), lambda: find_row_reach(self))
+        if not isinstance(self.layout, Striped):
+            return None
+        from .row_reach import find_row_reach  # few plans have striped layouts
+
+        layout, heads = self.layout, self.block_heads
+        return self.cache.answer((find_row_reach,), lambda: find_row_reach(layout, heads, self.reader_runs))
 
     @abstractmethod
     def sees_all(self, mine: range, block: range) -> bool:

@@ -7,17 +7,12 @@ around the ring, and some places before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..layout.regular import Layout, Striped
 from .row_sets import NO_ROWS, WHOLE_BLOCK, Ranges, RowSet, RowSets, to_ranges
-
-if TYPE_CHECKING:
-    from .block_demand import BlockDemand
-    from .schedules.relay import Way
 
 #: More tokens or ranks are planned by ranges: the arrays of a plan hold a few numbers for each token.
 MOST_TOKENS, MOST_RANKS = 1 << 21, 512
@@ -52,13 +47,13 @@ class RowReach:
         """Whether some rank of `ranks` needs a row of some block of `owners`."""
         return bool(self._visits[ranks.start : ranks.stop, owners.start : owners.stop].any())
 
-    def count_carried(self, way: Way) -> np.ndarray:
-        """Rows of one head that each block sends on each hop, the farthest hop first: int64 [ranks, hops].
+    def count_carried(self, sign: int, limit: int) -> np.ndarray:
+        """Rows of one head that each block sends on each hop of a way, the farthest hop first: int64 [ranks, hops].
 
         A hop carries what its target needs, or a rank beyond.
         """
         owner, before, after, rows = self._pieces
-        limit, (ahead, behind) = way.limit, (after, before) if way.sign > 0 else (before, after)
+        ahead, behind = (after, before) if sign > 0 else (before, after)
         # A rank `behind` is reached the other way around the ring.
         hops = np.where(behind >= self.layout.ranks - limit, limit, np.minimum(ahead, limit))
         counts = np.bincount(owner * (limit + 1) + limit - hops, rows, self.layout.ranks * (limit + 1))
@@ -122,17 +117,21 @@ def _find_runs(mask: np.ndarray) -> Ranges:
     return tuple(map(range, edges[::2], edges[1::2]))
 
 
-def find_row_reach(demand: BlockDemand) -> RowReach | None:
-    """The reach of the rows of the blocks of a demand; None where the layout or the pattern does not allow it."""
-    layout = demand.layout
+def find_row_reach(
+    layout: Layout, heads: int, find_readers: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray] | None]
+) -> RowReach | None:
+    """The reach of the rows of blocks of `heads` heads; None where the layout or the pattern does not allow it.
+
+    `find_readers` gives the first and last position that needs each of these positions, see `BlockDemand`.
+    """
     if not isinstance(layout, Striped) or not 0 < layout.tokens <= MOST_TOKENS or layout.ranks > MOST_RANKS:
         return None
     positions = np.arange(layout.tokens)
-    runs = demand.reader_runs(positions)
-    if runs is None:
+    readers = find_readers(positions)
+    if readers is None:
         return None
-    first, last = np.maximum(runs[0], 0), np.minimum(runs[1], layout.tokens - 1)
-    ends = (first, positions, last) if layout.block == 1 else (x // layout.block for x in (first, positions, last))
-    low, own, high = ends
+    first, last = np.maximum(readers[0], 0), np.minimum(readers[1], layout.tokens - 1)
+    places = (first, positions, last) if layout.block == 1 else (x // layout.block for x in (first, positions, last))
+    low, own, high = places
     before, after = np.minimum(own - low, layout.ranks), np.minimum(high - own, layout.ranks)
-    return RowReach(layout, layout.block, before, after, demand.block_heads)
+    return RowReach(layout, layout.block, before, after, heads)
