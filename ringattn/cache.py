@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 #: Bytes counted per entry in addition to the bytes of its value: the key and the dictionary slots.
 ENTRY = 256
-#: `estimate_bytes` samples this many items of a longer list or tuple, and visits at most this many objects in all.
+#: `estimate_bytes` samples this many items of a longer collection, and visits at most this many objects in all.
 SAMPLED, MOST = 16, 4096
 #: Least recently used entries that are measured again with every new entry, if values grow.
 REMEASURED = 8
@@ -110,7 +110,7 @@ def cached(compute: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[
 
 
 def estimate_bytes(value: object) -> int:
-    """About how many bytes `value` and everything it refers to take; long lists and tuples are extrapolated."""
+    """About how many bytes `value` and everything it refers to take; long collections are extrapolated."""
     if type(value) in SCALARS:
         return 32
     total, visited = 0.0, 0
@@ -131,8 +131,9 @@ def estimate_bytes(value: object) -> int:
             todo += [(member, weight * len(item) / len(sample)) for member in sample]
         elif isinstance(item, dict):
             total += (64 + 100 * len(item)) * weight
-            todo += [(member, weight) for pair in item.items() for member in pair]
-        elif hasattr(item, "nbytes"):  # an array or a tensor
+            some = min(len(item), SAMPLED)
+            todo += [(member, weight * len(item) / some) for pair in islice(item.items(), some) for member in pair]
+        elif hasattr(item, "nbytes"):  # an array, a tensor, or an object that knows its own size
             total += (128 + item.nbytes) * weight
         elif hasattr(item, "__dict__"):
             total += 160 * weight

@@ -1,8 +1,9 @@
-"""The borders of packed documents in a batch of token sequences, whose rows may have documents of their own."""
+"""A batch of token sequences, and the borders of packed documents in it, which may differ between its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput
+from ..functional import exchange
 from ..layout.regular import Layout
 from ..pattern import Documents
+from ..runtime.handshake import compare_records
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
@@ -26,6 +29,52 @@ def check_rows(layout: Layout) -> None:
             f"{layout.tokens} tokens leave a rank of {layout.ranks} without rows under layout {layout.name!r}; give "
             "each rank a token, or take fewer ranks"
         )
+
+
+def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """(the tensors of a batch that are cut, its borders of documents). Raises InvalidInput for what cannot be cut."""
+    if not isinstance(batch, Mapping):
+        raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
+    kept = {name: x for name, x in batch.items() if name not in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
+    borders = kept.pop("cu_seq_lens_q", None)
+    _check_batch(kept)
+    return kept, borders
+
+
+def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
+    """Raise InvalidInput for what cannot be cut into shards."""
+    unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
+    if unknown:
+        raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
+    if "input_ids" not in batch:
+        raise InvalidInput(f"a batch needs input_ids [batch, tokens], got {sorted(batch) or 'nothing'}")
+    for name, x in batch.items():
+        if not isinstance(x, torch.Tensor):
+            raise InvalidInput(
+                f"{name} must be a tensor [batch, tokens], got {type(x).__name__}; try torch.tensor(...), a tokenizer "
+                "with return_tensors='pt', or leave out what the model does not need"
+            )
+    tokens = batch["input_ids"]
+    if tokens.ndim != 2:
+        raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
+    sizes = {name: tuple(x.shape) for name, x in batch.items()}
+    if len(set(sizes.values())) > 1:
+        raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
+
+
+def gather_rows(logits: torch.Tensor, group: Any) -> list[int]:
+    """The tokens of the logits [B, n, classes] of each rank. Collective.
+
+    Raises InvalidInput for logits of another shape, and Mismatch on all ranks where only the ranks' batches or classes
+    differ.
+    """
+    with exchange("logits", group=group) as ranks:
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+            got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+            raise InvalidInput(f"logits must be [batch, tokens, classes], got {got}; pass model(**batch).logits")
+        batch, rows, classes = logits.shape
+        ranks.mine = json.dumps({"batch": batch, "rows": rows, "classes": classes}).encode()
+    return [fields["rows"] for fields in compare_records(ranks.records)]
 
 
 def read_borders(borders: torch.Tensor) -> Documents:

@@ -33,7 +33,16 @@ from ..runtime.autograd import compilable
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup
-from .borders import check_rows, count_from_borders, count_positions, find_documents, read_borders, write_borders
+from .borders import (
+    check_rows,
+    count_from_borders,
+    count_positions,
+    find_documents,
+    gather_rows,
+    read_batch,
+    read_borders,
+    write_borders,
+)
 from .comparison import Agreement, difference, evaluating, gradients_of
 
 if TYPE_CHECKING:
@@ -51,6 +60,8 @@ if TYPE_CHECKING:
 NAME = "ringattn"
 #: The kinds of layers whose whole attention is in the attention function.
 LAYER_TYPES = ("full_attention", "sliding_attention")
+#: The first exchange of a model; `shard_batch` reports its errors there.
+POSITIONS = "positions of a model"
 #: Attribute of an attention module that holds its `_Ring`.
 _STATE = "_ringattn"
 
@@ -138,17 +149,15 @@ def shard_batch(
     and in each document from 0.
     """
     place = _place(group)
-    if not isinstance(batch, Mapping):
-        raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
-    batch = {name: x for name, x in batch.items() if name not in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
-    borders = batch.pop("cu_seq_lens_q", None)
-    cu_seqlens = borders if cu_seqlens is None else cu_seqlens
-    tokens = _check_batch(batch)
-    rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
-    cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
-    check_rows(cut)
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    documents = find_documents(tokens, None if mask is not None else positions, cu_seqlens)
+    with telling(POSITIONS, group=place.group):
+        batch, borders = read_batch(batch)
+        tokens = batch["input_ids"]
+        rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
+        cut = make_layout(layout, tokens=tokens.shape[1], ranks=ranks)
+        check_rows(cut)
+        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        given = borders if cu_seqlens is None else cu_seqlens
+        documents = find_documents(tokens, None if mask is not None else positions, given)
     if positions is None:
         positions = count_positions(tokens, mask, documents)
     result = {"input_ids": tokens, "position_ids": positions}
@@ -192,10 +201,8 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
     Not differentiable: a loss is computed on the rows of each rank.
     """
     place = _place(group)
-    ranks = dist.get_world_size(place.group)
-    rows: list[int] = [0] * ranks
-    dist.all_gather_object(rows, logits.shape[1], group=place.group)
-    cut = make_layout(layout, tokens=sum(rows), ranks=ranks)
+    rows = gather_rows(logits, place.group)
+    cut = make_layout(layout, tokens=sum(rows), ranks=len(rows))
     most = max(rows)
     mine = nn.functional.pad(logits.detach(), (0, 0, 0, most - logits.shape[1])).contiguous()
     shards = [torch.empty_like(mine) for _ in rows]
@@ -356,7 +363,7 @@ def _check_positions(ring: _Ring, kwargs: dict[str, Any]) -> None:
     positions = kwargs.get("position_ids")
     if positions is not None and torch.compiler.is_compiling():
         return  # an exchange cannot be traced
-    with exchange("positions of a model", group=ring.place.group) as rows:
+    with exchange(POSITIONS, group=ring.place.group) as rows:
         if positions is None:
             raise InvalidInput(
                 "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
@@ -464,28 +471,6 @@ def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             raise Unsupported(f"{name} has {feature}; ringattn cannot compute its attention over ranks")
     if config is not model.config:
         raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
-
-
-def _check_batch(batch: Batch) -> torch.Tensor:
-    """The input_ids of a batch. Raises InvalidInput for what cannot be cut into shards."""
-    unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
-    if unknown:
-        raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
-    if "input_ids" not in batch:
-        raise InvalidInput(f"a batch needs input_ids [batch, tokens], got {sorted(batch) or 'nothing'}")
-    for name, x in batch.items():
-        if not isinstance(x, torch.Tensor):
-            raise InvalidInput(
-                f"{name} must be a tensor [batch, tokens], got {type(x).__name__}; try torch.tensor(...), a tokenizer "
-                "with return_tensors='pt', or leave out what the model does not need"
-            )
-    tokens = batch["input_ids"]
-    if tokens.ndim != 2:
-        raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
-    sizes = {name: tuple(x.shape) for name, x in batch.items()}
-    if len(set(sizes.values())) > 1:
-        raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
-    return tokens
 
 
 def _longest_window(model: nn.Module) -> int:

@@ -19,6 +19,8 @@ from .tile import Tile, intersect_tiles, make_tile, subtract_tile
 ONE_HEAD = range(1)
 #: First and last position of a run of adjacent positions.
 Run = tuple[int, int]
+#: First and last positions of many runs: int64 [runs] each.
+Runs = tuple[np.ndarray, np.ndarray]
 #: The end of a run without a bound; beyond every position of a sequence.
 FAR = 1 << 62
 #: Every pattern by its number, which stands for the pattern in a graph of torch.compile. From 2 on: torch.compile takes
@@ -148,6 +150,14 @@ class Pattern(Value, ABC):
         """The first and last query that attend at least one of the keys first .. last; None if `key_run` is None."""
         return None
 
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        """The answers of `key_run` for ascending positions, int64 [runs] each."""
+        return _ask_each(self.key_run, first, last)
+
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        """The answers of `query_run` for ascending positions, int64 [runs] each."""
+        return _ask_each(self.query_run, first, last)
+
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
         """Which pairs are seen, bool [heads, tokens, tokens]; with branches how often each pair counts, int64.
 
@@ -218,6 +228,16 @@ class BandPattern(Pattern):
     def query_run(self, first: int, last: int) -> Run:
         lo, hi = self.bounds
         return -FAR if lo is None else first + lo, FAR if hi is None else last + hi
+
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
+        lo, hi = self.bounds
+        far = np.broadcast_to(np.int64(FAR), first.shape)
+        return -far if hi is None else first - hi, far if lo is None else last - lo
+
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
+        lo, hi = self.bounds
+        far = np.broadcast_to(np.int64(FAR), first.shape)
+        return -far if lo is None else first + lo, far if hi is None else last + hi
 
 
 def _check_pattern(value: object, operation: str) -> Pattern:
@@ -303,6 +323,12 @@ class And(Combination):
 
     def query_run(self, first: int, last: int) -> Run | None:
         return _intersect_runs(self.a.query_run(first, last), self.b.query_run(first, last))
+
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return _intersect_all(self.a.key_spans(first, last), self.b.key_spans(first, last))
+
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return _intersect_all(self.a.query_spans(first, last), self.b.query_spans(first, last))
 
     def _deciding_operand(self, q: range, k: range, heads: range) -> Pattern | None:
         """The operand that alone decides, because the other one contains every pair of the rectangle; else None."""
@@ -440,6 +466,23 @@ def mix(*patterns: Pattern) -> Mix:
 def _intersect_runs(a: Run | None, b: Run | None) -> Run | None:
     """The common positions of two runs that overlap, because both contain the same queries; None if one is unknown."""
     return None if a is None or b is None else (max(a[0], b[0]), min(a[1], b[1]))
+
+
+def _intersect_all(a: Runs | None, b: Runs | None) -> Runs | None:
+    """As `_intersect_runs`, for arrays."""
+    return None if a is None or b is None else (np.maximum(a[0], b[0]), np.minimum(a[1], b[1]))
+
+
+def _ask_each(run: Callable[[int, int], Run | None], first: np.ndarray, last: np.ndarray) -> Runs | None:
+    """The answers of `run`; None where it does not know one."""
+    runs = []
+    for a, b in zip(first.tolist(), last.tolist(), strict=True):
+        answer = run(a, b)
+        if answer is None:
+            return None
+        runs.append(answer)
+    starts, ends = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    return starts, ends
 
 
 def _span_runs(runs: Iterable[Run | None]) -> Run | None:

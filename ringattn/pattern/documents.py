@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..text import shorten
-from .base import ONE_HEAD, Pattern, Run, check_integer
+from .base import ONE_HEAD, Pattern, Run, Runs, check_integer
 from .ranges import clip
 from .tile import Tile, make_tile
 
@@ -71,7 +71,11 @@ class Documents(Pattern):
         return len(self.lengths) if self.lengths and isinstance(self.lengths[0], tuple) else None
 
     def row(self, index: int) -> Documents:
-        return self if self.rows is None else Documents(cast("tuple[int, ...]", self.lengths[index]))
+        if self.rows is None:
+            return self
+        if not -self.rows <= index < self.rows:
+            raise InvalidInput(f"row {index} of Documents with {self.rows} rows; try row({self.rows - 1}), the last")
+        return Documents(cast("tuple[int, ...]", self.lengths[index]))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -126,6 +130,15 @@ class Documents(Pattern):
 
     def query_run(self, first: int, last: int) -> Run:
         return self.key_run(first, last)
+
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
+        starts = np.array(self.starts)
+        # There may be many more positions than documents: search the documents among the positions, which ascend.
+        firsts, lasts = (np.diff(np.searchsorted(positions, starts)) for positions in (first, last))
+        return np.repeat(starts[:-1], firsts), np.repeat(starts[1:] - 1, lasts)
+
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
+        return self.key_spans(first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         document = np.repeat(np.arange(len(self.lengths)), self._of_all_rows)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .base import ONE_HEAD, Pattern, Run
+from .base import ONE_HEAD, Pattern, Run, Runs
 from .tile import Tile
 
 
@@ -46,6 +46,12 @@ class HeadSlice(Pattern):
 
     def query_run(self, first: int, last: int) -> Run | None:
         return self.pattern.query_run(first, last)
+
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return self.pattern.key_spans(first, last)
+
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return self.pattern.query_spans(first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head + self.first, tokens)

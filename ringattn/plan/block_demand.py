@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..cache import Cache, cached
-from ..layout.regular import Layout
-from ..pattern.base import Pattern, Run
+from ..layout.regular import Layout, Striped
+from ..pattern.base import Pattern, Run, Runs
 from ..pattern.ranges import locate
 from .row_sets import RowSets, count_union, union
+
+if TYPE_CHECKING:
+    from .row_reach import RowReach
 
 #: Bytes of the answers that a demand keeps.
 ANSWERS = 1 << 27
@@ -54,6 +61,24 @@ class BlockDemand(ABC):
         """
 
     @abstractmethod
+    def needed_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        """The answers of `needed_run` for ascending positions, int64 [runs] each."""
+
+    @abstractmethod
+    def reader_runs(self, positions: np.ndarray) -> Runs | None:
+        """The first and last position that needs each of these ascending block rows, as in `needed_run`."""
+
+    @cached_property
+    def row_reach(self) -> RowReach | None:
+        """The ranks that need each row, where these follow without tiles; else None."""
+        if not isinstance(self.layout, Striped):
+            return None
+        from .row_reach import find_row_reach  # few plans have striped layouts
+
+        layout, heads = self.layout, self.block_heads
+        return self.cache.answer((find_row_reach,), lambda: find_row_reach(layout, heads, self.reader_runs))
+
+    @abstractmethod
     def sees_all(self, mine: range, block: range) -> bool:
         """Whether all pairs of the positions `mine` of a rank and `block` of an owner are seen, in all heads."""
 
@@ -76,10 +101,14 @@ class BlockDemand(ABC):
     @cached
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` needs."""
-        return self._union(ranks, owner)
+        reach = self.row_reach
+        return self._union(ranks, owner) if reach is None else reach.needed(ranks, owner, runs=True)
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all heads in `needed_rows`, without making the row sets where possible."""
+        reach = self.row_reach
+        if reach is not None:
+            return reach.count(ranks, owner)
         pieces = (piece for run in ranks for piece in self._local_pieces(run, owner))
         return count_union(pieces, self.block_heads, self.layout.rows(owner))
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..cache import cached
 from ..layout.regular import Layout
 from ..pattern import Pattern, Tile
-from ..pattern.base import Run
+from ..pattern.base import Run, Runs
 from ..pattern.ranges import ceil_div, locate
 from ..pattern.tile import make_tile
 from .block_demand import BlockDemand
@@ -62,6 +62,9 @@ class KeyDemand(BlockDemand):
         """Whether some rank of `ranks` sees a key of some rank of `owners` (runs of consecutive ranks)."""
         if not ranks or not owners:
             return False
+        reach = self.row_reach
+        if reach is not None:
+            return reach.needs(ranks, owners)
         q_rows, q_exact = self.layout.span(ranks)
         k_rows, k_exact = self.layout.span(owners)
         if not self._touch(q_rows, k_rows):
@@ -95,6 +98,12 @@ class KeyDemand(BlockDemand):
     def needed_run(self, first: int, last: int) -> Run | None:
         """(first, last) key that queries first .. last see together, where the pattern knows one run (`key_run`)."""
         return self.pattern.key_run(first, last)
+
+    def needed_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return self.pattern.key_spans(first, last)
+
+    def reader_runs(self, positions: np.ndarray) -> Runs | None:
+        return self.pattern.query_spans(positions, positions)
 
     def sees_all(self, mine: range, block: range) -> bool:
         return self._dense((mine,), (block,))
@@ -139,13 +148,14 @@ class KeyDemand(BlockDemand):
     @cached
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The key rows of the block of `owner` of which some rank of `ranks` (runs of ranks) sees a key."""
-        if len(self.layout.shard(owner)) > MAX_SYMBOLIC:
-            return self._union_of_masks(ranks, owner)
-        return self._union(ranks, owner)
+        many, reach = len(self.layout.shard(owner)) > MAX_SYMBOLIC, self.row_reach
+        if reach is not None:
+            return reach.needed(ranks, owner, runs=not many)
+        return self._union_of_masks(ranks, owner) if many else self._union(ranks, owner)
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all key/value heads in `needed_rows`."""
-        if len(self.layout.shard(owner)) > MAX_SYMBOLIC:
+        if len(self.layout.shard(owner)) > MAX_SYMBOLIC and self.row_reach is None:
             return count_rows(self.needed_rows(ranks, owner), self.kv_heads, self.layout.rows(owner))
         return super().count_needed(ranks, owner)
 

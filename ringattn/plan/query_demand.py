@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from ..cache import cached
 from ..layout.regular import Layout
-from ..pattern.base import Pattern, Run
+from ..pattern.base import Pattern, Run, Runs
 from .block_demand import BlockDemand
 from .key_demand import KeyDemand
 from .row_sets import ALL_ROWS, AllRows, Ranges, RowSet, as_range, locate_rows
@@ -44,6 +46,12 @@ class QueryDemand(BlockDemand):
     def needed_run(self, first: int, last: int) -> Run | None:
         """(first, last) query that sees a key of first .. last, where the pattern knows one run (`query_run`)."""
         return self.pattern.query_run(first, last)
+
+    def needed_runs(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        return self.pattern.query_spans(first, last)
+
+    def reader_runs(self, positions: np.ndarray) -> Runs | None:
+        return self.pattern.key_spans(positions, positions)
 
     def sees_all(self, mine: range, block: range) -> bool:
         return self.keys.sees_all(block, mine)

@@ -47,6 +47,8 @@ RECORDING = (_K.AutogradFunctionality, _K.AutogradOther, _K.AutogradNestedTensor
 POSITIONS, PAIRS = ".positions", (".attend", ".attend_by")
 #: The name of the tensor with the number that a call draws its dropout from.
 DRAWN = "drawn"
+#: Arguments that a compiled function may change from call to call, and what the names of their tensors begin with.
+NUMBERS, NUMBER = ("scale", "scaling", "softcap", "dropout"), "number "
 #: Objects by the numbers that stand for them in texts.
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _serials = count()
@@ -90,6 +92,10 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
             tensors.append(value)
         elif isinstance(value, Pattern) and value.number:
             number = value.number
+        elif argument in NUMBERS and isinstance(value, int | float) and not isinstance(value, bool):
+            # A number that changes between calls is no constant, which `_write` needs.
+            names.append(NUMBER + argument)
+            tensors.append(torch.tensor(float(value), dtype=torch.float64, device="cpu"))
         else:
             constants[argument] = _spell(value) if isinstance(value, Pattern) else value
     if _drops(arguments):
@@ -187,7 +193,8 @@ def _run(tensors: list[Tensor], number: int, text: str) -> Any:
     arguments = {key: _find(value) if isinstance(value, dict) else value for key, value in constants.items()}
     if number:
         arguments["pattern"] = _recent.answer(number, lambda: _find({"pattern": number}))
-    arguments |= dict(zip(names, tensors, strict=True))
+    for argument, x in zip(names, tensors, strict=True):
+        arguments[argument.removeprefix(NUMBER)] = x.item() if argument.startswith(NUMBER) else x
     token = place.set(index)
     try:
         with _drawing(arguments.pop(DRAWN, None)):

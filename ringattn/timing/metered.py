@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..pattern import Pattern, Tile
-from ..pattern.base import ONE_HEAD, Run
+from ..pattern.base import ONE_HEAD, Run, Runs
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 
@@ -60,6 +60,14 @@ class Metered(Pattern):
     def query_run(self, first: int, last: int) -> Run | None:
         self._spend(1)
         return self.pattern.query_run(first, last)
+
+    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        self._spend(WHOLE_RECTANGLE)
+        return self.pattern.key_spans(first, last)
+
+    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
+        self._spend(WHOLE_RECTANGLE)
+        return self.pattern.query_spans(first, last)
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         if type(self.pattern).count is Pattern.count:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import InvalidInput, Mismatch
+from ..errors import InvalidInput
+from ..functional import exchange
 from ..kernels.base import wide
+from ..runtime.handshake import compare_records
 from ..transport.torchdist import WeakGroup
 
 if TYPE_CHECKING:
@@ -51,14 +56,16 @@ def linear_cross_entropy(
 
     With FSDP2 call this function in the forward of a wrapped module, where its weight is whole.
 
-    Raises InvalidInput for shapes, dtypes and labels that do not fit, and Mismatch where that is so on another rank.
-    With `total` the ranks exchange nothing, and only the rank of the error raises.
+    Raises InvalidInput for shapes, dtypes and labels that do not fit, and Mismatch where that is so on another rank, or
+    where the ranks differ in ignore_index or in the number of classes. With `total` the ranks exchange nothing, and
+    only the rank of the error raises.
     """
-    count = partial(_check, hidden, weight, labels, bias, ignore_index, chunk)
+    check = partial(_check, hidden, weight, labels, bias, ignore_index, chunk)
     if total is None:
-        total = _sum_counts(count, group, getattr(labels, "device", None))
+        total = _sum_labels("loss", check, group)
     else:
-        count()
+        check()
+        _check_total(total)
     losses = _sum_losses(hidden.flatten(0, -2), weight, labels.flatten(), bias, ignore_index, chunk)
     total = torch.as_tensor(total, device=losses.device)
     return losses * (_count_ranks(group) / total.clamp(min=1).to(losses.dtype))
@@ -71,25 +78,20 @@ def count_labels(
 
     Raises InvalidInput for labels that are not int64, and Mismatch where those of another rank are not.
     """
-    total = _sum_counts(partial(_count, labels, ignore_index), group, getattr(labels, "device", None))
+    total = _sum_labels("labels of a loss", partial(_count, labels, ignore_index), group)
     return torch.tensor(total, device=labels.device)
 
 
-def _sum_counts(count: Callable[[], int], group: ProcessGroup | DeviceMesh | None, device: torch.device | None) -> int:
-    """The sum over the ranks of `count()`, in one exchange. Raises Mismatch if `count` has raised on another rank."""
+def _sum_labels(stage: str, describe: Callable[[], dict[str, int]], group: ProcessGroup | DeviceMesh | None) -> int:
+    """The sum over the ranks of their "labels", after one exchange. `describe` gives the fields of this rank.
+
+    Raises Mismatch if `describe` has raised on another rank, or if its other fields differ between ranks.
+    """
     if _count_ranks(group) == 1:
-        return count()
-    group = _get_group(group)
-    sums = torch.tensor([0, 1, dist.get_rank(group)], device=device or "cpu")  # labels, ranks that raise, their sum
-    try:
-        sums = torch.tensor([count(), 0, 0], device=sums.device)
-    finally:
-        dist.all_reduce(sums, group=group)
-    total, wrong, rank = sums.tolist()
-    if wrong:
-        who = f"rank {rank} of the group" if wrong == 1 else f"{wrong} ranks of the group"
-        raise Mismatch(f"{who} cannot compute the loss; look at the error that is raised there")
-    return int(total)
+        return describe()["labels"]
+    with exchange(stage, group=_get_group(group)) as ranks:
+        ranks.mine = json.dumps(describe()).encode()
+    return sum(fields["labels"] for fields in compare_records(ranks.records))
 
 
 def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None = None) -> torch.Tensor:
@@ -126,9 +128,9 @@ def _check(
     bias: torch.Tensor | None,
     ignore_index: int,
     chunk: int,
-) -> int:
-    """The number of labels of this rank. Raises InvalidInput for arguments that do not fit each other."""
-    count = _count(labels, ignore_index)
+) -> dict[str, int]:
+    """The fields of this rank for `_sum_labels`. Raises InvalidInput for arguments that do not fit each other."""
+    fields = _count(labels, ignore_index)
     if hidden.ndim < 2 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or labels.shape != hidden.shape[:-1]:
         raise InvalidInput(
             f"hidden must be [..., d], weight [classes, d] and labels [...], got {tuple(hidden.shape)}, "
@@ -153,15 +155,27 @@ def _check(
             f"label {int(labels[wrong][0])} is none of the {classes:,} classes of weight; use ignore_index "
             f"({ignore_index}) for rows without a label"
         )
-    return count
+    return {**fields, "number of classes": classes}
 
 
-def _count(labels: torch.Tensor, ignore_index: int) -> int:
-    """The labels of this rank other than `ignore_index`. Raises InvalidInput unless the labels are int64."""
+def _check_total(total: object) -> None:
+    """Raise InvalidInput unless `total` is one finite number >= 0, or a tensor of one element."""
+    number = isinstance(total, int | float | np.number) and not isinstance(total, bool) and 0 <= total < inf
+    if not number and not (isinstance(total, torch.Tensor) and total.numel() == 1 and not total.is_complex()):
+        shown = f"a tensor {tuple(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
+        raise InvalidInput(f"total must be the number of labels of all ranks, got {shown}; try count_labels(labels)")
+
+
+def _count(labels: torch.Tensor, ignore_index: int) -> dict[str, int]:
+    """The number of labels other than `ignore_index`, and this. Raises InvalidInput unless both are integers."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer):
+        raise InvalidInput(
+            f"ignore_index must be an integer, a label of rows without a loss, got {ignore_index!r}; try -100"
+        )
     if not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64:
         kind = str(labels.dtype) if isinstance(labels, torch.Tensor) else type(labels).__name__
         raise InvalidInput(f"labels must be an int64 tensor of classes, got {kind}; try labels.long()")
-    return int((labels != ignore_index).sum())
+    return {"labels": int((labels != ignore_index).sum()), "ignore_index": int(ignore_index)}
 
 
 def _sum_losses(

@@ -194,6 +194,9 @@ def refused_batches(rank: int) -> dict[str, str]:
     parallelize(first, layout="zigzag")
     found["config"] = second.config._attn_implementation
     found["logits"] = told(lambda: second(ids))
+    found["shape"] = told(lambda: gather_logits(ids if rank else ids[..., None], layout="zigzag"))
+    borders = [0, 4, 9 if rank else 8]
+    found["borders"] = told(lambda: first(**shard_batch({"input_ids": ids}, layout="zigzag", cu_seqlens=borders)))
     return found
 
 

@@ -93,8 +93,14 @@ def test_batches_that_cannot_be_cut_and_a_config_of_two_models(run_ranks) -> Non
         "config": "sdpa",
         "logits": "no error",
     }
-    for found in run_ranks(model_cases.refused_batches, 2, timeout=120):
-        for name, text in words.items():
+    # Of what one rank alone gets wrong the other rank hears.
+    one = {
+        "shape": "logits must be [batch, tokens, classes], got (1, 8)",
+        "borders": "Documents: the 2 lengths sum to 9, the sequence has 8 tokens",
+    }
+    for rank, found in enumerate(run_ranks(model_cases.refused_batches, 2, timeout=120)):
+        kind = "InvalidInput: " if rank else "Mismatch: rank 1 cannot take part: "
+        for name, text in {**words, **{name: kind + text for name, text in one.items()}}.items():
             assert found[name].startswith(text), (name, found[name])
 
 

@@ -17,6 +17,8 @@ def test_rows_are_given_by_lists_arrays_or_borders() -> None:
     assert Documents(cu_seqlens=borders).row(1) == Documents([8, 0])
     assert Documents(torch.tensor(borders)) == Documents(cu_seqlens=np.array(borders))
     assert Documents([[3, 5], [3, 5]]) == Documents([3, 5])  # which is for batches of any size
+    with pytest.raises(InvalidInput, match=r"row 3 of Documents with 3 rows; try row\(2\)"):
+        ROWS.row(3)
     assert Documents([3, 5]).rows is None and ROWS.rows == 3 and ROWS.row(2) == Documents([1, 7])
     with pytest.raises(InvalidInput, match="a length"):
         Documents([[3, 5], [-8]])

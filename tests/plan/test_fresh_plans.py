@@ -10,6 +10,7 @@ import pytest
 
 from ringattn import Causal, Documents, Pattern, Window, make_plan, planner
 from ringattn.cache import Cache
+from ringattn.plan import row_reach
 from ringattn.plan.schedules import relay
 
 
@@ -19,7 +20,7 @@ def pack(source: random.Random, tokens: int) -> Documents:
     return Documents(cu_seqlens=borders)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced", "striped", "striped(4)"])
 def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = random.Random(1)
     for index in range(12):
@@ -38,6 +39,7 @@ def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monk
         by_table = steps()
         with monkeypatch.context() as patch:
             patch.setattr(relay, "TABLE_RANKS", 0)
+            patch.setattr(row_reach, "MOST_RANKS", 0)
             assert by_table == steps(), (pattern, ranks)
 
 

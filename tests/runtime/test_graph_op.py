@@ -83,6 +83,15 @@ def test_new_documents_do_not_compile_anew_and_nothing_is_kept() -> None:
     assert not graph_op._records and len(NUMBERED) <= before + 64  # the plans that are cached
 
 
+def test_numbers_may_change_from_call_to_call() -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, scale: float, softcap: float) -> Any:
+        return ra.virtual_attention(q, k, v, PATTERN, ranks=2, scale=scale, softcap=softcap)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for scale, softcap in ((0.5, 5.0), (-0.25, 7.0)):  # torch compiles the second call anew, with numbers as inputs
+        assert equal(run(compiled, scale, softcap), run(call, scale, softcap))
+
+
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_the_ring_runs_once_where_a_checkpoint_selects_it(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     forwards: list[int] = []

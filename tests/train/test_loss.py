@@ -124,6 +124,8 @@ def with_labels(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         ({"labels": with_labels(CLASSES)}, "label 50 is none of the 50 classes"),
         ({"labels": with_labels(-1)}, "label -1 is none"),
         ({"weight": make()[1].float()}, "one dtype, got torch.float64, torch.float32"),
+        ({"ignore_index": 1.5}, "ignore_index must be an integer, a label of rows without a loss, got 1.5"),
+        ({"total": "3"}, "total must be the number of labels of all ranks, got '3'; try count_labels"),
     ],
 )
 def test_errors(change: dict[str, object], words: str) -> None:
@@ -133,29 +135,37 @@ def test_errors(change: dict[str, object], words: str) -> None:
 
 
 def wrong_on_one_rank(rank: int) -> list[str]:
-    """What the ranks say to labels of a wrong shape, and of a wrong dtype, on rank 1 alone."""
+    """What the ranks say to rank 1 with other labels, ignore_index or classes; alone in its group a rank has a loss."""
+    import torch.distributed as dist
+
     hidden, weight, _, labels = make()
     found = []
     for call in (
         lambda: linear_cross_entropy(hidden, weight, labels[:, rank % 2 :]),
         lambda: count_labels(labels.int() if rank == 1 else labels),
+        lambda: count_labels(labels, ignore_index=-99 if rank == 1 else -100),
+        lambda: linear_cross_entropy(hidden, weight[:-1] if rank == 1 else weight, labels.clamp(max=40)),
     ):
         with pytest.raises(RingAttentionError) as caught:
             call()
         found.append(f"{type(caught.value).__name__}: {caught.value}")
+    alone = [dist.new_group([other]) for other in range(3)][rank]
+    own = linear_cross_entropy(hidden[:, rank:], weight, labels[:, rank:], group=alone)
+    truth = F.cross_entropy(F.linear(hidden, weight)[:, rank:].flatten(0, 1), labels[:, rank:].flatten())
+    torch.testing.assert_close(own, truth)
     return found
 
 
 def test_an_error_of_one_rank_reaches_all(run_ranks) -> None:  # type: ignore[no-untyped-def]
-    for rank, (shape, dtype) in enumerate(run_ranks(wrong_on_one_rank, 3)):
+    for rank, (shape, dtype, *differing) in enumerate(run_ranks(wrong_on_one_rank, 3)):
         if rank == 1:
             assert shape.startswith("InvalidInput: hidden must be") and dtype.startswith("InvalidInput: labels must")
         else:
-            assert (
-                shape
-                == dtype
-                == ("Mismatch: rank 1 of the group cannot compute the loss; look at the error that is raised there")
-            )
+            assert shape.startswith("Mismatch: rank 1 cannot take part: hidden must be")
+            assert dtype.startswith("Mismatch: rank 1 cannot take part: labels must")
+        for text, values in (("ignore_index", (-100, -99, -100)), ("number of classes", (50, 49, 50))):
+            first, other = values[:2]
+            assert f"disagree about {text}: {first} on ranks 0, 2; {other} on rank 1" in "".join(differing)
 
 
 class Head(torch.nn.Module):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...cache import cached
+from ...layout.regular import Layout
 from ..block_demand import BlockDemand
+
+if TYPE_CHECKING:
+    from ..row_reach import RowReach
 
 #: The direction is chosen from all blocks of up to ALL_BLOCKS ranks. Of more ranks, about ALL_BLOCKS**2 / ranks blocks
 #: stand for all, at least FEWEST_BLOCKS.
@@ -184,67 +190,92 @@ class EndTable:
     first: np.ndarray
     last: np.ndarray
 
-    def count_carried(self, way: Way) -> np.ndarray:
-        """Rows of one head that each block sends on each hop, the farthest hop first: int64 [blocks, hops]."""
+    def count_carried(self, sign: int, limit: int) -> np.ndarray:
+        """Rows of one head that each block sends on each hop of a way, the farthest hop first: int64 [blocks, hops]."""
         runs, ranks = self.first.shape
-        distances = np.arange(
-            way.limit, 0, -1
-        )  # the farthest first: a hop carries what its target or a rank beyond needs
-        passed = (np.array(self.blocks)[self.block_index][:, None] + way.sign * distances) % ranks
+        distances = np.arange(limit, 0, -1)  # the farthest first: a hop carries what its target or a rank beyond needs
+        passed = (np.array(self.blocks)[self.block_index][:, None] + sign * distances) % ranks
         passed += np.arange(0, runs * ranks, ranks)[:, None]
         first, last = (np.maximum.accumulate(needed.take(passed), 1) for needed in (self.first, self.last))
         rows = np.minimum(first + last, self.length[:, None])
-        carried = np.zeros((len(self.blocks), way.limit), dtype=np.int64)
+        carried = np.zeros((len(self.blocks), limit), dtype=np.int64)
         firsts = np.flatnonzero(np.diff(self.block_index, prepend=-1))  # the first run of each block that has runs
         carried[self.block_index[firsts]] = np.add.reduceat(rows, firsts)
         return carried
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of a layout as arrays: of all ranks, by their starts, and of the blocks of an `EndTable`."""
+
+    #: Of each run: its positions, its rank, and its index among the runs of the rank. `most` runs has a rank.
+    start: np.ndarray
+    stop: np.ndarray
+    rank: np.ndarray
+    place: np.ndarray
+    most: int
+    blocks: list[int]
+    #: Of each run of a block: the index in `blocks` of its owner, and its positions.
+    block_index: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+@lru_cache(maxsize=16)
+def _list_runs(layout: Layout) -> _Runs | None:
+    """The runs of a layout; None where ranges have steps, or where the table would be too large."""
+    shards = [layout.shard(rank) for rank in range(layout.ranks)]
+    blocks = list(range(layout.ranks)) if layout.ranks <= TABLE_ALL else sampled(layout.ranks)
+    most = max(map(len, shards))
+    block_runs = [(index, run.start, run.stop) for index, rank in enumerate(blocks) for run in shards[rank]]
+    cells = len(block_runs) * layout.ranks * most
+    if not block_runs or cells > TABLE_CELLS or any(run.step != 1 for shard in shards for run in shard):
+        return None
+    own = [(run.start, run.stop, rank, place) for rank, shard in enumerate(shards) for place, run in enumerate(shard)]
+    start, stop, rank, place = np.array(sorted(own)).T
+    return _Runs(start, stop, rank, place, most, blocks, *np.array(block_runs).T)
+
+
 @cached
-def _end_table(demand: BlockDemand) -> EndTable | None:
+def _end_table(demand: BlockDemand) -> EndTable | RowReach | None:
     """What ranks need of all blocks, or of the blocks of the `sampled` ranks.
 
     None where ranks do not need runs of rows, or where the table would be too large.
     """
-    layout = demand.layout
+    layout, row_reach = demand.layout, demand.row_reach
+    if row_reach is not None:
+        return row_reach
     if layout.ranks > TABLE_RANKS or layout.tokens * layout.ranks > EXACT_ROWS:
         return None
-    shards = [layout.shard(rank) for rank in range(layout.ranks)]
-    blocks = list(range(layout.ranks)) if layout.ranks <= TABLE_ALL else sampled(layout.ranks)
-    most = max(map(len, shards))
-    block_runs = [(index, run) for index, rank in enumerate(blocks) for run in shards[rank]]
-    cells = len(block_runs) * layout.ranks * most
-    if not block_runs or cells > TABLE_CELLS or any(run.step != 1 for shard in shards for run in shard):
+    runs = _list_runs(layout)
+    if runs is None:
         return None
-    bounds: list[tuple[int, int, int, int]] = []
-    for shard in shards:
-        for run in shard:
-            needed = demand.needed_run(run.start, run.stop - 1)
-            if needed is None:
-                return None
-            bounds.append((run.start, run.stop, needed[0], needed[1] + 1))
-        bounds += [(0, 0, 0, 0)] * (most - len(shard))
-    table = np.array(bounds, dtype=np.int64).reshape(layout.ranks, most, 4)
-    begins, ends = np.array([(run.start, run.stop) for _, run in block_runs]).T[:, :, None]
+    needed = demand.needed_runs(runs.start, runs.stop - 1)
+    if needed is None:
+        return None
+    table = np.zeros((layout.ranks, runs.most, 4), dtype=np.int64)
+    table[runs.rank, runs.place] = np.stack((runs.start, runs.stop, needed[0], needed[1] + 1), -1)
+    begins, ends = runs.begins[:, None], runs.ends[:, None]
     length = ends - begins
-    first = last = np.zeros((len(block_runs), layout.ranks), dtype=np.int64)
+    first = last = np.zeros((len(begins), layout.ranks), dtype=np.int64)
     for start, stop, low, high in table.transpose(1, 2, 0):  # range i of every rank
         # A rank without a range i has an empty range at 0, which needs nothing.
         first = np.maximum(first, np.where(stop <= begins, np.minimum(high - begins, length), 0))
         last = np.maximum(last, np.where(start >= ends, np.minimum(ends - low, length), 0))
-    return EndTable(blocks, np.array([index for index, _ in block_runs]), length.ravel(), first, last)
+    return EndTable(runs.blocks, runs.block_index, length.ravel(), first, last)
 
 
 @cached
 def _count_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
     """Rows of one head that the blocks of `_end_table` send on each hop; None where there is no table."""
     table = _end_table(demand)
-    return None if table is None else table.count_carried(way)
+    return None if table is None else table.count_carried(way.sign, way.limit)
 
 
 def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
     """The answer of `_count_carried` where the table lists the blocks of all ranks; else None."""
-    return _count_carried(demand, way) if way.limit and demand.layout.ranks <= TABLE_ALL else None
+    table = _end_table(demand) if way.limit else None
+    return None if table is None or len(table.blocks) < demand.layout.ranks else _count_carried(demand, way)
 
 
 @cached
@@ -271,36 +302,35 @@ def rows_along(demand: BlockDemand, owner: int, way: Way) -> int:
 
 def sum_rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
     """The sum of `rows_along` over the blocks of `owners`."""
+    carried = _count_all_carried(demand, way)
+    if carried is not None:
+        return int(carried[list(owners)].sum()) * demand.block_heads
     by_owner = _rows_along_by_owner(demand, way)
     return sum(by_owner[owner] if owner in by_owner else rows_along(demand, owner, way) for owner in owners)
 
 
-def count_kept(demand: BlockDemand, ways: Sequence[Way]) -> int | None:
-    """The number of rows of all heads that all ranks together keep on these ways, see `Route.kept_rows`.
+@lru_cache(maxsize=16)
+def _count_rows(layout: Layout) -> np.ndarray:
+    """The rows of each rank: int64 [ranks]."""
+    return np.array([layout.rows(rank) for rank in range(layout.ranks)])
 
-    None where `_end_table` does not list all blocks.
+
+@cached
+def kept_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
+    """Rows of one head that each rank keeps of those that stop there on a way, by hop, see `Route.kept_rows`.
+
+    int64 [ranks, hops], the farthest hop first; None where `_end_table` does not list all blocks.
     """
-    table, ranks = _end_table(demand), demand.layout.ranks
-    if table is None or len(table.blocks) < ranks:
+    carried, ranks = _count_all_carried(demand, way), demand.layout.ranks
+    if carried is None:
         return None
-    rows = np.array([demand.layout.rows(rank) for rank in range(ranks)])
-    carried = [(way, _count_carried(demand, way)) for way in ways]
-    return sum(_count_kept(way, hops, rows) for way, hops in carried if hops is not None) * demand.block_heads
-
-
-def _count_kept(way: Way, carried: np.ndarray, rows: np.ndarray) -> int:
-    """Rows of one head that all ranks together keep of the rows that stop there on a way, see `Route.kept_rows`.
-
-    `carried` are the rows that the blocks of all ranks send on each hop, the farthest first: int64 [ranks, hops], and
-    `rows` the rows of the block of each rank, int64 [ranks].
-    """
-    ranks = len(rows)
+    rows = _count_rows(demand.layout)[:, None]
     stopping = np.diff(carried, axis=1, prepend=0)  # rows that arrive at a distance and go no further
     owners = (np.arange(ranks)[:, None] - way.sign * np.arange(way.limit, 0, -1)) % ranks
     size = stopping[owners, np.arange(way.limit)]
     # A rank looks at rows as long as there is room, which the rows that came before have taken.
-    room = rows[:, None] - np.cumsum(size, 1) + size
-    return int(size[(room > 0) & ((size <= room) | (room == rows[:, None]))].sum())
+    room = rows - np.cumsum(size, 1) + size
+    return np.where((room > 0) & ((size <= room) | (room == rows)), size, 0)
 
 
 @cached

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from heapq import merge
+
+import numpy as np
 
 from ..block_demand import BlockDemand
 from ..row_sets import WHOLE_BLOCK, RowSets
-from .relay import Way, choose_ways, count_kept, halve_way, passing, ranks_beyond, reach, row_counts, sum_rows_along
+from .relay import Way, choose_ways, halve_way, kept_by_hop, passing, ranks_beyond, reach, row_counts, sum_rows_along
 from .route import Edge, MovedRows, Route
 
 #: The schedule remembers of this many blocks how far they travel whole.
@@ -72,6 +75,9 @@ class RingSchedule(Route):
             for distance, _ in row_counts(self.demand, owner, way):
                 yield self._edge(owner, ring, distance)
 
+    def returned(self, edge: Edge, siblings: Iterable[Edge] | None = None) -> RowSets:
+        return self.carried(edge)  # a ring has no sibling edges
+
     def served(self, edge: Edge) -> tuple[range, ...]:
         return ranks_beyond(self.demand, edge.owner, self.ways[edge.ring], edge.step)
 
@@ -79,8 +85,28 @@ class RingSchedule(Route):
         return MovedRows(sum(sum_rows_along(self.demand, owners, way) for way in self.ways))
 
     def count_kept(self, ranks: Sequence[int]) -> tuple[int, int]:
-        rows = count_kept(self.demand, self.ways)
-        return super().count_kept(ranks) if rows is None else (rows, 0)
+        tables = self._kept_by_ring
+        if tables is None:
+            return super().count_kept(ranks)
+        return sum(int(table.sum()) for table in tables) * self.demand.block_heads, 0
+
+    def is_kept(self, edge: Edge) -> bool:
+        tables = self._kept_by_ring
+        if tables is None:
+            return super().is_kept(edge)
+        return bool(tables[edge.ring][edge.target, -edge.step])
+
+    def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
+        if arrivals is not None or self._kept_by_ring is None:
+            return super().find_kept_rows(rank, arrivals)
+        return {edge: self.stopping(edge) for edge in self.arrivals(rank) if self.is_kept(edge)}
+
+    @cached_property
+    def _kept_by_ring(self) -> list[np.ndarray] | None:
+        """By ring, the answer of `kept_by_hop`; None where there is none."""
+        tables = [kept_by_hop(self.demand, way) for way in self.ways]
+        known = [table for table in tables if table is not None]
+        return known if len(known) == len(tables) else None
 
     def _edges_to(self, rank: int, ring: int, distances: range | None = None) -> Iterator[Edge]:
         way = self.ways[ring]
@@ -89,5 +115,5 @@ class RingSchedule(Route):
 
     def _edge(self, owner: int, ring: int, distance: int) -> Edge:
         way: Way = self.ways[ring]
-        source, target = ((owner + way.sign * d) % self.demand.layout.ranks for d in (distance - 1, distance))
-        return Edge(owner, source, target, distance - 1, distance, ring)
+        ranks, near = self.demand.layout.ranks, owner + way.sign * (distance - 1)
+        return Edge(owner, near % ranks, (near + way.sign) % ranks, distance - 1, distance, ring)

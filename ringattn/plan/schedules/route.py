@@ -91,7 +91,10 @@ class Route(Schedule):
 
     def stopping(self, edge: Edge) -> RowSets:
         """The rows that arrive on an edge and go no further."""
-        return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in self.next_edges(edge)])
+        reach, further = self.demand.row_reach, self.next_edges(edge)
+        if reach is not None and further:
+            return reach.needed_only(self.served(edge), [self.served(e) for e in further], edge.owner)
+        return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in further])
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
         """The edges of the block of `owner` on which rows arrive that go no further."""
@@ -102,9 +105,14 @@ class Route(Schedule):
             if self.stopping(edge) != NO_ROWS:
                 yield edge
 
-    def returned(self, edge: Edge, siblings: Iterable[Edge] = ()) -> RowSets:
-        """The rows that the backward returns on an edge: those that no sibling before the edge returns."""
+    def returned(self, edge: Edge, siblings: Iterable[Edge] | None = None) -> RowSets:
+        """The rows that the backward returns on a relayed edge: those that no sibling before the edge returns.
+
+        `siblings` are the edges on which the source of the edge passes rows of the block on; None: they are looked up.
+        """
         earlier = []
+        if siblings is None:
+            siblings = self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
         for sibling in siblings:
             if sibling == edge:
                 break
@@ -118,6 +126,10 @@ class Route(Schedule):
         """
         key = (Route.kept_rows, type(self), self.ranks_per_node, rank)
         return self._cache.answer(key, lambda: self.find_kept_rows(rank))
+
+    def is_kept(self, edge: Edge) -> bool:
+        """Whether the target of an edge keeps rows that arrive there, see `kept_rows`."""
+        return edge in self.kept_rows(edge.target)
 
     def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
         """The answer of `kept_rows`, from the latest `arrivals` only where these are given."""
@@ -166,7 +178,7 @@ class Route(Schedule):
         kept = self.kept_rows(rank)
         for edge in arrivals:
             if edge.source != edge.owner:
-                returned = make_parts("kv", edge.owner, self.returned(edge, self._siblings(edge)))
+                returned = make_parts("kv", edge.owner, self.returned(edge))
                 builder.send(edge.step, edge.post + 1, edge.source, returned)
             builder.send(edge.step - 1, edge.post, edge.source, make_parts("grad", edge.owner, self.carried(edge)))
             if edge not in kept:
@@ -174,11 +186,11 @@ class Route(Schedule):
                 builder.recv(edge.step + 1, edge.step + 1, edge.owner, stopping)
         for edge in self.departures(rank):
             if edge.owner != rank:
-                returned = make_parts("kv", edge.owner, self.returned(edge, self._siblings(edge)))
+                returned = make_parts("kv", edge.owner, self.returned(edge))
                 builder.recv(edge.step, edge.post + 1, edge.target, returned)
             builder.recv(edge.step - 1, edge.post, edge.target, make_parts("grad", edge.owner, self.carried(edge)))
         for edge in self.last_edges(rank):
-            if edge not in self.kept_rows(edge.target):
+            if not self.is_kept(edge):
                 builder.send(edge.step + 1, edge.step + 1, edge.target, make_parts("kv", rank, self.stopping(edge)))
         return builder.steps()
 
@@ -198,13 +210,13 @@ class Route(Schedule):
             if self.demand.visits(rank, edge.owner):
                 builder.visit(edge.step, make_parts("q", edge.owner, self.carried(edge)))
             if edge.source != edge.owner:
-                returned = make_parts("dq", edge.owner, self.returned(edge, self._siblings(edge)))
+                returned = make_parts("dq", edge.owner, self.returned(edge))
                 builder.recv(edge.post + 1, edge.step, edge.source, returned)
             builder.send(edge.step + 1, edge.step + 1, edge.owner, make_parts("dq", edge.owner, self.stopping(edge)))
         for edge in self.departures(rank):
             builder.send(edge.post, edge.step - 1, edge.target, self._query_parts(edge))
             if edge.owner != rank:
-                returned = make_parts("dq", edge.owner, self.returned(edge, self._siblings(edge)))
+                returned = make_parts("dq", edge.owner, self.returned(edge))
                 builder.send(edge.post + 1, edge.step, edge.target, returned)
         for edge in self.last_edges(rank):
             builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts("dq", rank, self.stopping(edge)))
@@ -288,10 +300,6 @@ class Route(Schedule):
     def _cache(self) -> Cache:
         """The demand's cache, which other schedules of the same demand use as well: its keys name the schedule."""
         return self.demand.cache
-
-    def _siblings(self, edge: Edge) -> tuple[Edge, ...]:
-        """The edges on which the source of `edge`, which is not the owner, passes rows of the block on."""
-        return self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
 
     def _query_parts(self, edge: Edge) -> tuple[Part, ...]:
         row_sets = self.carried(edge)
