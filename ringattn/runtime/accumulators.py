@@ -157,7 +157,7 @@ class OutputAccumulator:
 
     def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
-        self.lse = q.new_empty(0)
+        self.lse: torch.Tensor | None = None
         #: out and lse of every open section.
         self._open: dict[Section, RowViews] = {}
 
@@ -194,7 +194,7 @@ class OutputAccumulator:
         `bad` [B, H, n] flags rows with a query that is not finite.
         """
         self._allocate()
-        assert self.out is not None
+        assert self.out is not None and self.lse is not None
         for rows in empty:
             self._rows(self.out, rows).zero_()
             self._rows(self.lse, rows).fill_(-torch.inf)
@@ -202,7 +202,7 @@ class OutputAccumulator:
         marks = self.out[..., 0].isnan()
         if bad is not None:
             marks |= bad & (self.lse != -torch.inf)
-        spread_marks(marks, self.out, self.lse.unsqueeze(-1))
+        spread_marks(marks, self.out, self.lse)
         return self.out, as_dtype(self.lse, wide(self.q.dtype))
 
     def _open_section(self, section: Section) -> RowViews:
@@ -225,7 +225,7 @@ class OutputAccumulator:
 
     def _allocate(self) -> None:
         """Allocate the output and lse, unless they exist."""
-        if self.lse.numel():
+        if self.lse is not None:
             return
         batch, heads, rows, width = self.shape
         # Rows before heads in memory, as in the results of the kernels, so that a merge walks memory in order.

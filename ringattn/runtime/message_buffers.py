@@ -222,13 +222,15 @@ def message_views(data: torch.Tensor, plan: Plan, parts: Sequence[Part]) -> dict
 
 
 def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
-    """Shapes [B, heads, rows, width] and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`."""
+    """Shapes [B, heads, rows, width], lse [B, heads, rows], and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`."""
     if part.kind in (*BLOCKS, *SUMS):
         dtype: torch.dtype = getattr(torch, plan.part_dtype(part, as_sent=as_sent))
         ring_plan, _ = plan.ring_plan(0)
         heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout.rows(part.owner)
         if isinstance(part.row_set, RowSet):
             heads, rows = len(part.row_set.heads), part.row_set.count
+        if part.kind == "row":  # lse as kernels take it, and one number per row beside it
+            return [((plan.batch, heads, rows), dtype), ((plan.batch, heads, rows, 1), dtype)]
         return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
     # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
     rows = plan.layout.rows(part.owner)

@@ -109,8 +109,10 @@ class PassTensors:
             if (number, dtype) not in typed:
                 store = stores[number]
                 assert store is not None
-                rest = store.numel() % dtype.itemsize
-                typed[number, dtype] = (store[:-rest] if rest else store).view(dtype)
+                if dtype != torch.uint8:
+                    rest = store.numel() % dtype.itemsize
+                    store = (store[:-rest] if rest else store).view(dtype)
+                typed[number, dtype] = store
             self.tensors.append(typed[number, dtype].as_strided(shape, strides, start))
         self._tags = tags
         self._tickets: dict[int, Any] = {}

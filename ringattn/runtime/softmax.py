@@ -28,8 +28,8 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
     """
     if fused := fused_kernels(out.device):
         return fused.merge_(out, lse, part, part_lse)
-    gate = (part_lse - lse).sigmoid_()
-    gate.masked_fill_(part_lse.isneginf(), 0.0)  # if both saw no key, sigmoid(-inf + inf) is NaN
+    # At least the lowest number: if both saw no key, -inf + inf would be NaN.
+    gate = (part_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
     out.lerp_(as_dtype(part, out.dtype), as_dtype(gate, out.dtype).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
