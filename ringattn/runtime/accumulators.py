@@ -14,7 +14,7 @@ from ..kernels.pad import crop_to
 from ..plan.work import Work, shift_range
 from .memory import empty
 from .merge_plan import KernelCall, Section
-from .softmax import add_, merge_
+from .softmax import MergeSpace, add_, merge_
 
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64
@@ -57,9 +57,9 @@ class RowViews:
         views = self._views.get((heads, rows))
         if views is None:
             _, all_heads, all_rows, *_ = self.tensors[0].shape
-            if len(heads) == all_heads and len(rows) == all_rows:
-                return self.tensors
-            views = self._views[heads, rows] = tuple([_select(x, heads, rows, 1, 0) for x in self.tensors])
+            whole = len(heads) == all_heads and len(rows) == all_rows
+            views = self.tensors if whole else tuple([_select(x, heads, rows, 1, 0) for x in self.tensors])
+            self._views[heads, rows] = views
         return views
 
 
@@ -158,6 +158,7 @@ class OutputAccumulator:
     def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
         self.lse: torch.Tensor | None = None
+        self._space = MergeSpace()
         #: out and lse of every open section.
         self._open: dict[Section, RowViews] = {}
 
@@ -179,7 +180,7 @@ class OutputAccumulator:
             out.copy_(part)
             lse.copy_(part_lse)
         else:
-            merge_(out, lse, part, part_lse)
+            merge_(out, lse, part, part_lse, self._space)
 
     def close(self, section: Section) -> None:
         """Write the accumulator of a section, which has all its partials, to the output."""

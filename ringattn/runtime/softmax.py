@@ -17,21 +17,41 @@ def add_(total: torch.Tensor, part: torch.Tensor) -> None:
     fused.add_(total, part) if fused else total.add_(part)
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+class MergeSpace:
+    """Workspaces of `merge_`, which are made anew only where the shape of a partial changes."""
+
+    def __init__(self) -> None:
+        self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def fit(self, lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """(two tensors like lse [B, H, n], one of them in `dtype`, and that one as a column [B, H, n, 1])."""
+        if not self._tensors or self._tensors[0].shape != lse.shape:
+            gate = torch.empty_like(lse, dtype=dtype)
+            self._tensors = torch.empty_like(lse), torch.empty_like(lse), gate, gate.unsqueeze(-1)
+        return self._tensors
+
+
+def merge_(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, space: MergeSpace | None = None
+) -> None:
     """Merge the partial (part, part_lse) into (out, lse), in place.
 
     out [B, H, n, D] and lse [B, H, n] are fp32 or fp64 with any strides. lse may be wider than out; part may have a
     narrower dtype. lse is the natural log of the sum of exp(logits). lse is -inf for a row that saw no key, and out
     must then be finite. With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and
     lse <- log(exp(lse) + exp(part_lse)).
+    `space` is reused from merge to merge of tensors of the same dtypes.
     Source: the online softmax of Milakov and Gimelshein (2018), in a form that cannot overflow.
     """
     if fused := fused_kernels(out.device):
         return fused.merge_(out, lse, part, part_lse)
+    widened, difference, gate, column = (space or MergeSpace()).fit(lse, out.dtype)
+    widened.copy_(part_lse)  # once: every op with two dtypes would widen it again
     # At least the lowest number: if both saw no key, -inf + inf would be NaN.
-    gate = (part_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
-    out.lerp_(as_dtype(part, out.dtype), as_dtype(gate, out.dtype).unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)
+    torch.clamp_min(lse, torch.finfo(lse.dtype).min, out=difference)
+    torch.sigmoid(torch.sub(widened, difference, out=difference), out=gate)
+    out.lerp_(as_dtype(part, out.dtype), column)
+    torch.logaddexp(lse, widened, out=lse)
 
 
 def merge(
