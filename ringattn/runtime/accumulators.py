@@ -39,6 +39,7 @@ class RowViews:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
+        _, self._heads, self._rows, *_ = tensors[0].shape
         self._views: dict[tuple[range, range], tuple[torch.Tensor, ...]] = {}
 
     def of(self, batch: slice | None) -> tuple[torch.Tensor, ...]:
@@ -54,12 +55,11 @@ class RowViews:
         """
         if batch is not None or repeat != 1:
             return tuple([_select(x if batch is None else x[batch], heads, rows, repeat, shift) for x in self.tensors])
+        if len(rows) == self._rows and len(heads) == self._heads:
+            return self.tensors
         views = self._views.get((heads, rows))
         if views is None:
-            _, all_heads, all_rows, *_ = self.tensors[0].shape
-            whole = len(heads) == all_heads and len(rows) == all_rows
-            views = self.tensors if whole else tuple([_select(x, heads, rows, 1, 0) for x in self.tensors])
-            self._views[heads, rows] = views
+            views = self._views[heads, rows] = tuple([_select(x, heads, rows, 1, 0) for x in self.tensors])
         return views
 
 

@@ -116,7 +116,7 @@ class Recorder:
     @property
     def memory(self) -> Memory:
         """What the pass needs, when all of it is written down."""
-        return Memory(tuple(self._stores), tuple(self._views))
+        return Memory.of(self._stores, self._views)
 
 
 class StepMessages(ABC):

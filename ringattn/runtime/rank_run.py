@@ -88,10 +88,23 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a pass needs: the bytes of its stores, and the views that have numbers. None is a tensor that is given."""
+    """What a pass needs: the bytes of its stores, how many tensors have numbers, and those that are views.
+
+    `views` are (number, view) by store and dtype. The other tensors are given.
+    """
 
     stores: tuple[int, ...]
-    views: tuple[View | None, ...]
+    count: int
+    views: tuple[tuple[int, torch.dtype, tuple[tuple[int, View], ...]], ...]
+
+    @classmethod
+    def of(cls, stores: Sequence[int], views: Sequence[View | None]) -> Memory:
+        """The memory of numbered views. None is a tensor that is given."""
+        grouped: dict[tuple[int, torch.dtype], list[tuple[int, View]]] = {}
+        for number, view in enumerate(views):
+            if view is not None:
+                grouped.setdefault((view.store, view.dtype), []).append((number, view))
+        return cls(tuple(stores), len(views), tuple((*key, tuple(group)) for key, group in grouped.items()))
 
 
 class PassTensors:
@@ -99,21 +112,16 @@ class PassTensors:
 
     def __init__(self, memory: Memory, device: torch.device, tags: Tags) -> None:
         stores = [empty((size,), torch.uint8, device) if size else None for size in memory.stores]
-        typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.tensors: list[Any] = []
-        for view in memory.views:
-            if view is None:
-                self.tensors.append(None)
-                continue
-            number, start, shape, strides, dtype = view
-            if (number, dtype) not in typed:
-                store = stores[number]
-                assert store is not None
-                if dtype != torch.uint8:
-                    rest = store.numel() % dtype.itemsize
-                    store = (store[:-rest] if rest else store).view(dtype)
-                typed[number, dtype] = store
-            self.tensors.append(typed[number, dtype].as_strided(shape, strides, start))
+        self.tensors: list[Any] = [None] * memory.count
+        for number, dtype, views in memory.views:
+            store = stores[number]
+            assert store is not None
+            if rest := store.numel() % dtype.itemsize:
+                store = store[:-rest]
+            if dtype != torch.uint8:
+                store = store.view(dtype)
+            for place, (_, start, shape, strides, _) in views:
+                self.tensors[place] = store.as_strided(shape, strides, start)
         self._tags = tags
         self._tickets: dict[int, Any] = {}
 
@@ -124,7 +132,8 @@ class PassTensors:
 
     def get(self, numbers: Numbers) -> Tensors:
         """The tensors of these numbers."""
-        return tuple([self.tensors[number] for number in numbers])
+        tensors = self.tensors
+        return tuple([tensors[number] for number in numbers])
 
     def copy(self, copies: tuple[Copy, ...]) -> None:
         """Make these copies."""
@@ -142,7 +151,8 @@ class PassTensors:
             self._tickets[post.ticket] = yield Post(sends, recvs, label)
 
     def _messages(self, numbered: tuple[tuple[int, int, int], ...]) -> tuple[Message, ...]:
-        return tuple([Message(peer, self._tags.of(tag), self.tensors[data]) for peer, tag, data in numbered])
+        of, tensors = self._tags.of, self.tensors
+        return tuple([Message(peer, of(tag), tensors[data]) for peer, tag, data in numbered])
 
     def finish(self, waits: tuple[BatchWait, ...]) -> Program[None]:
         """Wait for the messages that are due at the end of a step, and unpack them."""

@@ -49,7 +49,7 @@ def merge_(
     widened.copy_(part_lse)  # once: every op with two dtypes would widen it again
     # At least the lowest number: if both saw no key, -inf + inf would be NaN.
     torch.clamp_min(lse, torch.finfo(lse.dtype).min, out=difference)
-    torch.sigmoid(torch.sub(widened, difference, out=difference), out=gate)
+    gate.copy_(torch.sub(widened, difference, out=difference).sigmoid_())
     out.lerp_(as_dtype(part, out.dtype), column)
     torch.logaddexp(lse, widened, out=lse)
 
