@@ -80,7 +80,7 @@ def times_unit(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dO / peak, peak = max |dO|) of each row, in fp32 or fp64. The squares of dO / peak neither overflow nor vanish."""
+    """(dO / peak, peak = max |dO|) of each row, in fp32 or fp64. Squares of dO / peak neither overflow nor vanish."""
     x = as_dtype(grad, wide(grad.dtype))
     peak = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
     return x / peak, peak

@@ -158,6 +158,8 @@ class OutputAccumulator:
     def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
         self.lse: torch.Tensor | None = None
+        #: The dtype of partials that can be the output; None where the output is narrower than partials are merged in.
+        self._whole_dtype = q.dtype if q.dtype == wide(q.dtype) else None
         self._space = MergeSpace()
         #: out and lse of every open section.
         self._open: dict[Section, RowViews] = {}
@@ -166,13 +168,13 @@ class OutputAccumulator:
         self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice | None
     ) -> None:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
-        gathered, dtype = call.work.gathered, wide(self.q.dtype)
-        if self.out is None and not gathered and part.shape == self.shape and part.dtype == dtype == self.q.dtype:
+        work = call.work
+        if self.out is None and not work.gathered and part.shape == self.shape and part.dtype == self._whole_dtype:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
             self._open[section] = RowViews(self.out, self.lse)
             return
-        work, views = call.work, self._open.get(section) or self._open_section(section)
-        if gathered:
+        views = self._open.get(section) or self._open_section(section)
+        if work.gathered:
             _merge_gathered(call, section.rows.start, views.of(batch), (part, part_lse))
             return
         out, lse = views.select(work.heads, call.rows, batch, work.repeat, work.q_shift)
@@ -180,7 +182,7 @@ class OutputAccumulator:
             out.copy_(part)
             lse.copy_(part_lse)
         else:
-            merge_(out, lse, part, part_lse, self._space)
+            merge_(out, lse, part, part_lse, space=self._space)
 
     def close(self, section: Section) -> None:
         """Write the accumulator of a section, which has all its partials, to the output."""

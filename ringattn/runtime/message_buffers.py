@@ -222,7 +222,10 @@ def message_views(data: torch.Tensor, plan: Plan, parts: Sequence[Part]) -> dict
 
 
 def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
-    """Shapes [B, heads, rows, width], lse [B, heads, rows], and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`."""
+    """Shapes and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`.
+
+    Shapes are [B, heads, rows, width], and [B, heads, rows] for lse of visited queries.
+    """
     if part.kind in (*BLOCKS, *SUMS):
         dtype: torch.dtype = getattr(torch, plan.part_dtype(part, as_sent=as_sent))
         ring_plan, _ = plan.ring_plan(0)

@@ -18,7 +18,7 @@ def add_(total: torch.Tensor, part: torch.Tensor) -> None:
 
 
 class MergeSpace:
-    """Workspaces of `merge_`, which are made anew only where the shape of a partial changes."""
+    """Workspaces of merges one after another, which are made anew only where the shape changes."""
 
     def __init__(self) -> None:
         self._tensors: tuple[torch.Tensor, ...] = ()
@@ -32,15 +32,19 @@ class MergeSpace:
 
 
 def merge_(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, space: MergeSpace | None = None
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    *,
+    space: MergeSpace | None = None,
 ) -> None:
     """Merge the partial (part, part_lse) into (out, lse), in place.
 
     out [B, H, n, D] and lse [B, H, n] are fp32 or fp64 with any strides. lse may be wider than out; part may have a
-    narrower dtype. lse is the natural log of the sum of exp(logits). lse is -inf for a row that saw no key, and out
-    must then be finite. With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and
-    lse <- log(exp(lse) + exp(part_lse)).
-    `space` is reused from merge to merge of tensors of the same dtypes.
+    narrower dtype. lse is the natural log of the sum of exp(logits). Where lse is -inf, for a row that saw no key, out
+    must be finite; where lse is NaN, out must be NaN. With s = sigmoid(part_lse - lse): out <- out + s * (part - out),
+    and lse <- log(exp(lse) + exp(part_lse)). `space` serves one merge after another of tensors of the same dtypes.
     Source: the online softmax of Milakov and Gimelshein (2018), in a form that cannot overflow.
     """
     if fused := fused_kernels(out.device):
