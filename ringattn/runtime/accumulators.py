@@ -12,9 +12,9 @@ import torch
 from ..kernels.base import as_dtype, spread_marks, wide
 from ..kernels.pad import crop_to
 from ..plan.work import Work, shift_range
-from .memory import empty
+from .memory import MergeSpace, empty
 from .merge_plan import KernelCall, Section
-from .softmax import MergeSpace, add_, merge_
+from .softmax import add_, merge_
 
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64

@@ -116,7 +116,11 @@ class Recorder:
     @property
     def memory(self) -> Memory:
         """What the pass needs, when all of it is written down."""
-        return Memory.of(self._stores, self._views)
+        grouped: dict[tuple[int, torch.dtype], list[tuple[int, View]]] = {}
+        for number, view in enumerate(self._views):
+            if view is not None:
+                grouped.setdefault((view.store, view.dtype), []).append((number, view))
+        return Memory(tuple(self._stores), len(self._views), tuple((*key, tuple(x)) for key, x in grouped.items()))
 
 
 class StepMessages(ABC):

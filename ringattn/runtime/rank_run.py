@@ -97,15 +97,6 @@ class Memory:
     count: int
     views: tuple[tuple[int, torch.dtype, tuple[tuple[int, View], ...]], ...]
 
-    @classmethod
-    def of(cls, stores: Sequence[int], views: Sequence[View | None]) -> Memory:
-        """The memory of numbered views. None is a tensor that is given."""
-        grouped: dict[tuple[int, torch.dtype], list[tuple[int, View]]] = {}
-        for number, view in enumerate(views):
-            if view is not None:
-                grouped.setdefault((view.store, view.dtype), []).append((number, view))
-        return cls(tuple(stores), len(views), tuple((*key, tuple(group)) for key, group in grouped.items()))
-
 
 class PassTensors:
     """The tensors of one execution of a pass, by number."""

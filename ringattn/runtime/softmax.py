@@ -9,26 +9,13 @@ import torch
 from ..errors import InvalidInput
 from ..kernels import fused_kernels
 from ..kernels.base import as_dtype
+from .memory import MergeSpace
 
 
 def add_(total: torch.Tensor, part: torch.Tensor) -> None:
     """Add `part` to `total` in place; both are [B, H, n, D] with any strides, and part may have a narrower dtype."""
     fused = fused_kernels(total.device)
     fused.add_(total, part) if fused else total.add_(part)
-
-
-class MergeSpace:
-    """Workspaces of merges one after another, which are made anew only where the shape changes."""
-
-    def __init__(self) -> None:
-        self._tensors: tuple[torch.Tensor, ...] = ()
-
-    def fit(self, lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """(two tensors like lse [B, H, n], one of them in `dtype`, and that one as a column [B, H, n, 1])."""
-        if not self._tensors or self._tensors[0].shape != lse.shape:
-            gate = torch.empty_like(lse, dtype=dtype)
-            self._tensors = torch.empty_like(lse), torch.empty_like(lse), gate, gate.unsqueeze(-1)
-        return self._tensors
 
 
 def merge_(
@@ -49,13 +36,14 @@ def merge_(
     """
     if fused := fused_kernels(out.device):
         return fused.merge_(out, lse, part, part_lse)
-    widened, difference, gate, column = (space or MergeSpace()).fit(lse, out.dtype)
-    widened.copy_(part_lse)  # once: every op with two dtypes would widen it again
+    widened, difference, gate, column = (space or MergeSpace()).fit(lse, part_lse, out.dtype)
+    if part_lse.dtype != lse.dtype:
+        part_lse = widened.copy_(part_lse)  # once: every op with two dtypes would widen it again
     # At least the lowest number: if both saw no key, -inf + inf would be NaN.
     torch.clamp_min(lse, torch.finfo(lse.dtype).min, out=difference)
-    gate.copy_(torch.sub(widened, difference, out=difference).sigmoid_())
+    gate.copy_(torch.sub(part_lse, difference, out=difference).sigmoid_())
     out.lerp_(as_dtype(part, out.dtype), column)
-    torch.logaddexp(lse, widened, out=lse)
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def merge(
