@@ -46,12 +46,11 @@ class MergeSpace:
         self._tensors: tuple[torch.Tensor, ...] = ()
 
     def fit(self, lse: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """(like part_lse and like part_lse - lse, both in the dtype of lse; a gate in `dtype`; its column)."""
+        """(two tensors like part_lse in the dtype of lse, a third one in `dtype`, and that one as a column)."""
         shape = lse.shape, lse.stride(), part_lse.stride()
         if shape != self._fits:  # bits depend on strides: some ops compute other last bits where memory is contiguous
             widened = torch.empty_like(part_lse, dtype=lse.dtype)
-            difference = widened - lse
-            gate = torch.empty_like(difference, dtype=dtype)
+            difference, gate = torch.empty_like(widened), torch.empty_like(widened, dtype=dtype)
             self._fits, self._tensors = shape, (widened, difference, gate, gate.unsqueeze(-1))
         return self._tensors
 
