@@ -239,10 +239,10 @@ def hide_bad_rows(
 
 
 def spread_marks(marks: torch.Tensor, *tensors: torch.Tensor) -> None:
-    """Set to NaN, in place, all columns of the tensors [B, heads, n, ...] in rows that `marks` [B, heads, n] flags."""
+    """Set to NaN, in place, the rows that `marks` [B, heads, n] flags in tensors [B, heads, n] or [B, heads, n, D]."""
     if not none(marks):
         for x in tensors:
-            x.masked_fill_(marks.unsqueeze(-1), torch.nan)
+            x.masked_fill_(marks.unsqueeze(-1) if x.ndim > marks.ndim else marks, torch.nan)
 
 
 def finite(*tensors: torch.Tensor) -> bool:

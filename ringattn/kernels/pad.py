@@ -61,17 +61,29 @@ def with_delta(grad: torch.Tensor, delta: torch.Tensor, *, wider: bool) -> tuple
     dO is tiny or zero. Then dO' and out' have EXTRA more columns, and the first extra column of dO' holds delta in rows
     that need it. With v' = [v, 0] the extra columns change no other number. A bad delta gives a bad row of out'.
     """
-    dtype = wide(grad.dtype)
-    tiny = torch.finfo(dtype).tiny
     if wider:
         size = delta.abs()
-        peak = grad.abs().amax(-1, keepdim=True).to(dtype)
+        peak = grad.abs().amax(-1, keepdim=True).to(delta.dtype)
         grad = with_column(grad, size.where(size > FAR * peak, 0.0).squeeze(-1).to(grad.dtype))
-    x = as_dtype(grad, dtype)
-    peak = x.abs().amax(-1, keepdim=True).clamp_min_(tiny)
-    unit = x / peak  # its squares neither overflow nor vanish
-    size = unit.square().sum(-1, keepdim=True).clamp_min_(0.5)
-    return grad, as_dtype(unit * (delta / peak / size), grad.dtype)
+    return grad, times_unit(grad, delta_factor(grad, delta))
+
+
+def delta_factor(grad: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """The factor [..., n, 1] of `times_unit` for which rowsum(dO * out') = delta."""
+    unit, peak = _unit(grad)
+    return delta / peak / unit.square().sum(-1, keepdim=True).clamp_min_(0.5)
+
+
+def times_unit(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """out' = dO / max |dO| * factor, row by row, in the dtype of dO."""
+    return as_dtype(_unit(grad)[0].mul_(factor), grad.dtype)
+
+
+def _unit(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dO / peak, peak = max |dO|) of each row, in fp32 or fp64. Squares of dO / peak neither overflow nor vanish."""
+    x = as_dtype(grad, wide(grad.dtype))
+    peak = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+    return x / peak, peak
 
 
 def check_padding(mask: torch.Tensor, k: torch.Tensor) -> None:

@@ -9,7 +9,8 @@ from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 
 #: What a part of a message holds. "Sums" are in fp32, in fp64 for fp64 inputs.
 #: - "kv": keys and values of a block, in the input dtype; "grad": the sums of dK and dV of a block so far.
-#: - Where queries travel, "q": q and dO of a block, in the input dtype; "row": lse and delta of its rows, as sums;
+#: - Where queries travel, "q": q and dO of a block, in the input dtype; "row": lse and delta of its rows, as sums
+#:   (delta itself or, so that receivers need less work, the factor of `kernels.pad.times_unit` that stands for delta);
 #:   "dq": the sums of dQ so far.
 #: - Inside a Ulysses group, for the heads of one rank, "qkv": q, k and v of the rows of `owner`; "out": output and lse
 #:   of these rows; "dout" and "dqkv": the gradients of "out" and "qkv".

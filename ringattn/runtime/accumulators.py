@@ -12,7 +12,7 @@ import torch
 from ..kernels.base import as_dtype, spread_marks, wide
 from ..kernels.pad import crop_to
 from ..plan.work import Work, shift_range
-from .memory import empty
+from .memory import MergeSpace, empty
 from .merge_plan import KernelCall, Section
 from .softmax import add_, merge_
 
@@ -39,6 +39,7 @@ class RowViews:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
+        _, self._heads, self._rows, *_ = tensors[0].shape
         self._views: dict[tuple[range, range], tuple[torch.Tensor, ...]] = {}
 
     def of(self, batch: slice | None) -> tuple[torch.Tensor, ...]:
@@ -54,11 +55,10 @@ class RowViews:
         """
         if batch is not None or repeat != 1:
             return tuple([_select(x if batch is None else x[batch], heads, rows, repeat, shift) for x in self.tensors])
+        if len(rows) == self._rows and len(heads) == self._heads:
+            return self.tensors
         views = self._views.get((heads, rows))
         if views is None:
-            _, all_heads, all_rows, *_ = self.tensors[0].shape
-            if len(heads) == all_heads and len(rows) == all_rows:
-                return self.tensors
             views = self._views[heads, rows] = tuple([_select(x, heads, rows, 1, 0) for x in self.tensors])
         return views
 
@@ -157,7 +157,10 @@ class OutputAccumulator:
 
     def __init__(self, q: torch.Tensor, value_dim: int, out: torch.Tensor | None) -> None:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
-        self.lse = q.new_empty(0)
+        self.lse: torch.Tensor | None = None
+        #: The dtype of partials that can be the output; None where the output is narrower than partials are merged in.
+        self._whole_dtype = q.dtype if q.dtype == wide(q.dtype) else None
+        self._space = MergeSpace()
         #: out and lse of every open section.
         self._open: dict[Section, RowViews] = {}
 
@@ -165,13 +168,13 @@ class OutputAccumulator:
         self, section: Section, call: KernelCall, part: torch.Tensor, part_lse: torch.Tensor, batch: slice | None
     ) -> None:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
-        gathered, dtype = call.work.gathered, wide(self.q.dtype)
-        if self.out is None and not gathered and part.shape == self.shape and part.dtype == dtype == self.q.dtype:
+        work = call.work
+        if self.out is None and not work.gathered and part.shape == self.shape and part.dtype == self._whole_dtype:
             self.out, self.lse = part, part_lse if section.single else part_lse.double()
             self._open[section] = RowViews(self.out, self.lse)
             return
-        work, views = call.work, self._open.get(section) or self._open_section(section)
-        if gathered:
+        views = self._open.get(section) or self._open_section(section)
+        if work.gathered:
             _merge_gathered(call, section.rows.start, views.of(batch), (part, part_lse))
             return
         out, lse = views.select(work.heads, call.rows, batch, work.repeat, work.q_shift)
@@ -179,7 +182,7 @@ class OutputAccumulator:
             out.copy_(part)
             lse.copy_(part_lse)
         else:
-            merge_(out, lse, part, part_lse)
+            merge_(out, lse, part, part_lse, space=self._space)
 
     def close(self, section: Section) -> None:
         """Write the accumulator of a section, which has all its partials, to the output."""
@@ -194,7 +197,7 @@ class OutputAccumulator:
         `bad` [B, H, n] flags rows with a query that is not finite.
         """
         self._allocate()
-        assert self.out is not None
+        assert self.out is not None and self.lse is not None
         for rows in empty:
             self._rows(self.out, rows).zero_()
             self._rows(self.lse, rows).fill_(-torch.inf)
@@ -202,7 +205,7 @@ class OutputAccumulator:
         marks = self.out[..., 0].isnan()
         if bad is not None:
             marks |= bad & (self.lse != -torch.inf)
-        spread_marks(marks, self.out, self.lse.unsqueeze(-1))
+        spread_marks(marks, self.out, self.lse)
         return self.out, as_dtype(self.lse, wide(self.q.dtype))
 
     def _open_section(self, section: Section) -> RowViews:
@@ -225,7 +228,7 @@ class OutputAccumulator:
 
     def _allocate(self) -> None:
         """Allocate the output and lse, unless they exist."""
-        if self.lse.numel():
+        if self.lse is not None:
             return
         batch, heads, rows, width = self.shape
         # Rows before heads in memory, as in the results of the kernels, so that a merge walks memory in order.

@@ -26,7 +26,7 @@ from ..kernels.base import (
 )
 from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
-from ..kernels.pad import crop_to, delta, with_column, with_delta
+from ..kernels.pad import crop_to, delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
 from ..transport.base import PLAN_TAGS, Program, Tags
 from .accumulators import KernelInputs, OutputAccumulator, RowViews, accumulate, align_rows
@@ -148,7 +148,8 @@ def _forward_ring(
     """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
     query, bad = finite_rows(q)
-    run.give(program.own["kv"], mark_bad_keys(k, v))
+    own_keys = mark_bad_keys(k, v)
+    run.give(program.own["kv"], own_keys)
     output, inputs, count = OutputAccumulator(q, v.shape[-1], out), KernelInputs(), q.size(0)
     own = RowViews(query)
     for index, step in enumerate(program.steps, program.first):
@@ -158,7 +159,8 @@ def _forward_ring(
             marked = run.get(visit.block)
             if _is_rounded(job, visit):
                 marked = mark_bad_keys(*marked)
-            dense, banded = _views(marked, None if visit.is_dense else hide_bad_keys(*marked))
+            unmarked = visit.is_dense or (visit.is_own and own_keys[0] is k)
+            dense, banded = _views(marked, None if unmarked else hide_bad_keys(*marked))
             dropping = _dropping(job, visit, q)
             for part in visit.parts:
                 for call in part.calls:
@@ -187,7 +189,8 @@ def _backward_by_keys(
     """`backward` of the ring where blocks of keys and values come to the queries of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
     dq, dk, dv = _zeros(q, k, v)
-    run.give(program.own["kv"], mark_bad_keys(k, v))
+    own_keys = mark_bad_keys(k, v)
+    run.give(program.own["kv"], own_keys)
     run.give(program.kept, result.kept)
     run.give(program.sums["grad"], (dk, dv))
     inputs, query, column = KernelInputs(), q, 1.0
@@ -200,7 +203,8 @@ def _backward_by_keys(
             column = 0.0
     lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
     marked_rows = (grad, query, out, _hide_keyless(lse))
-    rows, sums_of_rows = _views(marked_rows, hide_bad_rows(*marked_rows)), RowViews(dq)
+    hidden_rows = None if lse is result.lse else hide_bad_rows(*marked_rows)
+    rows, sums_of_rows = _views(marked_rows, hidden_rows), RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
@@ -210,11 +214,13 @@ def _backward_by_keys(
                 marked = mark_bad_keys(*marked)
             if grad_lse is not None:
                 marked = with_column(marked[0], 0.0), with_column(marked[1], column)
-            keys = _views(marked, None if visit.is_dense else hide_bad_keys(*marked))
+            unmarked = visit.is_dense or (visit.is_own and own_keys[0] is k)
+            keys = _views(marked, None if unmarked else hide_bad_keys(*marked))
             sums = sums_of_rows, RowViews(*run.get(visit.sums))
             _differentiate(job, visit, inputs, rows, keys, sums, (False, visit.is_new))
         yield from run.finish(step.waits)
-    spread_marks(lse.isnan(), dq)
+    if lse is not result.lse:
+        spread_marks(lse.isnan(), dq)
     spread_marks(dv[..., 0].isnan(), dk, dv)
     return job.gradients((dq, dk, dv), (q, k, v))
 
@@ -235,24 +241,27 @@ def _backward_by_queries(
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
     dq, dk, dv = _zeros(q, k, v)
     lse, query, grad, row_delta = mark_bad_rows(result.lse, q, grad, delta(grad, out, grad_lse))
+    row = (_hide_keyless(lse), delta_factor(grad, row_delta)) if _sends_factors(job) else (lse, row_delta)
     run.give(program.own["q"], (query, grad))
-    run.give(program.own["row"], (lse.unsqueeze(-1), row_delta))
+    run.give(program.own["row"], row)
     run.give(program.sums["dq"], (dq,))
     inputs, marked_keys = KernelInputs(), mark_bad_keys(k, v)
+    are_finite = marked_keys[0] is k
     if job.lse:
         marked_keys = with_column(marked_keys[0], 0.0), with_column(marked_keys[1], 0.0)
-    keys, sums_of_keys = _views(marked_keys, hide_bad_keys(*marked_keys)), RowViews(dk, dv)
+    keys, sums_of_keys = _views(marked_keys, None if are_finite else hide_bad_keys(*marked_keys)), RowViews(dk, dv)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
             run.copy(visit.copies)
-            rounded = _is_rounded(job, visit)
-            marked = _query_inputs(run.get(visit.block), run.get(visit.rows), job.lse, rounded=rounded)
-            rows = _views(marked, None if visit.is_dense else hide_bad_rows(*marked))
+            marked = _query_inputs(job, run.get(visit.block), run.get(visit.rows), rounded=_is_rounded(job, visit))
+            unmarked = visit.is_dense or (visit.is_own and lse is result.lse)
+            rows = _views(marked, None if unmarked else hide_bad_rows(*marked))
             sums = RowViews(*run.get(visit.sums)), sums_of_keys
             _differentiate(job, visit, inputs, rows, keys, sums, (visit.is_new, False))
         yield from run.finish(step.waits)
-    spread_marks(lse.isnan(), dq)
+    if lse is not result.lse:
+        spread_marks(lse.isnan(), dq)
     spread_marks(dv[..., 0].isnan(), dk, dv)
     return job.gradients((dq, dk, dv), (q, k, v))
 
@@ -327,12 +336,21 @@ def _hide_keyless(lse: Tensor) -> Tensor:
     return lse.nan_to_num(torch.nan, torch.inf, torch.inf)
 
 
-def _query_inputs(block: Tensors, row: Tensors, lse_column: bool, *, rounded: bool) -> Tensors:
+def _sends_factors(job: Job) -> bool:
+    """Whether queries travel with lse as kernels take it, and with the factor of `times_unit` in place of delta.
+
+    A gradient of lse needs delta itself, and so does dO that is rounded on its way.
+    """
+    return job.plan.comm_dtype is None and not job.lse
+
+
+def _query_inputs(job: Job, block: Tensors, row: Tensors, *, rounded: bool) -> Tensors:
     """(dO, q, out, lse) of query rows as a kernel takes them; see `_is_rounded` for `rounded`."""
     (query, grad), (lse, row_delta) = block, row
-    lse = lse.squeeze(-1)
+    if _sends_factors(job):
+        return grad, query, times_unit(grad, row_delta), lse
     if rounded:
         lse, query, grad, row_delta = mark_bad_rows(lse, query, grad, row_delta)
-    grad, out = with_delta(grad, row_delta, wider=lse_column)
-    query = with_column(query, 0.0) if lse_column else query
+    grad, out = with_delta(grad, row_delta, wider=job.lse)
+    query = with_column(query, 0.0) if job.lse else query
     return grad, query, out, _hide_keyless(lse)

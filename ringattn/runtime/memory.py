@@ -1,4 +1,4 @@
-"""Allocations that fail with OutOfMemory, and batches that fit."""
+"""Allocations that fail with OutOfMemory, workspaces of merges, and batches that fit."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def typed_errors(device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(device, error) from error
+
+
+class MergeSpace:
+    """Workspaces of merges one after another, which are made anew only where the shape or the strides change."""
+
+    def __init__(self) -> None:
+        self._fits: object = None
+        self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def fit(self, lse: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """(two tensors like part_lse in the dtype of lse, a third one in `dtype`, and that one as a column)."""
+        shape = lse.shape, lse.stride(), part_lse.stride()
+        if shape != self._fits:  # bits depend on strides: some ops compute other last bits where memory is contiguous
+            widened = torch.empty_like(part_lse, dtype=lse.dtype)
+            difference, gate = torch.empty_like(widened), torch.empty_like(widened, dtype=dtype)
+            self._fits, self._tensors = shape, (widened, difference, gate, gate.unsqueeze(-1))
+        return self._tensors
 
 
 def _out_of_memory(device: torch.device, error: BaseException) -> OutOfMemory:

@@ -116,7 +116,11 @@ class Recorder:
     @property
     def memory(self) -> Memory:
         """What the pass needs, when all of it is written down."""
-        return Memory(tuple(self._stores), tuple(self._views))
+        grouped: dict[tuple[int, torch.dtype], list[tuple[int, View]]] = {}
+        for number, view in enumerate(self._views):
+            if view is not None:
+                grouped.setdefault((view.store, view.dtype), []).append((number, view))
+        return Memory(tuple(self._stores), len(self._views), tuple((*key, tuple(x)) for key, x in grouped.items()))
 
 
 class StepMessages(ABC):
@@ -222,13 +226,18 @@ def message_views(data: torch.Tensor, plan: Plan, parts: Sequence[Part]) -> dict
 
 
 def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
-    """Shapes [B, heads, rows, width] and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`."""
+    """Shapes and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`.
+
+    Shapes are [B, heads, rows, width], and [B, heads, rows] for lse of visited queries.
+    """
     if part.kind in (*BLOCKS, *SUMS):
         dtype: torch.dtype = getattr(torch, plan.part_dtype(part, as_sent=as_sent))
         ring_plan, _ = plan.ring_plan(0)
         heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout.rows(part.owner)
         if isinstance(part.row_set, RowSet):
             heads, rows = len(part.row_set.heads), part.row_set.count
+        if part.kind == "row":  # lse as kernels take it, and one number per row beside it
+            return [((plan.batch, heads, rows), dtype), ((plan.batch, heads, rows, 1), dtype)]
         return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
     # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
     rows = plan.layout.rows(part.owner)

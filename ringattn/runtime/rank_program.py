@@ -100,6 +100,8 @@ def batches(work: Work, count: int) -> Sequence[slice | None]:
     A work with repetitions takes one element of the batch per call. 5 for each sequence of a packed work bounds the
     sequences of a call by 52,428: CUDA grids have at most 65,535.
     """
+    if count <= 1:
+        return (None,)
     rows = max(len(work.q) * len(work.heads), 5 * len(work.sequences), work.copied_rows)
     size = max(1, BATCH_ROWS // rows) if work.repeat == 1 else 1
     if size >= count:

@@ -88,10 +88,14 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a pass needs: the bytes of its stores, and the views that have numbers. None is a tensor that is given."""
+    """What a pass needs: the bytes of its stores, how many tensors have numbers, and those that are views.
+
+    `views` are (number, view) by store and dtype. The other tensors are given.
+    """
 
     stores: tuple[int, ...]
-    views: tuple[View | None, ...]
+    count: int
+    views: tuple[tuple[int, torch.dtype, tuple[tuple[int, View], ...]], ...]
 
 
 class PassTensors:
@@ -99,19 +103,16 @@ class PassTensors:
 
     def __init__(self, memory: Memory, device: torch.device, tags: Tags) -> None:
         stores = [empty((size,), torch.uint8, device) if size else None for size in memory.stores]
-        typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.tensors: list[Any] = []
-        for view in memory.views:
-            if view is None:
-                self.tensors.append(None)
-                continue
-            number, start, shape, strides, dtype = view
-            if (number, dtype) not in typed:
-                store = stores[number]
-                assert store is not None
-                rest = store.numel() % dtype.itemsize
-                typed[number, dtype] = (store[:-rest] if rest else store).view(dtype)
-            self.tensors.append(typed[number, dtype].as_strided(shape, strides, start))
+        self.tensors: list[Any] = [None] * memory.count
+        for number, dtype, views in memory.views:
+            store = stores[number]
+            assert store is not None
+            if rest := store.numel() % dtype.itemsize:
+                store = store[:-rest]
+            if dtype != torch.uint8:
+                store = store.view(dtype)
+            for place, (_, start, shape, strides, _) in views:
+                self.tensors[place] = store.as_strided(shape, strides, start)
         self._tags = tags
         self._tickets: dict[int, Any] = {}
 
@@ -122,7 +123,8 @@ class PassTensors:
 
     def get(self, numbers: Numbers) -> Tensors:
         """The tensors of these numbers."""
-        return tuple([self.tensors[number] for number in numbers])
+        tensors = self.tensors
+        return tuple([tensors[number] for number in numbers])
 
     def copy(self, copies: tuple[Copy, ...]) -> None:
         """Make these copies."""
@@ -140,7 +142,8 @@ class PassTensors:
             self._tickets[post.ticket] = yield Post(sends, recvs, label)
 
     def _messages(self, numbered: tuple[tuple[int, int, int], ...]) -> tuple[Message, ...]:
-        return tuple([Message(peer, self._tags.of(tag), self.tensors[data]) for peer, tag, data in numbered])
+        of, tensors = self._tags.of, self.tensors
+        return tuple([Message(peer, of(tag), tensors[data]) for peer, tag, data in numbered])
 
     def finish(self, waits: tuple[BatchWait, ...]) -> Program[None]:
         """Wait for the messages that are due at the end of a step, and unpack them."""

@@ -9,6 +9,7 @@ import torch
 from ..errors import InvalidInput
 from ..kernels import fused_kernels
 from ..kernels.base import as_dtype
+from .memory import MergeSpace
 
 
 def add_(total: torch.Tensor, part: torch.Tensor) -> None:
@@ -17,20 +18,31 @@ def add_(total: torch.Tensor, part: torch.Tensor) -> None:
     fused.add_(total, part) if fused else total.add_(part)
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    *,
+    space: MergeSpace | None = None,
+) -> None:
     """Merge the partial (part, part_lse) into (out, lse), in place.
 
     out [B, H, n, D] and lse [B, H, n] are fp32 or fp64 with any strides. lse may be wider than out; part may have a
-    narrower dtype. lse is the natural log of the sum of exp(logits). lse is -inf for a row that saw no key, and out
-    must then be finite. With s = sigmoid(part_lse - lse): out <- out + s * (part - out), and
-    lse <- log(exp(lse) + exp(part_lse)).
+    narrower dtype. lse is the natural log of the sum of exp(logits). Where lse is -inf, for a row that saw no key, out
+    must be finite; where lse is NaN, out must be NaN. With s = sigmoid(part_lse - lse): out <- out + s * (part - out),
+    and lse <- log(exp(lse) + exp(part_lse)). `space` serves one merge after another of tensors of the same dtypes.
     Source: the online softmax of Milakov and Gimelshein (2018), in a form that cannot overflow.
     """
     if fused := fused_kernels(out.device):
         return fused.merge_(out, lse, part, part_lse)
-    gate = (part_lse - lse).sigmoid_()
-    gate.masked_fill_(part_lse.isneginf(), 0.0)  # if both saw no key, sigmoid(-inf + inf) is NaN
-    out.lerp_(as_dtype(part, out.dtype), as_dtype(gate, out.dtype).unsqueeze(-1))
+    widened, difference, gate, column = (space or MergeSpace()).fit(lse, part_lse, out.dtype)
+    if part_lse.dtype != lse.dtype:
+        part_lse = widened.copy_(part_lse)  # once: every op with two dtypes would widen it again
+    # At least the lowest number: if both saw no key, -inf + inf would be NaN.
+    torch.clamp_min(lse, torch.finfo(lse.dtype).min, out=difference)
+    gate.copy_(torch.sub(part_lse, difference, out=difference).sigmoid_())
+    out.lerp_(as_dtype(part, out.dtype), column)
     torch.logaddexp(lse, part_lse, out=lse)
 
 
