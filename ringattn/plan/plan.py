@@ -147,7 +147,7 @@ class Plan(Value):
     def _ring_plans(self) -> list[Plan]:
         """By place in a group, the plan between the members of all groups at this place."""
         size, schedule = split_ulysses(self.schedule)
-        heads, kv_heads, layout = self.heads // size, self.kv_heads // size, self.layout.grouped(size)
+        (heads, kv_heads), layout = self.sizes.member_heads(size), self.layout.grouped(size)
         members = (HeadSlice(self.pattern, i * heads) for i in range(size))
         return [
             replace(self, pattern=member, layout=layout, schedule=schedule, heads=heads, kv_heads=kv_heads)
