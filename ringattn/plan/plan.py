@@ -98,7 +98,7 @@ class Plan(Value):
 
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
         """The forward of `for_rank`, without planning a backward where that is possible."""
-        if self.ulysses_size > 1 or not self.batch:
+        if not self.batch:
             return self.for_rank(rank).forward
         return self._forward_steps(rank)
 
@@ -108,7 +108,11 @@ class Plan(Value):
 
     @cached
     def _forward_steps(self, rank: int) -> tuple[Step, ...]:
-        return self._rotation.keys.forward(rank)
+        if self.ulysses_size == 1:
+            return self._rotation.keys.forward(rank)
+        ring_plan, place = self.ring_plan(rank)
+        steps = RankPlan(place, ring_plan.forward_steps(place), ())
+        return wrap_in_exchanges(steps, rank, self.ulysses_size, self.layout).forward
 
     def plan_rank(self, rank: int) -> RankPlan:
         """The steps of one rank, made anew; `for_rank` keeps them."""

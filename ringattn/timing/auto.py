@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import gcd
 
 from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
 from ..layout.regular import MAX_RANGES, Layout
 from ..machine.machine import Machine
+from ..machine.presets import MACHINES
 from ..pattern.head_slice import HeadSlice
 from ..plan.choice import Candidate, Choice
 from ..plan.key_demand import KeyDemand
@@ -16,9 +18,10 @@ from ..plan.plan import Plan
 from ..plan.schedules import split_ulysses
 from ..text import duration
 from .costs import bound_memory
-from .estimate import SAMPLED_STEPS, Estimate, estimate, host_seconds, mean_pairs
+from .estimate import SAMPLED_STEPS, Estimate, count_exchanges, estimate, host_seconds, mean_pairs
 from .forecast import pair_seconds
 from .metered import Metered, TooMany
+from .simulation import simulate
 
 #: Layouts that `auto` compares; the first of equally fast layouts is taken.
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
@@ -29,6 +32,11 @@ MANY = 256
 LOOKUPS, FEWER = 20_000, 4
 #: Plans for up to this many ranks are compared even where no schedule can be faster than the ring.
 CHEAP = 8
+#: Thread blocks that fill any GPU.
+FULL = 1e12
+#: Of the fastest estimates, this many within this factor are timed by `simulate`, where each has at most SIMULATED
+#: steps over all ranks. Other estimates agree with it to about one percent.
+FINALISTS, NEAR, SIMULATED = 3, 1.1, 64
 #: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
 EQUAL = 1.02
 
@@ -54,7 +62,7 @@ def _list_between(ranks: int, inner: int) -> list[str]:
 
 def list_ulysses_sizes(plan: Plan) -> list[int]:
     """Sizes of Ulysses groups that divide the ranks and the heads; of K/V heads, they may also be a multiple."""
-    most = math.gcd(plan.ranks, plan.heads)
+    most = gcd(plan.ranks, plan.heads)
     sizes = [size for size in range(2, most + 1) if most % size == 0]
     return [size for size in sizes if plan.kv_heads % size == 0 or size % plan.kv_heads == 0]
 
@@ -95,12 +103,16 @@ def choose(
                 compared.leave_out(layout, "ulysses", _explain_no_ulysses(first))
             if layout.ranks > MANY:
                 compared.leave_out(layout, "allgather", f"a message to each of more than {MANY} ranks")
+    if machine not in (MACHINES["cpu"], MACHINES["cuda"]):  # these stand for no machine in particular
+        compared.simulate_finalists()
     candidates, plans = tuple(compared.candidates), compared.plans
     if not plans:
         why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
         return _take_first(first, candidates, why, machine)
     by_time = sorted(plans, key=lambda candidate: candidate.seconds)  # stable
-    best = next(candidate for candidate in plans if candidate.seconds <= by_time[0].seconds * EQUAL)
+    best = next(
+        candidate for candidate in candidates if candidate in plans and candidate.seconds <= by_time[0].seconds * EQUAL
+    )
     others = [candidate for candidate in by_time if candidate is not best]
     return plans[best].with_choice(Choice(candidates, best, _explain(best, others), machine))
 
@@ -112,10 +124,11 @@ class _Comparison:
         self.make, self.machine = make, machine
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
+        self.estimates: dict[Candidate, Estimate] = {}
         #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
         self._demands: dict[tuple[Layout, int], tuple[KeyDemand, Metered]] = {}
-        #: By the same, the seconds of the visits of a rank, which are those of any schedule between the groups.
-        self.visits: dict[tuple[Layout, int], float] = {}
+        #: By the same, the least seconds of any schedule between the groups, which have the visits of the ring.
+        self.least: dict[tuple[Layout, int], float] = {}
 
     def leave_out(self, layout: Layout, name: str, why: str) -> None:
         """Note a candidate that is not compared."""
@@ -133,7 +146,9 @@ class _Comparison:
         for name in others:
             size, between = split_ulysses(name)
             fastest = min(candidate.seconds for candidate in self.plans)
-            least = max(self.visits.get((layout, size), visits), host_seconds(self.machine, 1 if size == 1 else 3))
+            least = self.least.get((layout, size))
+            if least is None:
+                least = self._bound(self.make(layout, name), visits, self._count_steps(layout, size))
             skips = layout.ranks > CHEAP or (size > 1 and between != "ring")
             if skips and fastest <= least * EQUAL:
                 why = f"its steps take {duration(least)} at least, so that it is not much faster than the best above"
@@ -160,11 +175,43 @@ class _Comparison:
                 return False
             candidate = Candidate(layout.name, plan.schedule, estimated.prediction, basis=_describe_basis(estimated))
             self.candidates.append(candidate)
-            self.plans[candidate] = plan
-            self.visits.setdefault((layout, plan.ulysses_size), estimated.prediction.compute)
+            self.plans[candidate], self.estimates[candidate] = plan, estimated
+            least = self._bound(plan, estimated.prediction.compute, min(estimated.started, 2))
+            self.least.setdefault((layout, plan.ulysses_size), least)
             return True
         self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
         return False
+
+    def simulate_finalists(self) -> None:
+        """Time the finalists by `simulate`, where some estimate is from a sample and all of them have few steps.
+
+        An estimate from all steps of all ranks is what `simulate` says, to about one percent.
+        """
+        limit = min((candidate.seconds for candidate in self.plans), default=0.0) * NEAR
+        finalists = sorted((c for c in self.plans if c.seconds <= limit), key=lambda c: c.seconds)[:FINALISTS]
+        sizes = [self.plans[c].ranks * self.estimates[c].started for c in finalists]
+        if len(finalists) < 2 or max(sizes) > SIMULATED or all(self.estimates[c].whole for c in finalists):
+            return
+        for candidate in finalists:
+            seconds = simulate(self.plans[candidate], self.machine).seconds
+            prediction = self.estimates[candidate].prediction
+            prediction = replace(prediction, seconds=seconds, exposed=seconds - prediction.compute)
+            timed = replace(candidate, prediction=prediction, basis="simulated, every step of every rank")
+            self.candidates[self.candidates.index(candidate)] = timed
+            self.plans[timed] = self.plans.pop(candidate)
+
+    def _bound(self, plan: Plan, visits: float, steps: int) -> float:
+        """The least seconds of a plan, from the seconds of its visits and its least number of steps."""
+        if plan.ulysses_size > 1:
+            visits, steps = visits + count_exchanges(plan, self.machine)[0], steps + 2
+        return max(visits, host_seconds(self.machine, steps)) + (self.machine.call or 0.0)
+
+    def _count_steps(self, layout: Layout, size: int) -> int:
+        """2 where some group of `size` ranks sees keys of another group, which come at a second step; else 1."""
+        demand, _ = self._demands[layout, 1]
+        starts = range(0, layout.ranks, size)
+        others = ((range(first, first + size), (range(first), range(first + size, layout.ranks))) for first in starts)
+        return 1 + any(demand.needs(group, owners) for group, pair in others for owners in pair if owners)
 
     def _least_visits(self, plan: Plan) -> float:
         """Seconds of the visits of a mean rank, by the highest rate of the kernel."""
@@ -173,7 +220,7 @@ class _Comparison:
             seconds = pair_seconds(plan, self.machine, backward=False)
         else:
             dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
-            seconds = plan.batch * rates.pair_seconds(math.inf, dense=True, dims=dims, backward=False, item=item)
+            seconds = plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
         return seconds * mean_pairs(self._metered_demand(plan))
 
     def _metered_demand(self, plan: Plan) -> KeyDemand:

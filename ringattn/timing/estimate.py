@@ -55,6 +55,11 @@ class Estimate:
     #: The steps that the host of a rank starts.
     started: int
 
+    @property
+    def whole(self) -> bool:
+        """Whether all steps of all ranks were looked at."""
+        return all(some == every for some, every in (self.ranks, self.steps))
+
 
 @dataclass(frozen=True)
 class _SampledStep:
@@ -89,7 +94,7 @@ def estimate(plan: Plan, machine: Machine, demand: KeyDemand, steps: int = SAMPL
     per_node = ring_plan.ranks if machine.ranks_per_node >= plan.ranks else max(machine.ranks_per_node // size, 1)
     thinned = replace(machine, ranks_per_node=per_node, one_gather=False)
     between = _RingEstimate(ring_plan, thinned, demand, min(size, machine.ranks_per_node), steps).make()
-    seconds, sent = _count_exchanges(plan, machine)
+    seconds, sent = count_exchanges(plan, machine)
     ring = between.prediction
     # The last exchange follows the last visit, and the first precedes all visits: nothing hides the exchanges.
     prediction = Prediction(
@@ -111,7 +116,7 @@ def host_seconds(machine: Machine, steps: int) -> float:
     return (machine.host_call or 0.0) + steps * (machine.host or 0.0)
 
 
-def _count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int]:
+def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int]:
     """(seconds, bytes that a rank sends) of exchanging tokens for heads and back in a Ulysses group."""
     peers = plan.ulysses_size - 1
     near = min(plan.ulysses_size, machine.ranks_per_node) - 1
@@ -220,8 +225,8 @@ class _RingEstimate:
             messages=max(prediction.messages for prediction in predictions),
         )
         looked_at = last + 1 if few else len(self._sample_steps(0, last))
-        started = max(map(len, steps.values())) if few else last + 1
-        return Estimate(prediction, (len(chosen), ranks), (looked_at, last + 1), min(started, 2 if self.gathers else ranks))
+        started = 2 if self.gathers else max(map(len, steps.values())) if few else last + 1
+        return Estimate(prediction, (len(chosen), ranks), (looked_at, last + 1), started)
 
     def _choose_ranks(self) -> list[int]:
         """The ranks that are looked at, ascending: all of up to ALL ranks."""
