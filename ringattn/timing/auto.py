@@ -36,7 +36,7 @@ CHEAP = 8
 FULL = 1e12
 #: Of the fastest estimates, this many within this factor are timed by `simulate`, where each has at most SIMULATED
 #: steps over all ranks. Other estimates agree with it to about one percent.
-FINALISTS, NEAR, SIMULATED = 3, 1.1, 64
+FINALISTS, NEAR, SIMULATED = 3, 1.1, 192
 #: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
 EQUAL = 1.02
 
@@ -176,21 +176,24 @@ class _Comparison:
             candidate = Candidate(layout.name, plan.schedule, estimated.prediction, basis=_describe_basis(estimated))
             self.candidates.append(candidate)
             self.plans[candidate], self.estimates[candidate] = plan, estimated
-            least = self._bound(plan, estimated.prediction.compute, min(estimated.started, 2))
+            steps = 1 + (estimated.started > (1 if plan.ulysses_size == 1 else 3))
+            least = self._bound(plan, estimated.prediction.compute, steps)
             self.least.setdefault((layout, plan.ulysses_size), least)
             return True
         self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
         return False
 
     def simulate_finalists(self) -> None:
-        """Time the finalists by `simulate`, where some estimate is from a sample and all of them have few steps.
+        """Time the finalists by `simulate`, where all of them have few steps, and not all estimates tell as much.
 
-        An estimate from all steps of all ranks is what `simulate` says, to about one percent.
+        An estimate from all steps of all ranks is what `simulate` says, to about one percent. Of Ulysses groups the
+        estimate looks at the first members only, which is as good where they share no network card.
         """
         limit = min((candidate.seconds for candidate in self.plans), default=0.0) * NEAR
         finalists = sorted((c for c in self.plans if c.seconds <= limit), key=lambda c: c.seconds)[:FINALISTS]
-        sizes = [self.plans[c].ranks * self.estimates[c].started for c in finalists]
-        if len(finalists) < 2 or max(sizes) > SIMULATED or all(self.estimates[c].whole for c in finalists):
+        if len(finalists) < 2 or all(map(self._is_exact, finalists)):
+            return
+        if max(self.plans[c].ranks * self.estimates[c].started for c in finalists) > SIMULATED:
             return
         for candidate in finalists:
             seconds = simulate(self.plans[candidate], self.machine).seconds
@@ -199,6 +202,12 @@ class _Comparison:
             timed = replace(candidate, prediction=prediction, basis="simulated, every step of every rank")
             self.candidates[self.candidates.index(candidate)] = timed
             self.plans[timed] = self.plans.pop(candidate)
+
+    def _is_exact(self, candidate: Candidate) -> bool:
+        """Whether an estimate was made from all that `simulate` looks at."""
+        return self.estimates[candidate].whole and (
+            self.plans[candidate].ulysses_size == 1 or not self.machine.shared_nic
+        )
 
     def _bound(self, plan: Plan, visits: float, steps: int) -> float:
         """The least seconds of a plan, from the seconds of its visits and its least number of steps."""

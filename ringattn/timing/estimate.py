@@ -106,9 +106,11 @@ def estimate(plan: Plan, machine: Machine, demand: KeyDemand, steps: int = SAMPL
 def _add_host(estimated: Estimate, machine: Machine, exchanges: int) -> Estimate:
     """The estimate with what a call takes, and no faster than the host starts all steps and `exchanges`."""
     prediction = estimated.prediction
-    host = host_seconds(machine, estimated.started + exchanges)
+    started = estimated.started + exchanges
+    host = host_seconds(machine, started)
     seconds = max(prediction.seconds, host) + (machine.call or 0.0)
-    return replace(estimated, prediction=replace(prediction, seconds=seconds, exposed=seconds - prediction.compute))
+    prediction = replace(prediction, seconds=seconds, exposed=seconds - prediction.compute)
+    return replace(estimated, prediction=prediction, started=started)
 
 
 def host_seconds(machine: Machine, steps: int) -> float:

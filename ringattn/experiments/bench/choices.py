@@ -59,7 +59,8 @@ class Setting:
         """Every schedule that fits: rings, direct, all-gather, and Ulysses groups of any size with these between."""
         node = get_machine(self.machine).ranks_per_node
         sizes = [size for size in range(2, self.ranks + 1) if self.ranks % size == 0]
-        names = ["ring", "direct", "allgather", *(f"double_ring({size})" for size in sizes if size in (node, node // 2))]
+        names = ["ring", "direct", "allgather"]
+        names += [f"double_ring({size})" for size in sizes if size in (node, node // 2)]
         for size in sizes:
             others = BETWEEN if 1 < self.ranks // size <= MOST_GROUPS else ()
             names += [f"ulysses({size}, {name})" for name in ("ring", *others)]
@@ -118,7 +119,8 @@ def _draw(source: random.Random, ranks: int, number: int) -> Setting:
 
 def _draw_lengths(source: random.Random, tokens: int) -> list[int]:
     """Lengths of documents, exponentially distributed around a random mean."""
-    mean, lengths = source.choice((1 << 12, 1 << 14, tokens // 2)), []
+    mean = source.choice((1 << 12, 1 << 14, tokens // 2))
+    lengths: list[int] = []
     while sum(lengths) < tokens:
         lengths.append(min(max(64, int(source.expovariate(1 / mean))), tokens - sum(lengths)))
     return lengths
