@@ -21,7 +21,6 @@ from .costs import bound_memory
 from .estimate import SAMPLED_STEPS, Estimate, count_exchanges, estimate, host_seconds, mean_pairs
 from .forecast import pair_seconds
 from .metered import Metered, TooMany
-from .simulation import simulate
 
 #: Layouts that `auto` compares; the first of equally fast layouts is taken.
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
@@ -195,6 +194,8 @@ class _Comparison:
             return
         if max(self.plans[c].ranks * self.estimates[c].started for c in finalists) > SIMULATED:
             return
+        from .simulation import simulate  # most calls need no solver
+
         for candidate in finalists:
             seconds = simulate(self.plans[candidate], self.machine).seconds
             prediction = self.estimates[candidate].prediction

@@ -90,7 +90,8 @@ class Setting:
             seconds[picked] = (simulate(plan, self.machine).seconds,) * 2
         best = [min(seconds, key=lambda name: seconds[name][passes]) for passes in (0, 1)]
         ratios = [seconds[picked][passes] / seconds[best[passes]][passes] for passes in (0, 1)]
-        return {"auto": picked, "best": best[0], "auto / best": ratios[0], "forward + backward": ratios[1]}
+        both = ratios[1] if self.ranks <= BOTH else None
+        return {"auto": picked, "best": best[0], "auto / best": ratios[0], "forward + backward": both}
 
 
 def draw_settings(ranks: int, count: int = SETTINGS, seed: int = SEED) -> list[Setting]:
