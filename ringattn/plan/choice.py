@@ -50,6 +50,8 @@ class Choice:
     picked: Candidate
     reason: str
     machine: Machine
+    #: What the seconds are: nothing was measured.
+    kind: str = "modelled"
 
     def fastest_without_ulysses(self) -> Candidate:
         """The fastest compared candidate without Ulysses groups."""

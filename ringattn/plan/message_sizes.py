@@ -50,10 +50,17 @@ class PlanSizes(NamedTuple):
         """Bytes of a block, or of its sums, with `rows` rows of all heads together."""
         return self.batch * rows * sum(self.widths_of(kind)) * ITEM_BYTES[self.dtype_of(kind, as_sent=as_sent)]
 
+    def member_heads(self, ulysses_size: int) -> tuple[int, int]:
+        """(query heads, key/value heads) of a member of a Ulysses group.
+
+        Of fewer key/value heads than members, each member has a copy of the one that its query heads use.
+        """
+        return self.heads // ulysses_size, max(self.kv_heads // ulysses_size, 1)
+
     def exchange_bytes(self, kind: Kind, rows: int, ulysses_size: int) -> int:
         """Bytes of a message inside a Ulysses group of `ulysses_size` ranks: `rows` rows for the heads of one rank."""
         item = ITEM_BYTES[self.dtype]
-        heads, kv_heads = self.heads // ulysses_size, self.kv_heads // ulysses_size
+        heads, kv_heads = self.member_heads(ulysses_size)
         if kind in ("qkv", "dqkv"):
             width = heads * self.head_dim + kv_heads * (self.head_dim + self.value_dim)
             return self.batch * rows * width * item

@@ -98,7 +98,7 @@ class Plan(Value):
 
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
         """The forward of `for_rank`, without planning a backward where that is possible."""
-        if self.ulysses_size > 1 or not self.batch:
+        if not self.batch:
             return self.for_rank(rank).forward
         return self._forward_steps(rank)
 
@@ -108,7 +108,11 @@ class Plan(Value):
 
     @cached
     def _forward_steps(self, rank: int) -> tuple[Step, ...]:
-        return self._rotation.keys.forward(rank)
+        if self.ulysses_size == 1:
+            return self._rotation.keys.forward(rank)
+        ring_plan, place = self.ring_plan(rank)
+        steps = RankPlan(place, ring_plan.forward_steps(place), ())
+        return wrap_in_exchanges(steps, rank, self.ulysses_size, self.layout).forward
 
     def plan_rank(self, rank: int) -> RankPlan:
         """The steps of one rank, made anew; `for_rank` keeps them."""
@@ -147,7 +151,7 @@ class Plan(Value):
     def _ring_plans(self) -> list[Plan]:
         """By place in a group, the plan between the members of all groups at this place."""
         size, schedule = split_ulysses(self.schedule)
-        heads, kv_heads, layout = self.heads // size, self.kv_heads // size, self.layout.grouped(size)
+        (heads, kv_heads), layout = self.sizes.member_heads(size), self.layout.grouped(size)
         members = (HeadSlice(self.pattern, i * heads) for i in range(size))
         return [
             replace(self, pattern=member, layout=layout, schedule=schedule, heads=heads, kv_heads=kv_heads)

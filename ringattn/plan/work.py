@@ -153,7 +153,8 @@ def join_keys(works: Iterable[Work], joins: Callable[[Work], bool] = _is_short) 
         keys_before = sum(w.keys for w in joined if w.dense)
         lo = None if not banded else banded[0].lo - keys_before  # type: ignore[operator]
         result.append(replace(joined[0], k=tuple(run for w in joined for run in w.k), lo=lo))
-        result += [w for w in group if not any(w is other for other in joined)]
+        taken = {id(w) for w in joined}
+        result += [w for w in group if id(w) not in taken]
     return result
 
 

@@ -137,6 +137,7 @@ def choice_record(choice: Choice | None) -> dict[str, Any] | None:
         return None
     return {
         "picked": str(choice.picked),
+        "kind": choice.kind,
         "reason": choice.reason,
         "candidates": [asdict(candidate) for candidate in choice.candidates],
     }

@@ -129,7 +129,12 @@ def backward(
     gradients = yield from run_ring(job, program, run, grad, grad_lse, q, k, v, result)
     label = f"backward step {program.leave.index}, exchange of dq, dk and dv"
     dq, dk, dv = yield from _exchange(run, program.leave, gradients, label)
-    return dq, dk, dv
+    return dq, _sum_copies(dk, job.plan.kv_heads), _sum_copies(dv, job.plan.kv_heads)
+
+
+def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
+    """The gradient of `heads` key/value heads, from those of the copies of each head, [B, copies, n, D]."""
+    return gradient if gradient.size(1) == heads else gradient.unflatten(1, (heads, -1)).sum(2)
 
 
 def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label: str) -> Program[Tensors]:

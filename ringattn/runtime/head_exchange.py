@@ -49,12 +49,19 @@ class HeadExchange(StepMessages):
         ring_plan, owner = self.plan.ring_plan(self.rank)
         group_rows = ring_plan.layout.rows(owner)
         specs = tensor_specs(self.plan, Part(kind, self.rank), as_sent=True)
-        by_tokens = [((batch, heads * self.size, rows, width), dtype) for (batch, heads, rows, width), dtype in specs]
+        self.heads = [spec[0][1] for spec in specs]
+        #: Of copies of key/value heads, the one head goes out, and a gradient of each copy comes back.
+        self.all_heads = [heads * self.size for heads in self.heads]
+        if kind == "qkv":
+            self.all_heads[1:] = [self.plan.kv_heads] * 2
+        by_tokens = [
+            ((batch, heads, rows, width), dtype)
+            for heads, ((batch, _, rows, width), dtype) in zip(self.all_heads, specs, strict=True)
+        ]
         by_heads = [((batch, heads, group_rows, width), dtype) for (batch, heads, _, width), dtype in specs]
         before, after = (by_tokens, by_heads) if self.to_heads else (by_heads, by_tokens)
         self.given = self.recorder.given(*(shape for shape, _ in before))
         self.received = self.recorder.given(*(shape for shape, _ in after))
-        self.heads = [spec[0][1] for spec in specs]
         index = 0 if self.to_heads else len(self.steps) - 1
         posts = self.start(index)
         for i, (source, target) in enumerate(zip(self.given, self.received, strict=True)):
@@ -87,8 +94,8 @@ class HeadExchange(StepMessages):
 
     def _heads_of(self, member: int, tensor: int) -> Side:
         """The heads of a member, in all rows of this rank."""
-        heads = self.heads[tensor]
-        return range(member * heads, (member + 1) * heads), range(self.plan.layout.rows(self.rank))
+        first = member * self.all_heads[tensor] // self.size
+        return range(first, first + self.heads[tensor]), range(self.plan.layout.rows(self.rank))
 
     def _rows_of(self, member: int, tensor: int) -> Side:
         """The rows of a member among the rows of its group, in all heads of this member."""

@@ -241,7 +241,7 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
         return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
     # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
     rows = plan.layout.rows(part.owner)
-    heads, kv_heads = plan.heads // plan.ulysses_size, plan.kv_heads // plan.ulysses_size
+    heads, kv_heads = plan.sizes.member_heads(plan.ulysses_size)
     own: torch.dtype = getattr(torch, plan.dtype)
     if part.kind in ("qkv", "dqkv"):
         sizes = ((heads, plan.head_dim), (kv_heads, plan.head_dim), (kv_heads, plan.value_dim))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import gcd
 
+from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
 from ..layout.regular import MAX_RANGES, Layout
 from ..machine.machine import Machine
+from ..machine.presets import MACHINES
 from ..pattern.head_slice import HeadSlice
 from ..plan.choice import Candidate, Choice
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
+from ..plan.schedules import split_ulysses
 from ..text import duration
 from .costs import bound_memory
-from .estimate import SAMPLED_STEPS, Estimate, estimate, mean_pairs
+from .estimate import SAMPLED_STEPS, Estimate, count_exchanges, estimate, host_seconds, mean_pairs
 from .forecast import pair_seconds
 from .metered import Metered, TooMany
 
@@ -27,32 +31,45 @@ MANY = 256
 LOOKUPS, FEWER = 20_000, 4
 #: Plans for up to this many ranks are compared even where no schedule can be faster than the ring.
 CHEAP = 8
+#: Thread blocks that fill any GPU.
+FULL = 1e12
+#: Of the fastest estimates, this many within this factor are timed by `simulate`, where each has at most SIMULATED
+#: steps over all ranks. Other estimates agree with it to about one percent.
+FINALISTS, NEAR, SIMULATED = 3, 1.1, 192
 #: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
 EQUAL = 1.02
 
 
 def list_schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
     """Schedules that `auto` compares for the sizes of a plan, the ring first; of equally fast ones, the first wins."""
-    ranks, inner = plan.ranks, machine.ranks_per_node
-    double_ring = (f"double_ring({inner})",) if 1 < inner < ranks and ranks % inner == 0 else ()
-    ulysses = tuple(f"ulysses({size}, ring)" for size in list_ulysses_sizes(plan, machine))
-    return ("ring", "direct", *(("allgather",) if ranks <= MANY else ()), *double_ring, *ulysses)
+    rings = _list_between(plan.ranks, machine.ranks_per_node)
+    sizes = list_ulysses_sizes(plan)
+    groups = {size: _list_between(plan.ranks // size, machine.ranks_per_node // size) for size in sizes}
+    # The rings first: what another schedule between the same groups may gain is known from them.
+    ulysses = [f"ulysses({size}, ring)" for size in sizes]
+    others = [f"ulysses({size}, {name})" for size, names in groups.items() for name in names[1:]]
+    return (*rings, *ulysses, *others)
 
 
-def list_ulysses_sizes(plan: Plan, machine: Machine) -> list[int]:
-    """Sizes of Ulysses groups that divide ranks and heads, and lie in one node; any size where all links are alike."""
-    node = min(machine.ranks_per_node, plan.ranks) if machine.ranks_per_node > 1 else plan.ranks
-    most = gcd(plan.ranks, plan.heads, plan.kv_heads, node)
-    return [size for size in range(2, most + 1) if most % size == 0]
+def _list_between(ranks: int, inner: int) -> list[str]:
+    """Schedules between `ranks` ranks or groups, `inner` of them in a node; those of two are all one ring."""
+    if ranks <= 2:
+        return ["ring"] if ranks == 1 else ["ring", "direct", "allgather"]
+    double_ring = [f"double_ring({inner})"] if 1 < inner < ranks and ranks % inner == 0 else []
+    return ["ring", "direct", *(["allgather"] if ranks <= MANY else []), *double_ring]
 
 
-def _explain_no_ulysses(plan: Plan, machine: Machine) -> str:
+def list_ulysses_sizes(plan: Plan) -> list[int]:
+    """Sizes of Ulysses groups that divide the ranks and the heads; of K/V heads, they may also be a multiple."""
+    most = gcd(plan.ranks, plan.heads)
+    sizes = [size for size in range(2, most + 1) if most % size == 0]
+    return [size for size in sizes if plan.kv_heads % size == 0 or size % plan.kv_heads == 0]
+
+
+def _explain_no_ulysses(plan: Plan) -> str:
     """Why no Ulysses groups are compared."""
-    heads = f"{plan.ranks:,} ranks, {plan.heads} query heads"
-    if machine.ranks_per_node == 1:
-        return f"no size of a Ulysses group divides {heads} and {plan.kv_heads} key/value heads"
-    nodes = f"{plan.kv_heads} key/value heads and nodes of {machine.ranks_per_node}"
-    return f"no size of a Ulysses group divides {heads}, {nodes}"
+    heads = f"{plan.heads} query heads and fits {plan.kv_heads} key/value heads"
+    return f"no size of a Ulysses group divides {plan.ranks:,} ranks and {heads}"
 
 
 def list_layouts(ranks: int) -> tuple[str, ...]:
@@ -81,16 +98,20 @@ def choose(
                 compared.add(layout, name)
         else:
             compared.add_all(layout, list_schedules(first, machine))
-            if not list_ulysses_sizes(first, machine):
-                compared.leave_out(layout, "ulysses", _explain_no_ulysses(first, machine))
+            if not list_ulysses_sizes(first):
+                compared.leave_out(layout, "ulysses", _explain_no_ulysses(first))
             if layout.ranks > MANY:
                 compared.leave_out(layout, "allgather", f"a message to each of more than {MANY} ranks")
+    if machine not in (MACHINES["cpu"], MACHINES["cuda"]):  # these stand for no machine in particular
+        compared.simulate_finalists()
     candidates, plans = tuple(compared.candidates), compared.plans
     if not plans:
         why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
         return _take_first(first, candidates, why, machine)
     by_time = sorted(plans, key=lambda candidate: candidate.seconds)  # stable
-    best = next(candidate for candidate in plans if candidate.seconds <= by_time[0].seconds * EQUAL)
+    best = next(
+        candidate for candidate in candidates if candidate in plans and candidate.seconds <= by_time[0].seconds * EQUAL
+    )
     others = [candidate for candidate in by_time if candidate is not best]
     return plans[best].with_choice(Choice(candidates, best, _explain(best, others), machine))
 
@@ -102,8 +123,11 @@ class _Comparison:
         self.make, self.machine = make, machine
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
+        self.estimates: dict[Candidate, Estimate] = {}
         #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
         self._demands: dict[tuple[Layout, int], tuple[KeyDemand, Metered]] = {}
+        #: By the same, the least seconds of any schedule between the groups, which have the visits of the ring.
+        self.least: dict[tuple[Layout, int], float] = {}
 
     def leave_out(self, layout: Layout, name: str, why: str) -> None:
         """Note a candidate that is not compared."""
@@ -117,12 +141,16 @@ class _Comparison:
                 why = "the ring, which it would be compared with, has no estimate on this layout"
                 self.leave_out(layout, name, why)
             return
-        plan = self.make(layout, ring)
-        least = pair_seconds(plan, self.machine, backward=False) * mean_pairs(self._metered_demand(plan))
+        visits = self._least_visits(self.make(layout, ring))
         for name in others:
+            size, between = split_ulysses(name)
             fastest = min(candidate.seconds for candidate in self.plans)
-            if layout.ranks > CHEAP and fastest <= least * EQUAL:
-                why = f"visits alone take {duration(least)}, so that nothing is much faster than the best above"
+            least = self.least.get((layout, size))
+            if least is None:
+                least = self._bound(self.make(layout, name), visits, self._count_steps(layout, size))
+            skips = layout.ranks > CHEAP or (size > 1 and between != "ring")
+            if skips and fastest <= least * EQUAL:
+                why = f"its steps take {duration(least)} at least, so that it is not much faster than the best above"
                 self.leave_out(layout, name, why)
             elif not self._fits(layout, name):
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
@@ -134,6 +162,7 @@ class _Comparison:
         plan = self.make(layout, name)
         for steps in (SAMPLED_STEPS, FEWER):
             demand = self._metered_demand(plan)
+            plan.ring_plan(0)[0].demand.share_answers(demand)
             try:
                 estimated = estimate(plan, self.machine, demand, steps)
             except TooMany:
@@ -145,11 +174,64 @@ class _Comparison:
                 return False
             candidate = Candidate(layout.name, plan.schedule, estimated.prediction, basis=_describe_basis(estimated))
             self.candidates.append(candidate)
-            self.plans[candidate] = plan
-            plan.ring_plan(0)[0].demand.share_answers(demand)
+            self.plans[candidate], self.estimates[candidate] = plan, estimated
+            steps = 1 + (estimated.started > (1 if plan.ulysses_size == 1 else 3))
+            least = self._bound(plan, estimated.prediction.compute, steps)
+            self.least.setdefault((layout, plan.ulysses_size), least)
             return True
         self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
         return False
+
+    def simulate_finalists(self) -> None:
+        """Time the finalists by `simulate`, where all of them have few steps, and not all estimates tell as much.
+
+        An estimate from all steps of all ranks is what `simulate` says, to about one percent. Of Ulysses groups the
+        estimate looks at the first members only, which is as good where they share no network card.
+        """
+        limit = min((candidate.seconds for candidate in self.plans), default=0.0) * NEAR
+        finalists = sorted((c for c in self.plans if c.seconds <= limit), key=lambda c: c.seconds)[:FINALISTS]
+        if len(finalists) < 2 or all(map(self._is_exact, finalists)):
+            return
+        if max(self.plans[c].ranks * self.estimates[c].started for c in finalists) > SIMULATED:
+            return
+        from .simulation import simulate  # most calls need no solver
+
+        for candidate in finalists:
+            seconds = simulate(self.plans[candidate], self.machine).seconds
+            prediction = self.estimates[candidate].prediction
+            prediction = replace(prediction, seconds=seconds, exposed=seconds - prediction.compute)
+            timed = replace(candidate, prediction=prediction, basis="simulated, every step of every rank")
+            self.candidates[self.candidates.index(candidate)] = timed
+            self.plans[timed] = self.plans.pop(candidate)
+
+    def _is_exact(self, candidate: Candidate) -> bool:
+        """Whether an estimate was made from all that `simulate` looks at."""
+        return self.estimates[candidate].whole and (
+            self.plans[candidate].ulysses_size == 1 or not self.machine.shared_nic
+        )
+
+    def _bound(self, plan: Plan, visits: float, steps: int) -> float:
+        """The least seconds of a plan, from the seconds of its visits and its least number of steps."""
+        if plan.ulysses_size > 1:
+            visits, steps = visits + count_exchanges(plan, self.machine)[0], steps + 2
+        return max(visits, host_seconds(self.machine, steps)) + (self.machine.call or 0.0)
+
+    def _count_steps(self, layout: Layout, size: int) -> int:
+        """2 where some group of `size` ranks sees keys of another group, which come at a second step; else 1."""
+        demand, _ = self._demands[layout, 1]
+        starts = range(0, layout.ranks, size)
+        others = ((range(first, first + size), (range(first), range(first + size, layout.ranks))) for first in starts)
+        return 1 + any(demand.needs(group, owners) for group, pair in others for owners in pair if owners)
+
+    def _least_visits(self, plan: Plan) -> float:
+        """Seconds of the visits of a mean rank, by the highest rate of the kernel."""
+        rates = self.machine.kernel_rates
+        if rates is None or self.machine.kernel is not None:
+            seconds = pair_seconds(plan, self.machine, backward=False)
+        else:
+            dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
+            seconds = plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
+        return seconds * mean_pairs(self._metered_demand(plan))
 
     def _metered_demand(self, plan: Plan) -> KeyDemand:
         """The demand of a plan, or of its first ring plan, with a full budget of lookups, and all answers so far."""

@@ -61,7 +61,8 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
         "lse": tokens * plan.heads * wide,
     }
     if plan.ulysses_size > 1:
-        exchanged = (inputs + output) * item + plan.heads * wide
+        copies = max(plan.ulysses_size - plan.kv_heads, 0) * (plan.head_dim + plan.value_dim)
+        exchanged = (inputs + copies + output) * item + plan.heads * wide
         sizes["q, k, v, output and lse of the Ulysses group's heads"] = tokens * exchanged
     if not backward:
         sizes["receive buffers"] = _buffer_bytes(plan, ("kv",), backward) if receiving is None else receiving

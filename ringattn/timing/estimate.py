@@ -52,6 +52,13 @@ class Estimate:
     #: (ranks that were looked at, all ranks), and (steps that were looked at, all steps).
     ranks: tuple[int, int]
     steps: tuple[int, int]
+    #: The steps that the host of a rank starts.
+    started: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps of all ranks were looked at."""
+        return all(some == every for some, every in (self.ranks, self.steps))
 
 
 @dataclass(frozen=True)
@@ -82,21 +89,36 @@ def estimate(plan: Plan, machine: Machine, demand: KeyDemand, steps: int = SAMPL
     """
     size, ring_plan = plan.ulysses_size, plan.ring_plan(0)[0]
     if size == 1:
-        return _RingEstimate(plan, machine, demand, 1, steps).make()
+        return _add_host(_RingEstimate(plan, machine, demand, 1, steps).make(), machine, 0)
     # The ranks with the same place in their groups run one ring: this many of them are in one node.
     per_node = ring_plan.ranks if machine.ranks_per_node >= plan.ranks else max(machine.ranks_per_node // size, 1)
-    thinned = replace(machine, ranks_per_node=per_node)
+    thinned = replace(machine, ranks_per_node=per_node, one_gather=False)
     between = _RingEstimate(ring_plan, thinned, demand, min(size, machine.ranks_per_node), steps).make()
-    seconds, sent = _count_exchanges(plan, machine)
+    seconds, sent = count_exchanges(plan, machine)
     ring = between.prediction
     # The last exchange follows the last visit, and the first precedes all visits: nothing hides the exchanges.
     prediction = Prediction(
         ring.seconds + seconds, ring.compute, ring.exposed + seconds, ring.bytes + sent, ring.messages + 2 * (size - 1)
     )
-    return replace(between, prediction=prediction)
+    return _add_host(replace(between, prediction=prediction), machine, 2)
 
 
-def _count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int]:
+def _add_host(estimated: Estimate, machine: Machine, exchanges: int) -> Estimate:
+    """The estimate with what a call takes, and no faster than the host starts all steps and `exchanges`."""
+    prediction = estimated.prediction
+    started = estimated.started + exchanges
+    host = host_seconds(machine, started)
+    seconds = max(prediction.seconds, host) + (machine.call or 0.0)
+    prediction = replace(prediction, seconds=seconds, exposed=seconds - prediction.compute)
+    return replace(estimated, prediction=prediction, started=started)
+
+
+def host_seconds(machine: Machine, steps: int) -> float:
+    """Seconds in which the host starts `steps` steps of a pass."""
+    return (machine.host_call or 0.0) + steps * (machine.host or 0.0)
+
+
+def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int]:
     """(seconds, bytes that a rank sends) of exchanging tokens for heads and back in a Ulysses group."""
     peers = plan.ulysses_size - 1
     near = min(plan.ulysses_size, machine.ranks_per_node) - 1
@@ -183,10 +205,11 @@ class _RingEstimate:
         arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in chosen}
         few = max(map(len, arrivals.values())) <= self.most
         last = max((edges[0].step for edges in arrivals.values() if edges), default=0)
-        forwards = [
-            self._estimate_rank(rank, self._list_steps(rank, edges) if few else self._sample_steps(rank, last))
+        steps = {
+            rank: self._list_steps(rank, edges) if few else self._sample_steps(rank, last)
             for rank, edges in arrivals.items()
-        ]
+        }
+        forwards = [self._estimate_rank(rank, listed) for rank, listed in steps.items()]
         predictions = [prediction for prediction, _ in forwards]
         slowest = max(predictions, key=lambda prediction: prediction.seconds)
         seconds = slowest.seconds
@@ -203,8 +226,9 @@ class _RingEstimate:
             bytes=max(prediction.bytes for prediction in predictions),
             messages=max(prediction.messages for prediction in predictions),
         )
-        steps = len(self._sample_steps(0, last)) if not few else last + 1
-        return Estimate(prediction, (len(chosen), ranks), (steps, last + 1))
+        looked_at = last + 1 if few else len(self._sample_steps(0, last))
+        started = 2 if self.gathers else max(map(len, steps.values())) if few else last + 1
+        return Estimate(prediction, (len(chosen), ranks), (looked_at, last + 1), started)
 
     def _choose_ranks(self) -> list[int]:
         """The ranks that are looked at, ascending: all of up to ALL ranks."""

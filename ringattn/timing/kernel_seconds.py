@@ -95,7 +95,9 @@ def modelled_seconds_per_pair(
                 seconds += weight * (start + visit)
         return seconds / pairs if pairs else 0.0
 
-    return plan.cache.answer((modelled_seconds_per_pair, rates, gathered, backward), compute)
+    # Plans that share their answers, with other schedules, share this one.
+    key = modelled_seconds_per_pair, rates, gathered, backward, plan.sizes
+    return plan.ring_plan(0)[0].demand.cache.answer(key, compute)
 
 
 def _sample_visits(plan: Plan, ranks: Iterable[int]) -> Iterator[tuple[float, int, int]]:

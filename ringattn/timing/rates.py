@@ -144,7 +144,7 @@ class Rates:
         """
         if self.machine.merge is None or self.one_gather:
             return 0.0
-        plan = self.plan
+        plan = self.plan.ring_plan(0)[0]
         width: float = plan.value_dim + 1
         if self.backward:
             width = plan.head_dim + (plan.head_dim + plan.value_dim) * plan.kv_heads / plan.heads

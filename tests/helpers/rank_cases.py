@@ -58,7 +58,7 @@ def compare_with_virtual(
         return pickle.loads(transport.gather(told)[cells % size])
 
     schedules = ["ring", "direct", "allgather", f"double_ring({2 if size == 4 else 1})"]
-    if size % 2 == 0 and heads[1] % 2 == 0:
+    if size % 2 == 0 and heads[0] % 2 == 0:
         schedules[2:3] = ["ulysses(2)" if size == 2 else "ulysses(2, direct)"]
     for index, pattern in enumerate(patterns):
         for number, layout in enumerate(("contiguous", "zigzag", "striped", "striped(8)")):

@@ -148,3 +148,20 @@ def test_odd_lengths_and_scales(tokens: int, scale: float) -> None:
         out = ra.virtual_attention(q, k, v, pattern, scale=scale, **options)
         grads = torch.autograd.grad(out, (q, k, v), case.grad)
         assert max(errors(Result(out, oracle.lse, grads), oracle)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "schedule"),
+    [((4, 2), 4, "ulysses(4)"), ((4, 1), 4, "ulysses(2)"), ((8, 2), 8, "ulysses(4, direct)")],
+)
+def test_copies_of_key_value_heads(heads: tuple[int, int], ranks: int, schedule: str) -> None:
+    """Ulysses groups of more ranks than key/value heads: the gradients of all copies of a head are added."""
+    for dtype, rotate in ((torch.float64, "keys"), (torch.float64, "queries"), (torch.bfloat16, "auto")):
+        case, oracle, allowed = truth("hidden-rows", heads, dtype)
+        leaves = case.leaves()
+        out, lse = ra.virtual_attention(
+            *leaves, PATTERNS["hidden-rows"], ranks=ranks, layout="zigzag", schedule=schedule, rotate=rotate,
+            return_lse=True,
+        )  # fmt: skip
+        found = errors(Result(out, lse, torch.autograd.grad(out, leaves, case.grad)), oracle)
+        assert all(e <= a for e, a in zip(found, allowed, strict=True)), (dtype, rotate, found, allowed)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multi
 @pytest.mark.parametrize(
     ("ranks", "dtype", "heads"),
     [
-        (2, "float32", (4, 2)), (3, "float64", (3, 1)), (4, "bfloat16", (2, 2)), (4, "float64", (3, 1)),
+        (2, "float32", (4, 2)), (3, "float64", (3, 1)), (4, "bfloat16", (2, 2)), (4, "float64", (4, 1)),
     ],
 )  # fmt: skip  # another dtype of each number of ranks: test_mpi.py
 def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:

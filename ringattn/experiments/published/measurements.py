@@ -91,9 +91,7 @@ class Measurement:
         return flops * {"fwd": 1.0, "bwd": 2.5, "both": 3.5}[self.passes] / (self.kernel_tflops * 1e12)
 
     def _sizes(self) -> tuple[int, int, int, int]:
-        size = int(self.schedule[8:].split(",")[0].rstrip(")")) if self.schedule.startswith("ulysses") else 1
-        # Ulysses on more ranks than key/value heads sends copies of these heads.
-        return self.batch, self.heads, max(self.kv_heads, size), self.head_dim
+        return self.batch, self.heads, self.kv_heads, self.head_dim
 
 
 def _patterns(name: str, tokens: int) -> tuple[Pattern, ...]:

@@ -72,8 +72,13 @@ def list_spellings() -> list[str]:
 
 
 def _check_ulysses(name: str, size: int, ranks: int | None, heads: int, kv_heads: int) -> None:
-    """Raise InvalidInput where groups of `size` ranks do not divide the ranks or the heads."""
+    """Raise InvalidInput where groups of `size` ranks do not divide the ranks or the heads.
+
+    Groups that key/value heads divide are served, too: each rank has a copy of one head.
+    """
     for what, number in (("ranks", ranks), ("query heads", heads), ("key/value heads", kv_heads)):
+        if number and "/" in what and size > 0 and size % number == 0:
+            continue
         if number == 1 and size > 1:
             what = what.removesuffix("s")
             raise InvalidInput(

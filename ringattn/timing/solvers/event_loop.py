@@ -179,8 +179,7 @@ def _begin_next_step(index: int, rank: _RankProgress, observe: Observer | None) 
 
 def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
     """The steps of a rank in one pass of a plan."""
-    planned = plan.for_rank(rank)
-    return planned.backward if backward else planned.forward
+    return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
 
 
 def _check_size(rates: Rates, why: str) -> None:
