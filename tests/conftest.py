@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
 import os
 import subprocess
 import sys
@@ -52,6 +53,27 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {str(Path(__file__).parent / name): place for place, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: places.get(str(item.path), len(places)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks() -> Iterator[None]:
+    """Local ranks are forks of a process that has imported torch."""
+    from warm_python import get_context
+
+    from ringattn.transport import launcher
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "get_context", get_context)
+        yield
+
+
+@pytest.fixture
+def cold_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local ranks are new processes of Python, as they are for users."""
+    from ringattn.transport import launcher
+
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(sys.executable))
+    monkeypatch.setattr(launcher, "get_context", multiprocessing.get_context)
 
 
 @pytest.fixture

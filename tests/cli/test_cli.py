@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from ringattn.errors import InvalidInput
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
-    return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +206,7 @@ def test_run_on_local_ranks_equals_torchrun_and_virtual(inside: Inside, tmp_path
     )
     outs = {}
     for name, arguments, launcher in (
-        ("local", ("ranks=2", "threads=1"), {}),
+        ("local", ("ranks=2", "threads=1"), {"cold": True}),
         ("torchrun", (), {"launcher": torchrun(2)}),
         ("virtual", ("ranks=2", "transport=virtual", "threads=1"), {}),
     ):
