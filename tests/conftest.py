@@ -31,16 +31,18 @@ torch.set_num_threads(1)
 
 #: Files that take longest. Those come first, so that no process ends long after the other.
 SLOW_FILES = (
-    "runtime/test_matrix.py",
-    "numerics/test_numerics.py",
+    "integrations/test_transformers.py",
     "transport/test_mpi.py",
-    "transport/test_launch.py",
-    "transport/test_launcher.py",
     "transport/test_gloo.py",
-    "cli/test_cli.py",
+    "seeds/test_seed_ranks.py",
+    "timing/test_folding.py",
     "experiments/test_calibrate_ranks.py",
-    "kernels/test_emulated_cuda.py",
-    "runtime/test_offload.py",
+    "transport/test_launch.py",
+    "nn/test_ranks.py",
+    "cli/test_cli.py",
+    "cli/test_ends.py",
+    "train/test_example.py",
+    "transport/test_launcher.py",
 )
 
 

@@ -27,9 +27,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: What the processes import. Nothing here may start a thread or read a setting that tests change.
+#: What the server imports before it forks: nothing that starts a thread, or reads a setting that tests change.
 IMPORTED = (
-    "torch.distributed.run", "torch.distributed.device_mesh", "hydra", "ringattn.nn", "ringattn.cli.main",
+    "torch.distributed.run", "torch.distributed.device_mesh", "hydra", "pytest", "ringattn.nn", "ringattn.cli.main",
     "ringattn.cli.run", "ringattn.cli.calibrate", "torch._dynamo",  # which optimizers import at their first step
 )  # fmt: skip
 #: Above all descriptors that a process of tests has at its start.
@@ -38,7 +38,12 @@ HIGH = 200
 
 @cache
 def executable() -> str:
-    """The path of a program that does what `python` does; its server ends with this process."""
+    """The path of a program that does what `python` does; its server ends with this process.
+
+    Python itself where the system has no handles of processes: tests are slower there, and prove the same.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return sys.executable
     folder = tempfile.TemporaryDirectory(prefix="ringattn-")
     address, program = Path(folder.name, "server"), Path(folder.name, "python")
     client = [sys.executable, "-SE", str(Path(__file__).with_name("warm_client.py")), str(address)]
@@ -136,7 +141,7 @@ def run(job: dict[str, Any], program: str) -> None:
     arguments = list(job["argv"])
     while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         if arguments.pop(0) == "-u":
-            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+            sys.stdout.reconfigure(write_through=True)
     kind = arguments[0]
     sys.argv = arguments[1:] if kind == "-m" else arguments
     first = os.path.dirname(os.path.abspath(kind)) if kind not in ("-m", "-c") else os.getcwd()
