@@ -60,11 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def warm_ranks() -> Iterator[None]:
     """Local ranks are forks of a process that has imported torch."""
-    from warm_python import get_context
+    from warm_python import ENDS, get_context
 
     from ringattn.transport import launcher
 
-    with pytest.MonkeyPatch.context() as patch:
+    with ENDS, pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "get_context", get_context)
         yield
 

@@ -34,17 +34,25 @@ def main() -> None:
         text = json.dumps(job).encode()
         socket.send_fds(server, [len(text).to_bytes(4, "little")], files)
         server.sendall(text)
-        process = int.from_bytes(server.recv(4), "little")
+        process = _receive(server)
         for number in set(FORWARDED) - set(ignored):
             signal.signal(number, lambda number, frame: os.kill(process, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        status = int.from_bytes(server.recv(4), "little", signed=True)
+        status = _receive(server)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-status])
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def _receive(server: socket.socket) -> int:
+    number = server.recv(4)
+    if not number:
+        raise SystemExit("the server of warm_python.py has ended")
+    return int.from_bytes(number, "little", signed=True)
 
 
 def _is_open(number: int) -> bool:

@@ -6,7 +6,6 @@ how Python starts, of limits that a process inherits, or of variables that Pytho
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
 import multiprocessing.spawn
@@ -19,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
@@ -32,20 +31,22 @@ IMPORTED = (
     "torch.distributed.run", "torch.distributed.device_mesh", "hydra", "pytest", "ringattn.nn", "ringattn.cli.main",
     "ringattn.cli.run", "ringattn.cli.calibrate", "torch._dynamo",  # which optimizers import at their first step
 )  # fmt: skip
+#: What ends the server and removes its files.
+ENDS = ExitStack()
 #: Above all descriptors that a process of tests has at its start.
 HIGH = 200
 
 
 @cache
 def executable() -> str:
-    """The path of a program that does what `python` does; its server ends with this process.
+    """The path of a program that does what `python` does. Its server ends with this process, or with `ENDS.close()`.
 
     Python itself where the system has no handles of processes: tests are slower there, and prove the same.
     """
     if not hasattr(os, "pidfd_open"):
         return sys.executable
-    folder = tempfile.TemporaryDirectory(prefix="ringattn-")
-    address, program = Path(folder.name, "server"), Path(folder.name, "python")
+    folder = ENDS.enter_context(tempfile.TemporaryDirectory(prefix="ringattn-"))
+    address, program = Path(folder, "server"), Path(folder, "python")
     client = [sys.executable, "-SE", str(Path(__file__).with_name("warm_client.py")), str(address)]
     program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
     program.chmod(0o755)
@@ -54,18 +55,13 @@ def executable() -> str:
     listener.listen(64)
     command = [sys.executable, __file__, str(listener.fileno()), str(program)]
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    server = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, pass_fds=[listener.fileno()]
+    # At its exit the server's standard input is closed, which ends it.
+    ENDS.enter_context(
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, pass_fds=[listener.fileno()]
+        )
     )
     listener.close()
-
-    def end() -> None:
-        assert server.stdin is not None
-        server.stdin.close()
-        server.wait(30)
-        folder.cleanup()
-
-    atexit.register(end)
     return str(program)
 
 
@@ -96,12 +92,18 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
             if client.fileno() >= 0:  # a client says nothing more: it has ended
                 os.kill(clients[client], signal.SIGKILL)
         if sys.stdin in ready:
+            for process, _ in forks.values():
+                os.kill(process, signal.SIGKILL)
             return None
         if listener in ready:
             client, _ = listener.accept()
             length, files, _, _ = socket.recv_fds(client, 4, 64)
-            with client.makefile("rb") as text:
-                job: dict[str, Any] = json.loads(text.read(int.from_bytes(length, "little")))
+            with client.makefile("rb") as stream:
+                text = stream.read(int.from_bytes(length, "little"))
+            if not text.endswith(b"}"):  # the client has been killed
+                client.close()
+                continue
+            job: dict[str, Any] = json.loads(text)
             if not (process := os.fork()):
                 for other in (listener, client, *clients):
                     other.close()  # here, as their numbers are given to other files
@@ -109,7 +111,8 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 return job
             for number in files:
                 os.close(number)
-            client.sendall(process.to_bytes(4, "little"))
+            with suppress(BrokenPipeError):
+                client.sendall(process.to_bytes(4, "little"))
             forks[os.pidfd_open(process)] = process, client
 
 
