@@ -108,7 +108,7 @@ def test_a_plan_of_too_many_steps_says_so(inside: Inside, tmp_path: Path) -> Non
 
 
 def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
-    done = ringattn("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json", cwd=tmp_path)
+    done = ringattn("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json", cwd=tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     plan = ra.make_plan(ra.Causal(), tokens=1024, ranks=4, layout="zigzag")
     assert ra.Plan.from_json((tmp_path / "p.json").read_text()) == plan

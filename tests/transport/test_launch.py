@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def test_scripts_run(
     start: Callable[..., Any], name: str, transport: str, wrong: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     """An error of a wrong call, or of a file that ranks read, is told."""
-    env = {"PYTHON": executable(), "RANKS": "2"}
+    # mpirun.sh takes the mpirun beside Python.
+    env = {"PYTHON": sys.executable if transport == "mpi" else executable(), "RANKS": "2"}
     done = start([str(LAUNCH / name), *TINY, "pattern=Causal() & Window(31)"], cwd=tmp_path, env=env, timeout=90)
     assert done.returncode == 0, done.stderr
     assert f"(Causal() & Window(left=31, right=0)), 96 tokens, striped(1) on 2 {transport} ranks" in done.stdout
