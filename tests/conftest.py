@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.spawn
 import os
 import subprocess
@@ -35,6 +36,7 @@ SLOW_FILES = (
     "transport/test_mpi.py",
     "transport/test_gloo.py",
     "seeds/test_seed_ranks.py",
+    "numerics/test_numerics.py",
     "timing/test_folding.py",
     "experiments/test_calibrate_ranks.py",
     "transport/test_launch.py",
@@ -55,6 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {str(Path(__file__).parent / name): place for place, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: places.get(str(item.path), len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
