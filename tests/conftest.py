@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing.spawn
 import os
 import subprocess
 import sys
@@ -30,16 +32,19 @@ torch.set_num_threads(1)
 
 #: Files that take longest. Those come first, so that no process ends long after the other.
 SLOW_FILES = (
-    "runtime/test_matrix.py",
-    "numerics/test_numerics.py",
+    "integrations/test_transformers.py",
     "transport/test_mpi.py",
-    "transport/test_launch.py",
-    "transport/test_launcher.py",
     "transport/test_gloo.py",
-    "cli/test_cli.py",
+    "seeds/test_seed_ranks.py",
+    "numerics/test_numerics.py",
+    "timing/test_folding.py",
     "experiments/test_calibrate_ranks.py",
-    "kernels/test_emulated_cuda.py",
-    "runtime/test_offload.py",
+    "transport/test_launch.py",
+    "nn/test_ranks.py",
+    "cli/test_cli.py",
+    "cli/test_ends.py",
+    "train/test_example.py",
+    "transport/test_launcher.py",
 )
 
 
@@ -52,6 +57,33 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {str(Path(__file__).parent / name): place for place, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: places.get(str(item.path), len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks() -> Iterator[None]:
+    """Local ranks are forks of a process that has imported torch."""
+    from warm_python import ENDS, get_context
+
+    from ringattn.transport import launcher
+
+    with ENDS, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "get_context", get_context)
+        yield
+
+
+@pytest.fixture
+def cold_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local ranks are new processes of Python, as they are for users."""
+    from ringattn.transport import launcher
+
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(sys.executable))
+    monkeypatch.setattr(launcher, "get_context", multiprocessing.get_context)
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import json
 import os
 import pkgutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
 import ringattn.pattern
 from ringattn.pattern import PATTERNS, Pattern
@@ -161,7 +161,7 @@ def offered(folder: Path, points: str) -> dict[str, str]:
 def test_an_installed_package_adds_a_pattern_and_a_schedule(tmp_path: Path) -> None:
     points = "[ringattn.patterns]\nRecent = outside:Recent\n[ringattn.schedules]\nstar = outside:Star\n"
     done = subprocess.run(
-        [sys.executable, "-c", USE], env=offered(tmp_path / "site", points), capture_output=True, text=True, timeout=120
+        [executable(), "-c", USE], env=offered(tmp_path / "site", points), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
@@ -169,7 +169,7 @@ def test_an_installed_package_adds_a_pattern_and_a_schedule(tmp_path: Path) -> N
 def test_an_installed_package_adds_a_kernel(tmp_path: Path) -> None:
     points = "[ringattn.kernels]\ncounting = outside:Counting\nchosen = outside:Chosen\nbroken = outside:Missing\n"
     done = subprocess.run(
-        [sys.executable, "-c", USE_KERNEL],
+        [executable(), "-c", USE_KERNEL],
         env=offered(tmp_path / "site", points),
         capture_output=True,
         text=True,
@@ -184,7 +184,7 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     env = offered(tmp_path / "site", "[ringattn.bench_suites]\nidle = outside:SUITE\n")
     root = Path(__file__).resolve().parents[1]
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(root)])
-    bench = [sys.executable, "-m", "ringattn", "bench"]
+    bench = [executable(), "-m", "ringattn", "bench"]
     done = subprocess.run(
         [*bench, "suite=idle", "repeat=2", "output.path=out"],
         cwd=tmp_path,
@@ -213,7 +213,7 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
 def test_packages_that_cannot_be_used_are_named(tmp_path: Path, points: str, words: str) -> None:
     code = "import ringattn as ra; ra.parse_pattern('Recent()')"
     env = offered(tmp_path / "site", f"[ringattn.patterns]\n{points}\n")
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([executable(), "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
 
 
@@ -284,7 +284,7 @@ def test_an_installed_package_adds_a_transport(tmp_path: Path) -> None:
     words = ["run", "transport.spec=folder", "ranks=2", "input=random", "tokens=256", "repeat=1", "timeout=100"]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "ringattn", *words],
+            [executable(), "-m", "ringattn", *words],
             cwd=tmp_path,
             env={**env, "FOLDER_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -345,5 +345,5 @@ for call, words in (
 def test_an_installed_package_adds_a_solver(tmp_path: Path) -> None:
     env = offered(tmp_path / "site", "[ringattn.solvers]\ntwice = outside:Twice\n")
     (tmp_path / "site" / "outside.py").write_text(SOLVER)
-    done = subprocess.run([sys.executable, "-c", USE_SOLVER], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([executable(), "-c", USE_SOLVER], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

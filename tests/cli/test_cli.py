@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from ringattn.errors import InvalidInput
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
-    return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_a_plan_of_too_many_steps_says_so(inside: Inside, tmp_path: Path) -> Non
 
 
 def test_plan_prints_counted_facts_and_writes_json(tmp_path: Path) -> None:
-    done = ringattn("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json", cwd=tmp_path)
+    done = ringattn("plan", "ranks=4", "tokens=1k", "layout=zigzag", "output.path=p.json", cwd=tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     plan = ra.make_plan(ra.Causal(), tokens=1024, ranks=4, layout="zigzag")
     assert ra.Plan.from_json((tmp_path / "p.json").read_text()) == plan
@@ -208,7 +207,7 @@ def test_run_on_local_ranks_equals_torchrun_and_virtual(inside: Inside, tmp_path
     )
     outs = {}
     for name, arguments, launcher in (
-        ("local", ("ranks=2", "threads=1"), {}),
+        ("local", ("ranks=2", "threads=1"), {"cold": True}),
         ("torchrun", (), {"launcher": torchrun(2)}),
         ("virtual", ("ranks=2", "transport=virtual", "threads=1"), {}),
     ):

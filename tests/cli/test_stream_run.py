@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle import Case, Result, dense, error, errors, make_case
 from safetensors.torch import load_file, save_file
+from warm_python import executable
 
 import ringattn as ra
 from ringattn.cli.inputs import open_source
@@ -35,7 +36,7 @@ TOKENS = 301
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ringattn", "run", "threads=1", *arguments]
+    return [executable(), "-m", "ringattn", "run", "threads=1", *arguments]
 
 
 def ringattn(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

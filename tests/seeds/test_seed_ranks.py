@@ -16,4 +16,4 @@ pytestmark = pytest.mark.multi
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_acceptance_on_real_ranks(run_ranks: Run, layout: str) -> None:
-    assert run_ranks(seed_ranks.acceptance, 2, layout, timeout=150) == [len(EVEN) + len(RINGS) // 2] * 2
+    assert run_ranks(seed_ranks.acceptance, 2, layout, timeout=150) == [(len(EVEN) + len(RINGS)) // 2] * 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("tokens=96", "model.width=32", "model.window=20", "checkpoint_every=2")
@@ -18,7 +18,7 @@ def run(output: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subpro
     """A run of the example, small, by Python or by a launcher."""
     script = str(ROOT / "examples/train_lm/train.py")
     return subprocess.run(
-        [sys.executable, *launcher, script, f"output={output}", *SMALL, *overrides],
+        [executable(), *launcher, script, f"output={output}", *SMALL, *overrides],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

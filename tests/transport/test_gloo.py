@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multi
     ],
 )  # fmt: skip  # another dtype of each number of ranks: test_mpi.py
 def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
-    assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [64] * ranks
+    assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [32] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

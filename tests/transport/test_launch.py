@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from warm_python import executable
 
 from ringattn.config.overrides import prepare
 from ringattn.machine.file import read_machine, read_record
@@ -46,7 +47,8 @@ def test_scripts_run(
     start: Callable[..., Any], name: str, transport: str, wrong: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     """An error of a wrong call, or of a file that ranks read, is told."""
-    env = {"PYTHON": sys.executable, "RANKS": "2"}
+    # mpirun.sh takes the mpirun beside Python.
+    env = {"PYTHON": sys.executable if transport == "mpi" else executable(), "RANKS": "2"}
     done = start([str(LAUNCH / name), *TINY, "pattern=Causal() & Window(31)"], cwd=tmp_path, env=env, timeout=90)
     assert done.returncode == 0, done.stderr
     assert f"(Causal() & Window(left=31, right=0)), 96 tokens, striped(1) on 2 {transport} ranks" in done.stdout
@@ -73,7 +75,7 @@ main()
 def test_torchrun_shows_the_traceback(start: Callable[..., Any], tmp_path: Path) -> None:
     """What torchrun prints of a rank that failed, which without `@record` is a link to its manual."""
     (tmp_path / "broken.py").write_text(BROKEN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "broken.py"]
+    command = [executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "broken.py"]
     done = start([*command, "run", "tokens=64"], cwd=tmp_path, timeout=90)
     assert done.returncode != 0
     summary = done.stderr.split("Root Cause")[-1]
@@ -150,7 +152,7 @@ def test_mpi_ranks_calibrate(start: Callable[..., Any], mpirun_path: str, tmp_pa
     """One file from two ranks of an mpirun, with links and passes in it."""
     path = tmp_path / "m.yaml"
     sizes = ("rows=[16,64]", "widths=[8]", "messages=[256,32M]", "repeat=2", "heads=2", "head_dim=16", "threads=1")
-    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "calibrate", "transport=mpi", *sizes]
+    command = [mpirun_path, "-n", "2", executable(), "-m", "ringattn", "calibrate", "transport=mpi", *sizes]
     done = start([*command, f"output.path={path}"], cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     record, machine = read_record(path), read_machine(path)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import rank_cases
 import torch
+from warm_python import executable
 
 from ringattn.cli.ranks import _set_cuda_device
 from ringattn.errors import InvalidInput, LaunchFailure
@@ -24,6 +25,7 @@ multi = pytest.mark.multi
 
 
 @multi
+@pytest.mark.usefixtures("cold_ranks")
 def test_results_come_in_rank_order(new_ranks: Run) -> None:
     assert new_ranks(rank_cases.fail, 2, "not") == [f"rank {rank} of 2, 1 threads" for rank in range(2)]
     assert active_children() == []
@@ -92,7 +94,7 @@ dist.destroy_process_group()
 
 def test_ranks_meet_again_after_a_restart(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RESTARTED)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", "ranks.py"],
         cwd=tmp_path,
