@@ -96,11 +96,10 @@ class RankPlan:
     def nbytes(self) -> int:
         """About how many bytes the steps take, for `cache.estimate_bytes`."""
         steps = (*self.forward, *self.backward)
-        hops = [hop for step in steps for hop in (*step.sends, *step.recvs)]
-        parts = [part for group in (*(hop.parts for hop in hops), *(step.visits for step in steps)) for part in group]
-        sets = {id(part.row_set): part.row_set for part in parts}.values()  # parts share sets
+        groups = [step.visits for step in steps] + [hop.parts for step in steps for hop in step.sends + step.recvs]
+        sets = {id(part.row_set): part.row_set for parts in groups for part in parts}.values()  # parts share sets
         rows = sum(row_set.nbytes for row_set in sets if isinstance(row_set, RowSet))
-        return 600 * len(steps) + 400 * (len(hops) + len(parts)) + rows
+        return 600 * len(steps) + 400 * sum(1 + len(parts) for parts in groups) + rows
 
 
 def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:

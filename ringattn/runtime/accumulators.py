@@ -19,6 +19,7 @@ from .softmax import add_, merge_
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64
 
+Tensors = tuple[torch.Tensor, ...]
 #: (out [B, H, n, Dv], lse [B, H, n]).
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -235,3 +236,27 @@ class OutputAccumulator:
         if self.out is None:
             self.out = empty((batch, rows, heads, width), self.q.dtype, self.q.device).transpose(1, 2)
         self.lse = empty((batch, rows, heads), torch.float64, self.q.device).transpose(1, 2)
+
+
+def write(sums: RowViews, *parts: torch.Tensor) -> None:
+    """Write `parts` [B, H, n, D or more] to all of `sums`."""
+    for total, part in zip(sums.tensors, parts, strict=True):
+        total.copy_(crop_to(part, total.shape[-1]))
+
+
+def split_views(marked: Tensors, hidden: Tensors | None) -> tuple[RowViews, RowViews]:
+    """Inputs of dense calls, and of calls with a band: `hidden`, from `hide_bad_rows` or `hide_bad_keys`. A visit
+    without a band needs none.
+    """
+    views = RowViews(*marked)
+    return views, views if hidden is None else RowViews(*hidden)
+
+
+def make_sums(*like: torch.Tensor) -> Tensors:
+    """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
+    return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
+
+
+def hide_keyless(lse: torch.Tensor) -> torch.Tensor:
+    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
+    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)

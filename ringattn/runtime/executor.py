@@ -22,14 +22,23 @@ from ..kernels.base import (
     mark_bad_keys,
     mark_bad_rows,
     spread_marks,
-    wide,
 )
 from ..kernels.base import backward as kernel_backward
 from ..kernels.base import forward as kernel_forward
-from ..kernels.pad import crop_to, delta, delta_factor, times_unit, with_column, with_delta
+from ..kernels.pad import delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
 from ..transport.base import PLAN_TAGS, Program, Tags
-from .accumulators import KernelInputs, OutputAccumulator, RowViews, accumulate, align_rows
+from .accumulators import (
+    KernelInputs,
+    OutputAccumulator,
+    RowViews,
+    accumulate,
+    align_rows,
+    hide_keyless,
+    make_sums,
+    split_views,
+    write,
+)
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
 from .rank_run import PassTensors, Tensors
@@ -165,7 +174,7 @@ def _forward_ring(
             if _is_rounded(job, visit):
                 marked = mark_bad_keys(*marked)
             unmarked = visit.is_dense or (visit.is_own and own_keys[0] is k)
-            dense, banded = _views(marked, None if unmarked else hide_bad_keys(*marked))
+            dense, banded = split_views(marked, None if unmarked else hide_bad_keys(*marked))
             dropping = _dropping(job, visit, q)
             for part in visit.parts:
                 for call in part.calls:
@@ -193,7 +202,7 @@ def _backward_by_keys(
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """`backward` of the ring where blocks of keys and values come to the queries of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
-    dq, dk, dv = _zeros(q, k, v)
+    dq, dk, dv = make_sums(q, k, v)
     own_keys = mark_bad_keys(k, v)
     run.give(program.own["kv"], own_keys)
     run.give(program.kept, result.kept)
@@ -207,9 +216,9 @@ def _backward_by_keys(
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
             column = 0.0
     lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
-    marked_rows = (grad, query, out, _hide_keyless(lse))
+    marked_rows = (grad, query, out, hide_keyless(lse))
     hidden_rows = None if lse is result.lse else hide_bad_rows(*marked_rows)
-    rows, sums_of_rows = _views(marked_rows, hidden_rows), RowViews(dq)
+    rows, sums_of_rows = split_views(marked_rows, hidden_rows), RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
@@ -220,7 +229,7 @@ def _backward_by_keys(
             if grad_lse is not None:
                 marked = with_column(marked[0], 0.0), with_column(marked[1], column)
             unmarked = visit.is_dense or (visit.is_own and own_keys[0] is k)
-            keys = _views(marked, None if unmarked else hide_bad_keys(*marked))
+            keys = split_views(marked, None if unmarked else hide_bad_keys(*marked))
             sums = sums_of_rows, RowViews(*run.get(visit.sums))
             _differentiate(job, visit, inputs, rows, keys, sums, (False, visit.is_new))
         yield from run.finish(step.waits)
@@ -244,9 +253,9 @@ def _backward_by_queries(
     """`backward` of the ring where queries, with their dO, lse and delta, come to the keys of this rank."""
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
-    dq, dk, dv = _zeros(q, k, v)
+    dq, dk, dv = make_sums(q, k, v)
     lse, query, grad, row_delta = mark_bad_rows(result.lse, q, grad, delta(grad, out, grad_lse))
-    row = (_hide_keyless(lse), delta_factor(grad, row_delta)) if _sends_factors(job) else (lse, row_delta)
+    row = (hide_keyless(lse), delta_factor(grad, row_delta)) if _sends_factors(job) else (lse, row_delta)
     run.give(program.own["q"], (query, grad))
     run.give(program.own["row"], row)
     run.give(program.sums["dq"], (dq,))
@@ -254,14 +263,14 @@ def _backward_by_queries(
     are_finite = marked_keys[0] is k
     if job.lse:
         marked_keys = with_column(marked_keys[0], 0.0), with_column(marked_keys[1], 0.0)
-    keys, sums_of_keys = _views(marked_keys, None if are_finite else hide_bad_keys(*marked_keys)), RowViews(dk, dv)
+    keys, sums_of_keys = split_views(marked_keys, None if are_finite else hide_bad_keys(*marked_keys)), RowViews(dk, dv)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
             run.copy(visit.copies)
             marked = _query_inputs(job, run.get(visit.block), run.get(visit.rows), rounded=_is_rounded(job, visit))
             unmarked = visit.is_dense or (visit.is_own and lse is result.lse)
-            rows = _views(marked, None if unmarked else hide_bad_rows(*marked))
+            rows = split_views(marked, None if unmarked else hide_bad_rows(*marked))
             sums = RowViews(*run.get(visit.sums)), sums_of_keys
             _differentiate(job, visit, inputs, rows, keys, sums, (visit.is_new, False))
         yield from run.finish(step.waits)
@@ -298,28 +307,14 @@ def _differentiate(
             kernel = job.kernel if dropping is None else dropping.select(work, batch)
             dq, *of_keys = kernel_backward(kernel, rows, keys, work, job.scale)
             if is_new[0]:
-                _write(sums[0], dq)
+                write(sums[0], dq)
             else:
                 accumulate(sums[0], work, batch, dq)
             if is_new[1]:
-                _write(sums[1], *of_keys)
+                write(sums[1], *of_keys)
             else:
                 accumulate(sums[1], work, batch, *of_keys, by_key=True)
             del dq, of_keys  # free them before the next call allocates its own
-
-
-def _write(sums: RowViews, *parts: Tensor) -> None:
-    """Write `parts` [B, H, n, D or more] to all of `sums`."""
-    for total, part in zip(sums.tensors, parts, strict=True):
-        total.copy_(crop_to(part, total.shape[-1]))
-
-
-def _views(marked: Tensors, hidden: Tensors | None) -> tuple[RowViews, RowViews]:
-    """Inputs of dense calls, and of calls with a band: `hidden`, from `hide_bad_rows` or `hide_bad_keys`. A visit
-    without a band needs none.
-    """
-    views = RowViews(*marked)
-    return views, views if hidden is None else RowViews(*hidden)
 
 
 def _dropping(job: Job, visit: Visit, like: Tensor) -> DroppingKernels | None:
@@ -329,16 +324,6 @@ def _dropping(job: Job, visit: Visit, like: Tensor) -> DroppingKernels | None:
     from .dropout import DroppingKernels  # few calls drop weights
 
     return DroppingKernels(job.plan, job.rank, visit.part, job.kernel, like.size(0), like.device)
-
-
-def _zeros(*like: Tensor) -> Tensors:
-    """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
-    return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
-
-
-def _hide_keyless(lse: Tensor) -> Tensor:
-    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
-    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)
 
 
 def _sends_factors(job: Job) -> bool:
@@ -358,4 +343,4 @@ def _query_inputs(job: Job, block: Tensors, row: Tensors, *, rounded: bool) -> T
         lse, query, grad, row_delta = mark_bad_rows(lse, query, grad, row_delta)
     grad, out = with_delta(grad, row_delta, wider=job.lse)
     query = with_column(query, 0.0) if job.lse else query
-    return grad, query, out, _hide_keyless(lse)
+    return grad, query, out, hide_keyless(lse)

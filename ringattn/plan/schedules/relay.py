@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy as np
 from ...cache import cached
 from ...layout.regular import Layout
 from ..block_demand import BlockDemand
+from ..row_sets import RowSets
+from .route import Edge, MovedRows, Route
 
 if TYPE_CHECKING:
     from ..row_reach import RowReach
@@ -348,3 +351,52 @@ def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
     if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > full):
         return choices[totals.index(one_way)]
     return half
+
+
+class RouteAlongWays(Route):
+    """A route along `ways`, with a ring for each: what moves and what ranks keep is read from tables, where there are
+    any."""
+
+    ways: list[Way]
+
+    @abstractmethod
+    def edge(self, owner: int, ring: int, distance: int) -> Edge:
+        """The edge of the block of `owner` at a distance along the way `ring`."""
+
+    def arrival(self, rank: int, owner: int) -> Edge | None:
+        ranks = self.demand.layout.ranks
+        for ring, way in enumerate(self.ways):
+            distance = way.sign * (rank - owner) % ranks
+            if 0 < distance <= way.limit and distance <= reach(self.demand, owner, way):
+                return self.edge(owner, ring, distance)
+        return None
+
+    def returned(self, edge: Edge, siblings: Iterable[Edge] | None = None) -> RowSets:
+        return self.carried(edge)  # a ring has no sibling edges
+
+    def count_moved(self, owners: Sequence[int]) -> MovedRows:
+        return MovedRows(sum(sum_rows_along(self.demand, owners, way) for way in self.ways))
+
+    def count_kept(self, ranks: Sequence[int]) -> tuple[int, int]:
+        tables = self._kept_by_ring
+        if tables is None:
+            return super().count_kept(ranks)
+        return sum(int(table.sum()) for table in tables) * self.demand.block_heads, 0
+
+    def is_kept(self, edge: Edge) -> bool:
+        tables = self._kept_by_ring
+        if tables is None:
+            return super().is_kept(edge)
+        return bool(tables[edge.ring][edge.target, -edge.step])
+
+    def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
+        if arrivals is not None or self._kept_by_ring is None:
+            return super().find_kept_rows(rank, arrivals)
+        return {edge: self.stopping(edge) for edge in self.arrivals(rank) if self.is_kept(edge)}
+
+    @cached_property
+    def _kept_by_ring(self) -> list[np.ndarray] | None:
+        """By ring, the answer of `kept_by_hop`; None where there is none."""
+        tables = [kept_by_hop(self.demand, way) for way in self.ways]
+        known = [table for table in tables if table is not None]
+        return known if len(known) == len(tables) else None
