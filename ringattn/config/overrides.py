@@ -56,7 +56,7 @@ PATHS = {
     **{(verb, "output.path"): ("a folder", "outputs/bench") for verb in ("bench", "report")},
     ("report", "results"): ("the .jsonl file of a suite", "outputs/bench/standard_1.jsonl"),
     ("calibrate", "output.path"): ("a machine file", "machine.yaml"),
-    ("simulate", "model.path"): ("a Hugging Face config", "config.json"),
+    **{(verb, "model.path"): ("a Hugging Face config", "config.json") for verb in ("simulate", "advise")},
     **{
         (verb, "machine.path"): ("a machine file", "machine.yaml")
         for verb in ("run", "plan", "simulate", "advise", "calibrate")

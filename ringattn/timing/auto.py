@@ -141,13 +141,14 @@ class _Comparison:
                 why = "the ring, which it would be compared with, has no estimate on this layout"
                 self.leave_out(layout, name, why)
             return
-        visits = self._least_visits(self.make(layout, ring))
+        ring_plan = self.make(layout, ring)
+        visits = self._least_visits(ring_plan)
         for name in others:
             size, between = split_ulysses(name)
             fastest = min(candidate.seconds for candidate in self.plans)
             least = self.least.get((layout, size))
             if least is None:
-                least = self._bound(self.make(layout, name), visits, self._count_steps(layout, size))
+                least = self._bound(self.make(layout, name), visits, self._count_steps(ring_plan, size))
             skips = layout.ranks > CHEAP or (size > 1 and between != "ring")
             if skips and fastest <= least * EQUAL:
                 why = f"its steps take {duration(least)} at least, so that it is not much faster than the best above"
@@ -216,12 +217,17 @@ class _Comparison:
             visits, steps = visits + count_exchanges(plan, self.machine)[0], steps + 2
         return max(visits, host_seconds(self.machine, steps)) + (self.machine.call or 0.0)
 
-    def _count_steps(self, layout: Layout, size: int) -> int:
-        """2 where some group of `size` ranks sees keys of another group, which come at a second step; else 1."""
-        demand, _ = self._demands[layout, 1]
-        starts = range(0, layout.ranks, size)
-        others = ((range(first, first + size), (range(first), range(first + size, layout.ranks))) for first in starts)
-        return 1 + any(demand.needs(group, owners) for group, pair in others for owners in pair if owners)
+    def _count_steps(self, plan: Plan, size: int) -> int:
+        """2 where some group of `size` ranks surely sees keys of another group, which come at a second step; else 1."""
+        if plan.ranks > MANY:
+            return 1
+        demand, ranks = self._metered_demand(plan), plan.ranks
+        groups = [range(first, first + size) for first in range(0, ranks, size)]
+        others = ((group, (range(group.start), range(group.stop, ranks))) for group in groups)
+        try:
+            return 1 + any(demand.needs(group, owners) for group, pair in others for owners in pair if owners)
+        except TooMany:
+            return 1
 
     def _least_visits(self, plan: Plan) -> float:
         """Seconds of the visits of a mean rank, by the highest rate of the kernel."""

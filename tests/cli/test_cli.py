@@ -294,4 +294,6 @@ def test_text_that_is_too_short(inside: Inside, tmp_path: Path) -> None:
 def test_every_schema_has_its_config() -> None:
     root = Path(__file__).resolve().parents[2] / "conf"
     assert {path.stem for path in root.glob("*.yaml")} == {*SCHEMAS, "job", "quiet"}
-    assert json.dumps(sorted(SCHEMAS)) == '["bench", "calibrate", "doctor", "plan", "report", "run", "simulate"]'
+    assert (
+        json.dumps(sorted(SCHEMAS)) == '["advise", "bench", "calibrate", "doctor", "plan", "report", "run", "simulate"]'
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,10 +29,12 @@ def test_rows_that_are_merged(pattern: Pattern, layout: str, ranks: int, monkeyp
     merged = 0
     inner = rows.merge_
 
-    def counting(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    def counting(
+        out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, **options: Any
+    ) -> None:
         nonlocal merged
         merged += part_lse.numel()
-        inner(out, lse, part, part_lse)
+        inner(out, lse, part, part_lse, **options)
 
     monkeypatch.setattr(rows, "merge_", counting)
     q, k, v = torch.randn(3, 1, heads, tokens, 8)
