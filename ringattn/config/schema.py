@@ -139,10 +139,10 @@ class ValidateGroup:
 
     ranks: list[int] = field(default_factory=lambda: [2, 4])
     held_out: list[Size] | None = None
-    rows: list[Size] = field(default_factory=lambda: list(ROWS))
-    widths: list[Size] = field(default_factory=lambda: list(WIDTHS))
+    rows: list[Size] = field(default_factory=lambda: list(ROWS[:-1]))
+    widths: list[Size] = field(default_factory=lambda: list(WIDTHS[:-1]))
     messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
-    repeat: int = 7
+    repeat: int = 5
     threads: int | None = None
     timeout: float = 600.0
 
