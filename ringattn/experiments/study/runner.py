@@ -81,9 +81,10 @@ class Study:
 
 
 def run_share(study: Study, tell: Listener = lambda done, count, what: None) -> None:
-    """Compute one of `study.spread` shares of the points that no journal in the folder has; `run` collects the shares.
+    """Write the journal of one of `study.spread` shares; `run` collects the journals of all shares.
 
-    Points with equal plans are in one share. Raises InvalidInput.
+    A share has the points that the study's own journal lacks. Points with equal plans are in one share. Raises
+    InvalidInput.
     """
     options = study.config.study
     assert options.share is not None

@@ -29,8 +29,8 @@ def split_jobs(arguments: list[str]) -> tuple[list[str], list[str]]:
         return others, []
     named = [each for each in launcher if each.startswith("hydra/launcher=")]
     if not named or not spread:
-        there, missing = (launcher[:1], "study.spread=4") if launcher else ([f"study.spread={spread[0]}"], LAUNCHERS)
-        raise InvalidInput(f"{there[0]}: jobs of a study need a launcher and a number of jobs; add {missing}")
+        given, missing = (named[0], "study.spread=4") if named else ("".join(launcher[:1]) or "study.spread", LAUNCHERS)
+        raise InvalidInput(f"{given}: jobs of a study need a launcher and a number of jobs; add {missing}")
     if not re.fullmatch(r"[1-9]\d*", spread[-1]):
         raise InvalidInput(f"study.spread={spread[-1]}: expected a number of jobs >= 1")
     return others, ["--multirun", *launcher, f"study.share={','.join(map(str, range(int(spread[-1]))))}"]
@@ -39,7 +39,7 @@ def split_jobs(arguments: list[str]) -> tuple[list[str], list[str]]:
 def as_study(arguments: list[str]) -> list[str]:
     """The arguments with their comma lists moved into study.axes; unchanged for modes without studies.
 
-    Raises InvalidInput where no key has several values, and where an argument asks for Hydra's launchers or sweepers.
+    Raises InvalidInput where no key has several values, and where an argument asks for Hydra's sweepers.
     """
     if _mode(arguments) != "timing":
         return arguments
