@@ -203,12 +203,13 @@ def compare(run: Run, before: int) -> None:
     calls = cfg.model.layers * cfg.rows // cfg.dp  # one after the other on each rank
     lines = [json.loads(line) for line in (run.folder / "losses.jsonl").read_text().splitlines()]
     speed = median(line["tokens_per_second"] for line in lines)
-    print(f"measured: {speed:,.0f} tokens/s, median of the steps; peak memory", end=" ")
+    step = cfg.rows * cfg.tokens / speed
+    print(f"measured: {speed:,.0f} tokens/s, {step * 1e3:.0f} ms a step, median of the steps; peak memory", end=" ")
     print(", ".join(f"{float(x):.0f} MiB on rank {i} ({float(y):.1f} by steps)" for i, (x, y) in enumerate(peaks)))
+    attention, memory = calls * modelled.seconds * 1e3, sum(modelled.memory.values()) / 2**20
     print(
-        f"modelled by ra.simulate, preset cpu, attention alone, causal, forward and backward: "
-        f"{cfg.rows * cfg.tokens / (calls * modelled.seconds):,.0f} tokens/s; "
-        f"{sum(modelled.memory.values()) / 2**20:.1f} MiB on a rank, one layer"
+        f"modelled by ra.simulate on preset cpu: causal attention takes {attention:.0f} ms of a step, "
+        f"and {memory:.1f} MiB on a rank in each layer"
     )
 
 

@@ -104,6 +104,7 @@ class Balanced(Layout):
         return {owner: merge_runs(parts) for owner, parts in ranges.items()}
 
     def shard(self, rank: int) -> tuple[range, ...]:
+        self._check_rank(rank)
         return self._shards.get(rank, ())
 
     def owner(self, position: int) -> int:

@@ -76,7 +76,11 @@ class Layout(Value, ABC):
         return False
 
     def shard(self, rank: int) -> tuple[range, ...]:
-        """The positions that `rank` owns, as few disjoint, non-empty ranges in local order."""
+        """The positions that `rank` owns, as few disjoint, non-empty ranges in local order.
+
+        Raises InvalidInput for a rank that the layout does not have.
+        """
+        self._check_rank(rank)
         return self.span(range(rank, rank + 1))[0]
 
     @abstractmethod
@@ -103,7 +107,7 @@ class Layout(Value, ABC):
     def shard_tensor(self, x: torch.Tensor, rank: int, dim: int = -2) -> torch.Tensor:
         """The rows of `x` that `rank` owns, in local order along `dim`; a view of `x` if the shard is one range.
 
-        Raises InvalidInput unless `x` has `tokens` rows along `dim`.
+        Raises InvalidInput unless `x` has `tokens` rows along `dim`, and for a rank that the layout does not have.
         """
         self._check_rows(x.shape[dim], self.tokens, "shard_tensor", dim)
         parts = [_take(x, r, dim) for r in self.shard(rank)]
@@ -155,6 +159,13 @@ class Layout(Value, ABC):
         if self.tokens:
             next_labels.narrow(dim, self.tokens - 1, 1).fill_(fill)
         return self.shard_tensor(next_labels, rank, dim)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise InvalidInput(
+                f"rank={rank}: the layout {self.name} has the ranks 0 .. {self.ranks - 1}; in a subgroup pass the rank "
+                "within it, torch.distributed.get_rank(group) or mesh['cp'].get_local_rank()"
+            )
 
     def _check_rows(self, rows: int, expected: int, where: str, dim: int) -> None:
         if rows != expected:

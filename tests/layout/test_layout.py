@@ -97,3 +97,12 @@ def test_a_layout_of_other_sizes_is_refused() -> None:
         make_layout(layout, tokens=9, ranks=2)
     with pytest.raises(InvalidInput, match="dim -2 has 7 rows"):
         layout.shard_tensor(torch.zeros(7, 1), 0)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped(2)", "balanced(2)"])
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_the_layout_does_not_have_is_refused(name: str, rank: int) -> None:
+    layout = make_layout(name, tokens=16, ranks=2, pattern="Causal()")
+    for call in (layout.rows, layout.positions, lambda r: layout.shard_tensor(torch.zeros(16, 1), r)):
+        with pytest.raises(InvalidInput, match=f"rank={rank}: the layout .* has the ranks 0 .. 1"):
+            call(rank)
