@@ -126,11 +126,13 @@ def list_system_cases(
     timeout: float = 600.0,
     until_failure: bool = False,
     settings: dict[str, Any] | None = None,
+    label: str | None = None,
 ) -> list[BenchCase]:
     """A case for each system, number of ranks and length, in this order.
 
     A name may end in "_r4": 4 virtual ranks. `settings` replace those of the systems that have them. With
-    `until_failure` a failure is a result, and no longer length of the system is tried after it.
+    `until_failure` a failure is a result, and no longer length of the system is tried after it. `label`: as for
+    `make_system_case`.
     """
     cases = []
     for name in names:
@@ -139,7 +141,7 @@ def list_system_cases(
             for tokens in lengths:
                 own = {key: value for key, value in (settings or {}).items() if key in SYSTEMS[_kind(name)].settings}
                 case = make_system_case(
-                    name, tokens, count, dtype, timeout, may_fail=until_failure, after=after, settings=own
+                    name, tokens, count, dtype, timeout, label=label, may_fail=until_failure, after=after, settings=own
                 )
                 after = case.name if until_failure else None
                 cases.append(case)

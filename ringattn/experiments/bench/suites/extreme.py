@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..case import BenchCase, BenchSuite, Claim
-from ..systems import list_system_cases, longest, make_system_case
+from ..systems import list_system_cases, longest
 
 LENGTHS = (4096, 16384, 65536, 1048576, 4194304)
 ALL = ("DilatedAttention", "ImprovedDilatedAttention")
@@ -20,19 +20,14 @@ def list_cases() -> list[BenchCase]:
     """The rows of the report, and the lengths that it did not reach."""
     cases = list_system_cases([*ALL, *RINGS], LENGTHS, dtype="bfloat16", until_failure=True)
     for label, blocks in SPARSE.items():
-        after = None
-        for tokens in LENGTHS:
-            case = make_system_case(
-                "BlockSparseRingDilatedAttention",
-                tokens,
-                dtype="bfloat16",
-                label=label,
-                may_fail=True,
-                after=after,
-                settings={"pattern": f"local_window(64, blocks={blocks})"},
-            )
-            after = case.name
-            cases.append(case)
+        cases += list_system_cases(
+            ["BlockSparseRingDilatedAttention"],
+            LENGTHS,
+            dtype="bfloat16",
+            until_failure=True,
+            settings={"pattern": f"local_window(64, blocks={blocks})"},
+            label=label,
+        )
     return cases
 
 
