@@ -80,6 +80,16 @@ def test_a_mesh_as_group(group: dist.ProcessGroup) -> None:
         ra.ring_attention(x, x, x, ra.Causal(), layout="contiguous", group=whole["cp"], mesh=whole["cp"])
 
 
+def test_a_rank_outside_the_group_is_told_what_to_call(group: dist.ProcessGroup) -> None:
+    x, outside = torch.randn(1, 2, 6, 8), dist.GroupMember.NON_GROUP_MEMBER
+    module = ra.nn.RingAttention(ra.Causal(), layout="contiguous", group=outside)  # made on every rank, called on some
+    for call in (lambda: module(x, x, x), lambda: ra.train.mean_over_ranks(x.mean(), group=outside)):
+        with pytest.raises(ra.InvalidInput, match=r"this rank is no member .* the members of the group only, or"):
+            call()
+    with pytest.raises(ra.InvalidInput, match="group='cp': expected a ProcessGroup"):
+        ra.ring_attention(x, x, x, ra.Causal(), layout="contiguous", group="cp")  # type: ignore[arg-type]
+
+
 @pytest.mark.multi
 def test_all_ranks_connect_nccl_before_the_first_message(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(group_cases.connections, 2, timeout=60) == [[0, 0, 1, 1, 2]] * 2
