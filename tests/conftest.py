@@ -36,7 +36,6 @@ SLOW_FILES = (
     "transport/test_mpi.py",
     "transport/test_gloo.py",
     "seeds/test_seed_ranks.py",
-    "numerics/test_numerics.py",
     "timing/test_folding.py",
     "experiments/test_calibrate_ranks.py",
     "transport/test_launch.py",
