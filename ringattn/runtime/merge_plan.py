@@ -58,11 +58,6 @@ class MergePlan:
     empty: tuple[range, ...]
 
 
-def has_band(visit: tuple[VisitPart, ...]) -> bool:
-    """Whether some call of a visit hides a key from some of its rows and not from others."""
-    return any(not call.work.dense for part in visit for call in part.calls)
-
-
 def make_merge_plan(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
     """The merge plan of one rank with the calls that `kernel` makes. Cached by the plan."""
     return plan.cache.answer((make_merge_plan, rank, kernel.name), lambda: _plan_merges(plan, rank, kernel))
