@@ -67,7 +67,8 @@ class System:
 def _dilated(name: str) -> System:
     def make(settings: dict[str, Any], place: dict[str, Any]) -> Module:
         ours = "distributed" if place and name in compat.ONE_DEVICE else name
-        return compat.create_dilated_attention(ours, **_branches(settings), **_ring_size(settings), **place)
+        ring_size = settings.get("ring_size")
+        return compat.create_dilated_attention(ours, **_branches(settings), ring_size=ring_size, **place)
 
     return System(make, BRANCHES)
 
@@ -91,10 +92,6 @@ def _block_sparse(variant: str, settings: dict[str, Any], **options: Any) -> Sys
 
 def _branches(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(settings[name]) for name in ("segment_lengths", "dilation_rates")}
-
-
-def _ring_size(settings: dict[str, Any]) -> dict[str, Any]:
-    return {"ring_size": settings["ring_size"]} if "ring_size" in settings else {}
 
 
 #: The systems by their names in the earlier reports. Of each kind there was one implementation per name; here all
