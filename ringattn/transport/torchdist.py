@@ -55,7 +55,8 @@ class WeakGroup:
             if mesh.ndim != 1:
                 names: tuple[Any, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
                 raise InvalidInput(f"mesh has axes {names}; give one of them, such as mesh[{names[-1]!r}]")
-            group = mesh.get_group()
+            is_member = mesh.get_coordinate() is not None  # else torch raises IndexError
+            group = mesh.get_group() if is_member else dist.GroupMember.NON_GROUP_MEMBER
         self._is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
         self._group: Callable[[], Any] = ref(group) if self._is_group else lambda: group
 
@@ -85,9 +86,9 @@ def check_group(group: object) -> None:
         return
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidInput(
-            f"group={group!r}: this rank is no member of the group, so that new_group gave it this value; call on the "
-            "members of the group only, or give every rank a group, by torch.distributed.new_subgroups or an axis of a "
-            "DeviceMesh of all ranks; ringattn.attention needs no group"
+            f"this rank is no member of the group or mesh (new_group returns {group!r} there); call on the members "
+            "only, or give every rank a group, by torch.distributed.new_subgroups or an axis of a DeviceMesh of all "
+            "ranks; ringattn.attention needs no group"
         )
     raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
 
