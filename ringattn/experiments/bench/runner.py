@@ -127,7 +127,8 @@ def run_case(case: BenchCase, options: BenchOptions, done: dict[str, CaseRecord]
 def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
     """Why a case is not tried after shorter cases, in words; empty where it is tried.
 
-    The time of a call is extrapolated from the two cases before, and by the tokens where there is only one.
+    The time of a call is extrapolated from the fastest rounds of the two cases before, and by the tokens where there is
+    only one.
     """
     shorter = done.get(case.after or "")
     if shorter is None:
@@ -143,10 +144,10 @@ def _why_not(case: BenchCase, repeat: int, done: dict[str, CaseRecord]) -> str:
 
 
 def _lengths(case: BenchCase, done: dict[str, CaseRecord]) -> list[tuple[int, float]]:
-    """(tokens, seconds of a call) of shorter measured cases of the same system and ranks, the longest first."""
+    """(tokens, least seconds of a call) of shorter measured cases of the same system and ranks, the longest first."""
     own = (case.settings["system"], case.ranks)
     alike = [x for x in done.values() if (x["settings"].get("system"), x["ranks"]) == own and x["columns"]]
-    lengths = [(x["settings"]["tokens"], x["columns"]["forward"]["median"]) for x in alike]
+    lengths = [(x["settings"]["tokens"], x["columns"]["forward"]["min"]) for x in alike]
     return sorted((x for x in lengths if x[0] < case.settings["tokens"]), reverse=True)
 
 
