@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..kernels.base import Kernel
+from ..pattern.ranges import shift_range
 from ..plan.plan import Plan
-from ..plan.work import Work, join_keys, join_repetitions, shift_range
+from ..plan.work import Work, join_keys, join_repetitions
 
 #: Query rows times heads of a section at least, where neighbours can be joined: enough to batch kernel calls.
 SECTION_ROWS = 1 << 17

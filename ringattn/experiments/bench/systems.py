@@ -145,6 +145,10 @@ def list_system_cases(
     return cases
 
 
+#: The cases of a suite of long sequences, each tried until a length fails.
+list_long_cases = partial(list_system_cases, dtype="bfloat16", until_failure=True)
+
+
 def make_system_case(
     name: str,
     tokens: int,

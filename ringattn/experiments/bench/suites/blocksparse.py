@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..case import BenchCase, BenchSuite, CaseRecord, Claim
-from ..systems import fastest, find_cases, list_system_cases, longest, make_system_case
+from ..systems import fastest, find_cases, list_long_cases, longest, make_system_case
 
 SYSTEM_NAMES = (
     "BlockSparseRingDilatedAttention",
@@ -26,15 +26,10 @@ BRANCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 
 def list_cases() -> list[BenchCase]:
     """Lengths of every form until one fails, and the dilation configurations at 16K tokens."""
-    cases = [
-        *list_system_cases(SYSTEM_NAMES[:1], LENGTHS, dtype="bfloat16", until_failure=True),
-        *list_system_cases(SYSTEM_NAMES[1:], LENGTHS[:-1], dtype="bfloat16", until_failure=True),
-    ]
+    cases = [*list_long_cases(SYSTEM_NAMES[:1], LENGTHS), *list_long_cases(SYSTEM_NAMES[1:], LENGTHS[:-1])]
     for segments, rates in BRANCHES:
-        label, branches = (
-            f"Base {list(segments)}, {list(rates)}",
-            {"segment_lengths": segments, "dilation_rates": rates},
-        )
+        label = f"Base {list(segments)}, {list(rates)}"
+        branches = {"segment_lengths": segments, "dilation_rates": rates}
         cases.append(make_system_case(SYSTEM_NAMES[0], TOKENS, dtype="bfloat16", label=label, settings=branches))
     return cases
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..case import BenchCase, BenchSuite, CaseRecord, Claim, compare_with_target
-from ..systems import find_cases, list_system_cases, longest
+from ..systems import find_cases, list_long_cases, longest
 from .patterns import make_checkpoint_case
 
 SPARSE = "BlockSparseRingDilatedAttention"
@@ -21,8 +21,8 @@ MOST = 1.25 * 4.1 * 1024
 def list_cases() -> list[BenchCase]:
     """Lengths, and 4 layers that recompute nothing, the projections, or everything."""
     return [
-        *list_system_cases(SYSTEM_NAMES[:-1], LENGTHS, dtype="bfloat16", until_failure=True),
-        *list_system_cases(SYSTEM_NAMES[-1:], SHORT_LENGTHS, dtype="bfloat16", until_failure=True),
+        *list_long_cases(SYSTEM_NAMES[:-1], LENGTHS),
+        *list_long_cases(SYSTEM_NAMES[-1:], SHORT_LENGTHS),
         *(make_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
     ]
 
