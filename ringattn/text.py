@@ -1,5 +1,4 @@
-"""Readable text: counts, hints for misspelled names, durations, byte sizes and rates with three significant digits
-and a fitting unit."""
+"""Text for people: counts, durations, byte sizes and rates in fitting units, and hints for misspelled names."""
 
 from __future__ import annotations
 

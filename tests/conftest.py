@@ -36,7 +36,7 @@ SLOW_FILES = (
     "transport/test_mpi.py",
     "transport/test_gloo.py",
     "seeds/test_seed_ranks.py",
-    "numerics/test_numerics.py",
+    "numerics/test_faults.py",
     "timing/test_folding.py",
     "experiments/test_calibrate_ranks.py",
     "transport/test_launch.py",

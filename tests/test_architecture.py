@@ -158,8 +158,9 @@ def test_exceptions_are_caught_by_name_and_files_stay_short(name: str) -> None:
         "import sys; sys.argv = ['ringattn', 'simulate', 'ranks=4']; from ringattn.cli.main import main; main()",
     ],
 )
-def test_plans_do_not_import_torch(statement: str) -> None:
-    assert "torch" not in modules_after(statement)
+def test_plans_import_no_torch_and_no_experiments(statement: str) -> None:
+    loaded = modules_after(statement)
+    assert "torch" not in loaded and not [name for name in loaded if name.startswith("ringattn.experiments")]
 
 
 def test_the_public_names_exist() -> None:

@@ -137,7 +137,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     launch = detect()
     jobs: list[str] = []
     if verb == "simulate":
-        sweep = import_module("..experiments.study.sweep", __package__)
+        sweep = import_module("..config.sweep", __package__)
         arguments, jobs = sweep.split_jobs(arguments)
         if is_sweep(arguments):  # its points are one study, in one folder
             arguments = sweep.as_study(arguments)

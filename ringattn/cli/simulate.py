@@ -8,12 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from ..config.build import machine_from_config, plan_from_config
-from ..config.checks import MODES, SIMULATE_SETTINGS, check_settings
+from ..config.build import machine_from_config, plan_from_config, simulate_options
+from ..config.checks import MODES, SIMULATE_SETTINGS, check_settings, refuse_settings_without_study
 from ..config.schema import SimulateConfig
 from ..errors import InvalidInput
-from ..experiments.study.checks import refuse_settings_without_study
-from ..experiments.study.point import simulate_options, simulate_passes
 from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.plan import Plan
@@ -30,6 +28,7 @@ from ..reporting.console import (
 from ..reporting.progress_bar import show_progress
 from ..text import did_you_mean, digits, duration, plural, size
 from ..timing.costs import JOULES_PER_KWH
+from ..timing.simulation import simulate_passes
 from ..timing.timeline import CAUSES, Timeline
 
 

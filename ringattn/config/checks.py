@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..errors import InvalidInput
 from ..files import STDOUT
 from ..machine.machine import MACHINE_NUMBERS
 from ..transport.launcher import Launch
 from .folders import ConfigFolders, chosen_options, is_for_verb, load_config, set_names
-from .groups import MachineGroup
+from .groups import MachineGroup, StudyGroup
 from .schema import SCHEMAS, CalibrateConfig, SimulateConfig, conf_dir, key_names, parse_size
 
 #: A configuration whose settings are checked.
@@ -182,6 +182,28 @@ def check_settings(settings: Sequence[ConditionalSetting[Config]], *configs: Con
         if values and not any(setting.applies(config) for config in configs if _value(config, setting.key) != default):
             text = f"{setting.key}.*" if is_dataclass(values[0]) else f"{setting.key}={_written(values[0])}"
             raise InvalidInput(f"{text} has no meaning {setting.otherwise}; leave it out")
+
+
+def refuse_settings_without_study(options: StudyGroup) -> None:
+    """Raise InvalidInput where a command sets keys of a study, but no axes, so that it has no study."""
+    for key, value in _changed_settings("study", options, StudyGroup()):
+        text = str(value).replace("'", "")  # as the command line has it
+        raise InvalidInput(
+            f"{key}={text} has no meaning without a study; give it axes, such as study.axes.ranks=[8,64], take a "
+            "preset with study=NAME, or write several values with -m"
+        )
+
+
+def _changed_settings(prefix: str, options: Any, defaults: Any) -> list[tuple[str, Any]]:
+    """(whole key, value) of the fields that differ from their defaults."""
+    changed: list[tuple[str, Any]] = []
+    for field in fields(defaults):
+        key, value, default = f"{prefix}.{field.name}", getattr(options, field.name), getattr(defaults, field.name)
+        if is_dataclass(default):
+            changed += _changed_settings(key, value, default)
+        elif value != default:
+            changed.append((key, value))
+    return changed
 
 
 def _value(config: object, key: str) -> object:

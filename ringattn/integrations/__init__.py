@@ -1,1 +1,1 @@
-"""Doors for models of other libraries. `borders` and `comparison` need no other library."""
+"""Models of other libraries over sharded sequences. `borders` and `comparison` need none of these libraries."""

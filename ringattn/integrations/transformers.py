@@ -32,7 +32,7 @@ from ..plan.schedules import resolve
 from ..runtime.autograd import compilable
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
-from ..transport.torchdist import WeakGroup
+from ..transport.torchdist import WeakGroup, check_group
 from .borders import (
     check_rows,
     count_from_borders,
@@ -429,8 +429,8 @@ def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None
 
 def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
     """A weak reference to the group."""
-    if group is not None and not isinstance(group, dist.ProcessGroup | dist.device_mesh.DeviceMesh):
-        raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or one axis of a DeviceMesh such as mesh['cp']")
+    if group is not None:
+        check_group(group)
     return WeakGroup(dist.group.WORLD if group is None else group)
 
 

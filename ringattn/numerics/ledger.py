@@ -1,5 +1,4 @@
-"""The ledger: a 64-bit hash of the computed pairs, read from the data, against the hash of the pairs that the pattern
-asks for.
+"""The ledger: a 64-bit hash of the computed pairs, read from the data, against the hash of the pattern's pairs.
 
 For every query row and head the hash is the sum over visits of
 

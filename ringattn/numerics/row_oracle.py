@@ -75,3 +75,13 @@ def oracle_rows(
     reduce(total, False)
     denominator = total[..., -1:]
     return torch.where(denominator == 0, 0.0, total[..., :-1] / denominator.clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def oracle_rows_alone(
+    pattern: Pattern, rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """As `oracle_rows`, of whole tensors in one process, with the scale of outputs that the pattern has."""
+    _, heads, tokens, head_dim = q.shape
+    bound = pattern.bind(heads, tokens)
+    exact = oracle_rows(bound, tokens, rows, head_dim**-0.5, np.arange(tokens), q, k, v, lambda x, most: None)
+    return exact * bound.output_scale

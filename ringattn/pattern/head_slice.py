@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .base import ONE_HEAD, Pattern, Run, Runs
+from .ranges import shift_range
 from .tile import Tile
 
 
@@ -27,19 +28,19 @@ class HeadSlice(Pattern):
         return self.pattern.output_scale
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        for tile in self.pattern.tiles(q, k, _shift(heads, self.first)):
-            yield replace(tile, heads=_shift(tile.heads, -self.first))
+        for tile in self.pattern.tiles(q, k, shift_range(heads, self.first)):
+            yield replace(tile, heads=shift_range(tile.heads, -self.first))
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
-        return self.pattern.count(q, k, _shift(heads, self.first))
+        return self.pattern.count(q, k, shift_range(heads, self.first))
 
     def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for original_heads, rows in self.pattern.keys(q, k, _shift(heads, self.first)):
-            yield _shift(original_heads, -self.first), rows
+        for original_heads, rows in self.pattern.keys(q, k, shift_range(heads, self.first)):
+            yield shift_range(original_heads, -self.first), rows
 
     def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for original_heads, rows in self.pattern.queries(q, k, _shift(heads, self.first)):
-            yield _shift(original_heads, -self.first), rows
+        for original_heads, rows in self.pattern.queries(q, k, shift_range(heads, self.first)):
+            yield shift_range(original_heads, -self.first), rows
 
     def key_run(self, first: int, last: int) -> Run | None:
         return self.pattern.key_run(first, last)
@@ -55,7 +56,3 @@ class HeadSlice(Pattern):
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head + self.first, tokens)
-
-
-def _shift(heads: range, offset: int) -> range:
-    return range(heads.start + offset, heads.stop + offset, heads.step)

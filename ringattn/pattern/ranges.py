@@ -16,6 +16,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def shift_range(r: range, by: int) -> range:
+    """The range with all members `by` larger."""
+    return range(r.start + by, r.stop + by, r.step)
+
+
 def clip(r: range, low: int, high: int) -> range:
     """The members of `r` in the closed interval [low, high]."""
     first = r.start if low <= r.start else r.start + ceil_div(low - r.start, r.step) * r.step

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from .base import ONE_HEAD, Pattern, Run
-from .ranges import clip
+from .ranges import clip, shift_range
 from .tile import Tile
 
 
@@ -48,12 +48,12 @@ class RowByRow(Pattern):
             first = index * size
             mine, block = (clip(r, first, first + size - 1) for r in (q, k))
             if mine and block:
-                yield self._patterns[index], first, _shift(mine, -first), _shift(block, -first)
+                yield self._patterns[index], first, shift_range(mine, -first), shift_range(block, -first)
 
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
         for pattern, first, mine, block in self._parts(q, k):
             for tile in pattern.tiles(mine, block, heads):
-                yield replace(tile, q=_shift(tile.q, first), k=_shift(tile.k, first))
+                yield replace(tile, q=shift_range(tile.q, first), k=shift_range(tile.k, first))
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         return sum(pattern.count(mine, block, heads) for pattern, _, mine, block in self._parts(q, k))
@@ -61,12 +61,12 @@ class RowByRow(Pattern):
     def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
         for pattern, first, mine, block in self._parts(q, k):
             for some, rows in pattern.keys(mine, block, heads):
-                yield some, _shift(rows, first)
+                yield some, shift_range(rows, first)
 
     def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
         for pattern, first, mine, block in self._parts(q, k):
             for some, rows in pattern.queries(mine, block, heads):
-                yield some, _shift(rows, first)
+                yield some, shift_range(rows, first)
 
     def key_run(self, first: int, last: int) -> Run | None:
         return self._run(first, last, keys=True)
@@ -94,7 +94,3 @@ class RowByRow(Pattern):
             seen = np.asarray(pattern.visible(mine, block, head, self.tokens), dtype=np.int64)
             total = total + np.where((row == index) & (other == index), seen, 0)
         return total
-
-
-def _shift(rows: range, offset: int) -> range:
-    return range(rows.start + offset, rows.stop + offset, rows.step)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..cache import Value
+from ..pattern.ranges import shift_range
 
 #: Dense works of the same query rows are joined into one work up to this many query rows.
 GATHER_ROWS = 1024
@@ -122,11 +123,6 @@ class Work(Value):
         if repeat == 1:
             return replace(self, q=q, k=k, repeat=1, q_shift=0, k_shift=0)
         return replace(self, q=q, k=k, repeat=repeat)
-
-
-def shift_range(r: range, by: int) -> range:
-    """The range with all members `by` larger."""
-    return range(r.start + by, r.stop + by, r.step)
 
 
 def _is_short(work: Work) -> bool:

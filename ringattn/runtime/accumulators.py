@@ -11,7 +11,8 @@ import torch
 
 from ..kernels.base import as_dtype, spread_marks, wide
 from ..kernels.pad import crop_to
-from ..plan.work import Work, shift_range
+from ..pattern.ranges import shift_range
+from ..plan.work import Work
 from .memory import MergeSpace, empty
 from .merge_plan import KernelCall, Section
 from .softmax import add_, merge_

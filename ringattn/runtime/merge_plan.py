@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..kernels.base import Kernel
+from ..pattern.ranges import shift_range
 from ..plan.plan import Plan
-from ..plan.work import Work, join_keys, join_repetitions, shift_range
+from ..plan.work import Work, join_keys, join_repetitions
 
 #: Query rows times heads of a section at least, where neighbours can be joined: enough to batch kernel calls.
 SECTION_ROWS = 1 << 17
@@ -56,11 +57,6 @@ class MergePlan:
 
     visits: tuple[tuple[VisitPart, ...], ...]
     empty: tuple[range, ...]
-
-
-def has_band(visit: tuple[VisitPart, ...]) -> bool:
-    """Whether some call of a visit hides a key from some of its rows and not from others."""
-    return any(not call.work.dense for part in visit for call in part.calls)
 
 
 def make_merge_plan(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,12 @@ def simulate(
         else:
             sample = sample_ring(ring.ring, machine.jitter, seed)
     return _make_timeline(problem.rates, solved, sample, passes, _host_seconds(problem))
+
+
+def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
+    """The timeline of the forward, and of the backward where `backward` is set."""
+    directions = (False, True) if backward else (False,)
+    return [simulate(plan, machine, backward=direction, **options) for direction in directions]
 
 
 def _solve(problem: TimingProblem, solver: str) -> Solved:

@@ -18,7 +18,7 @@ from ..errors import InvalidInput
 from ..functional import exchange
 from ..kernels.base import wide
 from ..runtime.handshake import compare_records
-from ..transport.torchdist import WeakGroup
+from ..transport.torchdist import WeakGroup, check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,8 +104,8 @@ def mean_over_ranks(x: torch.Tensor, *, group: ProcessGroup | DeviceMesh | None 
 
 def _get_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
     """The ProcessGroup of a group, of one axis of a DeviceMesh, or of a mesh of all ranks (None: the default group)."""
-    if group is not None and not isinstance(group, dist.ProcessGroup | dist.device_mesh.DeviceMesh):
-        raise InvalidInput(f"group={group!r}: expected a ProcessGroup, a DeviceMesh, or None for all ranks")
+    if group is not None:
+        check_group(group)
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim > 1 and group.size() == dist.get_world_size():
             return None

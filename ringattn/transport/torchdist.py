@@ -55,8 +55,8 @@ class WeakGroup:
             if mesh.ndim != 1:
                 names: tuple[Any, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
                 raise InvalidInput(f"mesh has axes {names}; give one of them, such as mesh[{names[-1]!r}]")
-            group = mesh.get_group()
-        # torch gives a process that is not a member of a group a number instead of the group.
+            is_member = mesh.get_coordinate() is not None  # else torch raises IndexError
+            group = mesh.get_group() if is_member else dist.GroupMember.NON_GROUP_MEMBER
         self._is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
         self._group: Callable[[], Any] = ref(group) if self._is_group else lambda: group
 
@@ -68,14 +68,29 @@ class WeakGroup:
 
     @property
     def group(self) -> Any:
-        """The group. Raises InvalidInput if the group was destroyed."""
+        """The group. Raises InvalidInput if the group was destroyed, and for what is no group."""
         group = self._group()
-        if self._is_group and (group is None or not _is_registered(group)):
+        if not self._is_group:
+            check_group(group)
+        elif group is None or not _is_registered(group):
             raise InvalidInput(
                 "the process group of this call or module was destroyed; run every backward before "
                 "destroy_process_group, and make modules and transports anew after init_process_group"
             )
         return group
+
+
+def check_group(group: object) -> None:
+    """Raise InvalidInput for what is neither a ProcessGroup nor a DeviceMesh."""
+    if dist.is_available() and isinstance(group, dist.ProcessGroup | DeviceMesh):
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidInput(
+            f"this rank is no member of the group or mesh (new_group returns {group!r} there); call on the members "
+            "only, or give every rank a group, by torch.distributed.new_subgroups or an axis of a DeviceMesh of all "
+            "ranks; ringattn.attention needs no group"
+        )
+    raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
@@ -114,8 +129,6 @@ class TorchDist:
         self._group = WeakGroup(dist.group.WORLD if group is None and mesh is None else group, mesh=mesh)
         group = self._group.group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise InvalidInput("this process is not a member of the group; call ring_attention on its members only")
         #: The backend of each type of device. `dist.get_backend` is "undefined" for groups made without a backend.
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         #: The CUDA device of this rank, by device_id= of init_process_group or by the latest tensors.

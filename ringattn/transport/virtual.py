@@ -68,15 +68,11 @@ class _RankTicket:
         return all(message.done or message.matched for _, message in self.messages)
 
 
-def _ignore(ticket: object) -> None:
-    """Do nothing before a program resumes."""
-
-
 def in_turns(
     programs: Sequence[Program[T]],
     post: Callable[[int, Post], K],
     stuck: Callable[[Mapping[int, K]], str],
-    resume: Callable[[K], None] = _ignore,
+    resume: Callable[[K], None] = lambda ticket: None,
 ) -> list[T]:
     """Run the programs of one process to the end, in turns, and return their results in order.
 

@@ -11,7 +11,7 @@ import torch
 from ringattn.cli.run_job import Run
 from ringattn.config.schema import RunConfig
 from ringattn.experiments.bench import get_cases, runner
-from ringattn.experiments.bench.case import BenchCase
+from ringattn.experiments.bench.case import TOLERANCE, BenchCase
 from ringattn.experiments.bench.links import Links, run_nodes
 from ringattn.experiments.bench.suites import schedules
 from ringattn.transport.base import Post, Transport
@@ -122,7 +122,7 @@ def test_what_is_timed_is_right(
         found = cases[name]
         assert list(found["times"]) == columns and all(len(times) == 2 for times in found["times"].values())
         whole = [column for column in columns if column != "compute" and not column.endswith("_messages")]
-        assert list(found["errors"]) == whole and max(found["errors"].values()) < schedules.TOLERANCE
+        assert list(found["errors"]) == whole and max(found["errors"].values()) < TOLERANCE
     (case,) = [case for case in small() if case.name == name]
     record = runner.summarise_case(case, [cases[name] for _, cases in measured])
     assert len(record["ratios"]) == len(case.ratios)

@@ -17,7 +17,6 @@ from ringattn.config.schema import MachineGroup, SimulateConfig, conf_dir
 from ringattn.experiments.study import plots, point, runner
 from ringattn.experiments.study.runner import run
 from ringattn.experiments.study.space import group_by_plan, list_points
-from ringattn.experiments.study.sweep import as_study, split_commas
 
 
 def test_every_row_is_a_direct_call(tmp_path: Path) -> None:
@@ -158,25 +157,6 @@ def test_points_of_one_plan_follow_each_other() -> None:
     assert sorted(point.number for point in group_by_plan(made)) == [0, 1, 2, 3]
 
 
-def test_comma_lists_become_axes() -> None:
-    assert split_commas("a,(b,c),'d,e',{f: 1, g: 2}") == ["a", "(b,c)", "'d,e'", "{f: 1, g: 2}"]
-    assert as_study(["-m", "ranks=1,2", "heads=4", "pattern=Window(1, 2),Full()"]) == [
-        "heads=4", "+study.axes={ranks: ['1', '2'], pattern: ['Window(1, 2)', 'Full()']}"
-    ]  # fmt: skip
-    assert as_study(["-m", "ranks=range(1,4)"]) == ["+study.axes={ranks: ['1', '2', '3']}"]
-    other = ["-m", "experiment=validate", "heads=1,2"]
-    assert as_study(other) == other
-    for wrong, words in (
-        (["-m", "ranks=2"], "no key has several values"),
-        (["-m", "hydra/sweeper=basic"], "not Hydra jobs"),
-        (["-m", "ranks=2,4", "output.path=a,b"], "which has one output.path"),
-        (["-m", "study=scaling,memory"], "which has one study;"),
-        (["-m", "ranks=2,4", "study.plots=stack,memory"], "write a list in brackets"),
-    ):
-        with pytest.raises(InvalidInput, match=words):
-            as_study(wrong)
-
-
 @pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "study").glob("*.yaml")))
 def test_presets_have_points_and_plots(name: str) -> None:
     """Each preset composes, its points are made, and its plots are known; nothing is computed."""
@@ -270,13 +250,13 @@ def test_overrides_are_taken_or_refused_in_our_words(tmp_path: Path, inside: Ins
 
 def test_what_comes_to_the_same_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Key/value heads that are those by default, seeds without jitter, and the preset that `auto` stands for."""
-    real, calls = point.simulate, []
+    real, calls = point.simulate_passes, []
 
     def counting(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(point, "simulate", counting)
+    monkeypatch.setattr(point, "simulate_passes", counting)
     axes = {"kv_heads": [None, 2], "seed": [0, 1], "machine": ["auto", "cpu"], "passes": [1, 2]}
     rows = run(study(tmp_path / "s", axes)).rows
     assert len(rows) == 16 and len(calls) == 2

@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Pattern, Window, dilated_blocks, local_window, make_plan
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.kernels.reference import Reference
-from ringattn.plan import work
+from ringattn.pattern.ranges import shift_range
 from ringattn.plan.work import Work, join_keys, join_repetitions
 from ringattn.runtime import merge_plan
 
@@ -165,4 +165,4 @@ def test_repetitions_need_equal_distances() -> None:
     assert [part.repeat for part in chain.batches(2)] == [2, 1]
     assert len(join_repetitions([at(0, 0), at(4, 6), at(8, 0)])) == 2  # keys do not go back
     assert len(join_repetitions([at(0, 0), at(2, 6)])) == 2  # query rows overlap
-    assert work.shift_range(range(1, 9, 2), 3) == range(4, 12, 2)
+    assert shift_range(range(1, 9, 2), 3) == range(4, 12, 2)

@@ -9,7 +9,7 @@ import group_cases
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringattn as ra
 from ringattn.transport.torchdist import TorchDist
@@ -78,6 +78,24 @@ def test_a_mesh_as_group(group: dist.ProcessGroup) -> None:
         ra.ring_attention(x, x, x, ra.Causal(), layout="contiguous", group=whole)
     with pytest.raises(ra.InvalidInput, match="both group= and mesh="):
         ra.ring_attention(x, x, x, ra.Causal(), layout="contiguous", group=whole["cp"], mesh=whole["cp"])
+
+
+def test_a_rank_outside_the_group_is_told_what_to_call(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, outside = torch.randn(1, 2, 6, 8), dist.GroupMember.NON_GROUP_MEMBER
+    module = ra.nn.RingAttention(ra.Causal(), layout="contiguous", group=outside)  # made on every rank, called on some
+    mesh = init_device_mesh("cpu", (1,))
+    monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda self: None)  # as on a rank that the mesh leaves out
+    for call in (
+        lambda: module(x, x, x),
+        lambda: ra.train.mean_over_ranks(x.mean(), group=outside),
+        lambda: ra.ring_attention(x, x, x, ra.Causal(), layout="contiguous", mesh=mesh),
+    ):
+        with pytest.raises(ra.InvalidInput, match=r"this rank is no member .*; call on the members only, or"):
+            call()
+    with pytest.raises(ra.InvalidInput, match="group='cp': expected a ProcessGroup"):
+        ra.ring_attention(x, x, x, ra.Causal(), layout="contiguous", group="cp")  # type: ignore[arg-type]
 
 
 @pytest.mark.multi

@@ -18,6 +18,8 @@ from .links import Links
 Run = Callable[[], Any]
 #: The record of a case, as the JSON file of a suite holds it.
 CaseRecord = dict[str, Any]
+#: Most relative error of a result in fp32; a result with a larger error is wrong, and is not timed.
+TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,28 @@ def make_pass(
     return run
 
 
+def make_call(context: Context, attend: Callable[..., torch.Tensor], *, whole: bool = False) -> Run:
+    """As `make_pass`, of this rank's shards, or of the whole sequence; with gradients where the settings have them."""
+    inputs = make_inputs(context.settings, 4)
+    q, k, v, grad = inputs if whole else make_shards(context, inputs)
+    return make_pass(attend, [q, k, v], grad if context.settings["backward"] else None)
+
+
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Largest absolute difference, divided by the largest absolute entry of the exact tensor."""
     return float((result.double() - exact.double()).abs().max() / exact.double().abs().max())
+
+
+def check_error(name: str, results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """The largest relative error of some tensors. Raises AssertionError above TOLERANCE."""
+    error = max(relative_error(x, y) for x, y in zip(results, exact, strict=True))
+    assert error < TOLERANCE, f"{name} is wrong by {error:.1e}"
+    return error
+
+
+def compare_with_target(summary: str, value: float, target: float) -> dict[str, Any]:
+    """The conclusion of a suite whose `value` is to be at least `target`."""
+    return {"summary": summary, "value": value, "target": target, "met": value >= target}
 
 
 def iqr(values: list[float]) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidInput
 from ...files import check_readable, make_folder
-from ..study.journal import Journal
+from ..study.journal import Journal, read_journal
 from .case import CaseRecord
 
 FORMAT = "ringattn bench 2"
@@ -26,8 +25,8 @@ def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Jour
     stem = f"{header['suite']}_{hardware}"
     paths = sorted(folder.glob(f"{stem}_*.jsonl"), key=_number)
     for path in paths:
-        found, records = _read_lines(path)
-        if _without_date(found) == _without_date(header) and not set(names) <= {record["key"] for record in records}:
+        found, records = _read(path)
+        if _without_date(found) == _without_date(header) and not set(names) <= records.keys():
             return Journal(path, found)
     day = f"{stem}_{host['date'][:10]}"
     number = 1 + max((_number(path) for path in paths if path.stem.startswith(day)), default=0)
@@ -48,21 +47,18 @@ def read_results(path: Path) -> dict[str, Any]:
     Raises InvalidInput where the file is no result of a suite.
     """
     check_readable(path, "results")
-    header, cases = _read_lines(path)
+    header, records = _read(path)
+    cases = list(records.values())
     mixed = any(case.get("source", header["machine"]["source"]) != header["machine"]["source"] for case in cases)
     return {**header, "cases": cases, "mixed": mixed}
 
 
-def _read_lines(path: Path) -> tuple[dict[str, Any], list[CaseRecord]]:
-    """The header and the whole lines below it."""
-    text = path.read_text(encoding="utf-8")
-    try:
-        header, *cases = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-    except ValueError:
-        header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, CaseRecord]]:
+    """The header, and the records of the cases by name."""
+    header, records = read_journal(path)
+    if header is None or header.get("format") != FORMAT:
         raise InvalidInput(f"{path}: is no result of a suite; give a .jsonl file that ringattn bench has written")
-    return header, cases
+    return header, records
 
 
 def slug(name: str) -> str:

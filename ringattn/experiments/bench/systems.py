@@ -67,7 +67,8 @@ class System:
 def _dilated(name: str) -> System:
     def make(settings: dict[str, Any], place: dict[str, Any]) -> Module:
         ours = "distributed" if place and name in compat.ONE_DEVICE else name
-        return compat.create_dilated_attention(ours, **_branches(settings), **_ring_size(settings), **place)
+        ring_size = settings.get("ring_size")
+        return compat.create_dilated_attention(ours, **_branches(settings), ring_size=ring_size, **place)
 
     return System(make, BRANCHES)
 
@@ -91,10 +92,6 @@ def _block_sparse(variant: str, settings: dict[str, Any], **options: Any) -> Sys
 
 def _branches(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(settings[name]) for name in ("segment_lengths", "dilation_rates")}
-
-
-def _ring_size(settings: dict[str, Any]) -> dict[str, Any]:
-    return {"ring_size": settings["ring_size"]} if "ring_size" in settings else {}
 
 
 #: The systems by their names in the earlier reports. Of each kind there was one implementation per name; here all
@@ -126,11 +123,13 @@ def list_system_cases(
     timeout: float = 600.0,
     until_failure: bool = False,
     settings: dict[str, Any] | None = None,
+    label: str | None = None,
 ) -> list[BenchCase]:
     """A case for each system, number of ranks and length, in this order.
 
     A name may end in "_r4": 4 virtual ranks. `settings` replace those of the systems that have them. With
-    `until_failure` a failure is a result, and no longer length of the system is tried after it.
+    `until_failure` a failure is a result, and no longer length of the system is tried after it. `label`: as for
+    `make_system_case`.
     """
     cases = []
     for name in names:
@@ -139,11 +138,15 @@ def list_system_cases(
             for tokens in lengths:
                 own = {key: value for key, value in (settings or {}).items() if key in SYSTEMS[_kind(name)].settings}
                 case = make_system_case(
-                    name, tokens, count, dtype, timeout, may_fail=until_failure, after=after, settings=own
+                    name, tokens, count, dtype, timeout, label=label, may_fail=until_failure, after=after, settings=own
                 )
                 after = case.name if until_failure else None
                 cases.append(case)
     return cases
+
+
+#: The cases of a suite of long sequences, each tried until a length fails.
+list_long_cases = partial(list_system_cases, dtype="bfloat16", until_failure=True)
 
 
 def make_system_case(

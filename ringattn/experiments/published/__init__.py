@@ -1,0 +1,1 @@
+"""Published measurements of attention and of whole models, predicted by the timing model."""

@@ -1,4 +1,4 @@
-"""ErrorStatistics of the predictions of published measurements: by family, by cause, and the bands of presets."""
+"""Statistics of the errors of predictions of published measurements: by family, by cause, and the bands of presets."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import fields
 
 from ...config.groups import ExecuteGroup, StudyGroup, WindowGroup
 from ...config.schema import parse_size
@@ -30,16 +29,6 @@ def check_study(options: StudyGroup, points: Sequence[Point], overrides: Mapping
         extrapolated_tokens(options, points)
 
 
-def refuse_settings_without_study(options: StudyGroup) -> None:
-    """Raise InvalidInput where a command sets keys of a study, but no axes, so that it has no study."""
-    for key, value in _changed_settings("study", options, StudyGroup()):
-        text = str(value).replace("'", "")  # as the command line has it
-        raise InvalidInput(
-            f"{key}={text} has no meaning without a study; give it axes, such as study.axes.ranks=[8,64], take a "
-            "preset with study=NAME, or write several values with -m"
-        )
-
-
 def extrapolated_tokens(options: StudyGroup, points: Sequence[Point]) -> int:
     """The tokens of study.extrapolate. Raises InvalidInput where a point has as many tokens or more."""
     tokens = parse_size(options.extrapolate, "study.extrapolate")
@@ -49,18 +38,6 @@ def extrapolated_tokens(options: StudyGroup, points: Sequence[Point]) -> int:
             f"study.extrapolate={options.extrapolate}: the study itself has {longest:,} tokens; take more"
         )
     return tokens
-
-
-def _changed_settings(prefix: str, options: Any, defaults: Any) -> list[tuple[str, Any]]:
-    """(whole key, value) of the fields that differ from their defaults."""
-    changed: list[tuple[str, Any]] = []
-    for field in fields(defaults):
-        key, value, default = f"{prefix}.{field.name}", getattr(options, field.name), getattr(defaults, field.name)
-        if is_dataclass(default):
-            changed += _changed_settings(key, value, default)
-        elif value != default:
-            changed.append((key, value))
-    return changed
 
 
 def _check_dependent_settings(options: StudyGroup, overrides: Mapping[str, str]) -> None:

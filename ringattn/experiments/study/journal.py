@@ -1,7 +1,8 @@
-"""The finished points of a study, one JSON line each: an interrupted study continues from this file.
+"""The finished points of a study, or cases of a suite, one JSON line each: an interrupted run continues from this file.
 
 A line is appended when its point is finished, so a killed process loses only the point that it was computing. A last
-line that was cut off is dropped. Lines hold no times, so an interrupted study ends with the same file as any other.
+line that was cut off is dropped. A study's lines hold no times, so an interrupted study ends with the same file as any
+other.
 """
 
 from __future__ import annotations
@@ -21,30 +22,47 @@ from ...errors import InvalidInput
 SYNC_INTERVAL = 1.0
 
 
-def read_keys(path: Path) -> set[str]:
-    """The keys of the finished points of a journal, empty where there is none; another process may have it open."""
-    if not path.is_file():
-        return set()
-    data = path.read_bytes()
-    lines = data[: data.rfind(b"\n") + 1].splitlines()[1:]
-    return {json.loads(line)["key"] for line in lines}
+#: The head of a journal, or the record of a finished point.
+Record = dict[str, Any]
+
+
+def read_journal(path: Path) -> tuple[Record | None, dict[str, Record]]:
+    """(head, records by key) of a journal, without a last line that was cut off; (None, {}) where there is no line.
+
+    Another process may have the journal open. Raises InvalidInput for a line that is no record.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    records: list[Record] = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or (records and "key" not in record):
+            raise InvalidInput(
+                f"{path}: line {number} is no record; remove this line, and the same command computes its point again"
+                if records
+                else f"{path}: line 1 is not that of a study or suite; give another path, or empty this file"
+            )
+        records.append(record)
+    return records[0] if records else None, {record["key"]: record for record in records[1:]}
 
 
 class Journal:
-    """The journal of a study in the file `path`, whose first line is `head`. `records` has the finished points by key.
+    """The journal in the file `path`, whose first line is `head`. `records` has the finished points by key.
 
     One process at a time may have a journal open. The lock is a file of its own beside `path`, as filelock may empty
     the file that it locks. The operating system frees the lock of a killed process.
     """
 
-    def __init__(self, path: Path, head: dict[str, Any]) -> None:
+    def __init__(self, path: Path, head: Record) -> None:
         """Open or begin a journal.
 
         Raises InvalidInput where another process has the journal open, where the journal belongs to another study or is
         broken, and where it cannot be written.
         """
         self.path = path
-        self.records: dict[str, dict[str, Any]] = {}
+        self.records: dict[str, Record] = {}
         try:
             self._file = path.open("a+b", buffering=0)  # unbuffered: a line is written at once, or raises
         except OSError as error:
@@ -74,37 +92,22 @@ class Journal:
                 f"{self.path}: cannot be locked on this file system ({error}); give an output.path on another"
             ) from error
 
-    def _read(self, head: dict[str, Any]) -> None:
+    def _read(self, head: Record) -> None:
         """Read the records, or write `head` into an empty journal. Raises InvalidInput for another head."""
         self._file.seek(0)
-        data = self._file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        if len(complete) < len(data):
-            self._file.truncate(len(complete))
-        lines = complete.splitlines()
-        if not lines:
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+        written, self.records = read_journal(self.path)
+        if written is None:
             self._append(head)
-            return
-        records = [self._parse(number, line) for number, line in enumerate(lines, 1)]
-        if records[0] != json.loads(json.dumps(head)):
-            keys = {*records[0], *head}
-            differing = ["name" if key == "study" else key for key in keys if records[0].get(key) != head.get(key)]
+        elif written != json.loads(json.dumps(head)):
+            keys = {*written, *head}
+            differing = ["name" if key == "study" else key for key in keys if written.get(key) != head.get(key)]
             raise InvalidInput(
-                f"{self.path.parent}: holds the study {records[0].get('study')!r}, and this one differs in its "
+                f"{self.path.parent}: holds the study {written.get('study')!r}, and this one differs in its "
                 f"{' and '.join(sorted(differing))}; give another output.path, or remove that folder to begin anew"
             )
-        self.records = {record["key"]: record for record in records[1:]}
 
-    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or (number > 1 and "key" not in record):
-            raise InvalidInput(f"{self.path}: line {number} is no record of a study; remove the folder to begin anew")
-        return record
-
-    def add(self, key: str, record: dict[str, Any]) -> None:
+    def add(self, key: str, record: Record) -> None:
         """Append the record of a point. Raises InvalidInput where the line cannot be written."""
         self._append({"key": key, **record})
         self.records[key] = json.loads(json.dumps({"key": key, **record}))  # as a later process reads it
@@ -116,7 +119,7 @@ class Journal:
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: Record) -> None:
         line = json.dumps(record).encode() + b"\n"
         try:
             written, reason = self._file.write(line) == len(line), "only a part of a line"

@@ -6,13 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.build import machine_from_config, plan_from_config
+from ...config.build import machine_from_config, plan_from_config, simulate_options
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported
 from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...plan.plan import Plan
-from ...timing.simulation import simulate
-from ...timing.solvers.recurrence import Stall
+from ...timing.simulation import simulate_passes
 from ...timing.timeline import CAUSES, Timeline
 
 DIRECTIONS = ("forward", "backward")
@@ -92,29 +91,6 @@ def make_column(name: str) -> Column:
     return Column(name, _UNITS_OF_SIZES.get(name, ""))
 
 
-def simulate_options(config: SimulateConfig) -> dict[str, Any]:
-    """The options of `timing.simulate` in a configuration. Raises InvalidInput for stalls that cannot be read."""
-    return {
-        "slow": config.slow,
-        "slow_links": config.slow_links,
-        "stalls": _read_stalls(config.stalls),
-        "passes": config.passes,
-        "solver": config.solver,
-        "seed": config.seed,
-    }
-
-
-def _read_stalls(stalls: Any) -> list[Stall]:
-    if stalls is not None and not isinstance(stalls, list):
-        raise InvalidInput(f"stalls={stalls!r}: expected a list of [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
-    for stall in stalls or ():
-        if not isinstance(stall, list) or len(stall) != 3 or [type(x) for x in stall[:2]] != [int, int]:
-            raise InvalidInput(f"stalls: {stall!r} is not [rank, step, seconds]; try 'stalls=[[3, 0, 0.5]]'")
-        if not isinstance(stall[2], int | float):
-            raise InvalidInput(f"stalls: {stall[2]!r} in {stall!r} is not a number of seconds")
-    return [Stall(rank, step, float(seconds)) for rank, step, seconds in stalls or ()]
-
-
 #: Recorded values by (plan hash, machine, backward, options): points with equal keys are simulated once.
 SimulationCache = dict[tuple[Any, ...], dict[str, Any]]
 
@@ -156,12 +132,6 @@ def evaluate(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
         return {"status": "refused", "why": str(error), "values": values}
     simulated = cache[key]
     return {"status": "ok", "values": {**values, **simulated["values"]}, "not modelled": simulated["not modelled"]}
-
-
-def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
-    """The timeline of the forward, and of the backward where `backward` is set."""
-    directions = (False, True) if backward else (False,)
-    return [simulate(plan, machine, backward=direction, **options) for direction in directions]
 
 
 def _simulate_values(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Any
 
 from ... import __version__
-from ...config.build import machine_from_config, plan_from_config
+from ...config.build import machine_from_config, plan_from_config, simulate_options
 from ...config.groups import WindowGroup
 from ...config.schema import SimulateConfig
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
@@ -23,9 +23,9 @@ from . import plots, trace
 from .checks import check_study, extrapolated_tokens
 from .execution import ExecutionTask, execute, execution_inputs, make_executed_plan, plan_execution, skip_task
 from .extrapolation import Extrapolation, extrapolate
-from .journal import Journal, read_keys
+from .journal import Journal, read_journal
 from .machines import describe_machines, machines_of
-from .point import SimulationCache, evaluate, simulate_options
+from .point import SimulationCache, evaluate
 from .rendering import render_html, render_markdown
 from .report import StudyReport, list_points
 from .space import Point, digest, group_by_plan
@@ -93,7 +93,7 @@ def run_share(study: Study, tell: Listener = lambda done, count, what: None) -> 
         raise InvalidInput(f"study.share={options.share}: expected one of the {spread} shares 0 .. {spread - 1}")
     _prepare(study)
     turns = {key: turn for turn, key in enumerate(dict.fromkeys(p.plan_key for p in study.points))}
-    known = read_keys(study.folder / JOURNAL)
+    _, known = read_journal(study.folder / JOURNAL)
     mine = [p for p in study.points if turns[p.plan_key] % spread == options.share and p.key not in known]
     with Journal(study.folder / SHARE.format(options.share), study.head) as journal:
         _evaluate_points(mine, journal, tell, {})

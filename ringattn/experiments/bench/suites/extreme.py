@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..case import BenchCase, BenchSuite, Claim
-from ..systems import list_system_cases, longest, make_system_case
+from ..systems import list_long_cases, longest
 
 LENGTHS = (4096, 16384, 65536, 1048576, 4194304)
 #: The longest sequence of all rings but one: they do equal work, and a row of 1M tokens takes two minutes.
@@ -22,23 +22,12 @@ def list_cases() -> list[BenchCase]:
     """The rows of the report, and the lengths that it did not reach."""
     shorter = [tokens for tokens in LENGTHS if tokens <= MOST_OF_RINGS]
     cases = [
-        *list_system_cases(LONGEST, LENGTHS, dtype="bfloat16", until_failure=True),
-        *list_system_cases(RINGS, shorter, dtype="bfloat16", until_failure=True),
+        *list_long_cases(LONGEST, LENGTHS),
+        *list_long_cases(RINGS, shorter),
     ]
     for label, blocks in SPARSE.items():
-        after = None
-        for tokens in LENGTHS:
-            case = make_system_case(
-                "BlockSparseRingDilatedAttention",
-                tokens,
-                dtype="bfloat16",
-                label=label,
-                may_fail=True,
-                after=after,
-                settings={"pattern": f"local_window(64, blocks={blocks})"},
-            )
-            after = case.name
-            cases.append(case)
+        settings = {"pattern": f"local_window(64, blocks={blocks})"}
+        cases += list_long_cases(["BlockSparseRingDilatedAttention"], LENGTHS, settings=settings, label=label)
     return cases
 
 

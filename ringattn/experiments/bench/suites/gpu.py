@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from ....errors import InvalidInput, OutOfMemory, Unsupported
@@ -23,7 +22,7 @@ from ....files import OUTPUTS, check_writable
 from ....functional import attention, virtual_attention
 from ....machine.file import write_machine
 from ....machine.presets import get_machine
-from ....numerics.row_oracle import oracle_rows, sampled_rows
+from ....numerics.row_oracle import oracle_rows_alone, sampled_rows
 from ....pattern import Causal, Dilated, Pattern, Window
 from ....planner import make_plan
 from ....reporting.peak_memory import available
@@ -148,7 +147,7 @@ def measure_columns(
             if column not in LIBRARIES:
                 raise
             missing[column] = f"cannot run: {(str(error) or repr(error)).splitlines()[0][:160]}"
-    exact = results["ringattn"] if backward else [_exact_rows(pattern, rows, q, k, v)]
+    exact = results["ringattn"] if backward else [oracle_rows_alone(pattern, rows, q.cpu(), k.cpu(), v.cpu())]
     errors = {column: max(map(relative_error, found, exact)) for column, found in results.items()}
     limit = GRAD_TOLERANCE if backward else TOLERANCE
     assert max(errors.values()) < limit, f"results differ by more than {limit}: {errors}"
@@ -169,14 +168,6 @@ def _make_run(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor | None) -
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = attend(*leaves)
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
-
-
-def _exact_rows(pattern: Pattern, rows: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The outputs of some rows in fp64."""
-    _, heads, tokens, head_dim = q.shape
-    bound, (q, k, v) = pattern.bind(heads, tokens), (x.cpu() for x in (q, k, v))
-    exact = oracle_rows(bound, tokens, rows, head_dim**-0.5, np.arange(tokens), q, k, v, lambda x, most: None)
-    return exact * bound.output_scale
 
 
 def _time(run: Callable[[], Any], calls: int) -> float:
@@ -261,7 +252,8 @@ def measure_long_dilated(sizes: Sizes, context: Context, repeat: int) -> Raw:
         del outs[0]
         finite &= outs[0].isfinite().all()
         if (i + 1) * chunk in (chunk, tokens):
-            errors[f"chunk {i + 1}"] = relative_error(outs[0][:, :, rows].cpu(), _exact_rows(pattern, rows, q, k, v))
+            exact = oracle_rows_alone(pattern, rows, q.cpu(), k.cpu(), v.cpu())
+            errors[f"chunk {i + 1}"] = relative_error(outs[0][:, :, rows].cpu(), exact)
     assert finite.item() and max(errors.values()) < TOLERANCE, f"not finite, or wrong: {errors}"
     pairs = make_plan(pattern, tokens=chunk, ranks=1, heads=heads).pairs() * (tokens // chunk)
     remark = (

@@ -18,7 +18,7 @@ from ....planner import make_plan
 from ....runtime.executor import Job, backward, forward
 from ....transport.base import Counters, Post, Tags, drive
 from ....transport.records import Agreed
-from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run, compare_with_target
 
 #: One rank of RANKS in a causal ring; few tokens, so that copies and merges take no time of their own.
 RANKS, RANK, HEADS, HEAD_DIM, TOKENS = 8, 3, 2, 16, 128
@@ -199,12 +199,8 @@ def _conclude(records: list[CaseRecord]) -> dict[str, Any]:
     rings = [record["summary"] for record in records if record["settings"]["schedule"] == "ring"]
     shares = [LIMITS[name] / ring[f"{name}_ms"] for ring in rings for name in LIMITS]
     worst = min(shares, default=0.0)
-    return {
-        "summary": f"host time of the ring: the slowest pass takes {1 / worst if worst else 0:.2f} times its limit",
-        "value": worst,
-        "target": 1.0,
-        "met": worst >= 1.0,
-    }
+    text = f"host time of the ring: the slowest pass takes {1 / worst if worst else 0:.2f} times its limit"
+    return compare_with_target(text, worst, 1.0)
 
 
 SUITE = BenchSuite(list_cases, _conclude)

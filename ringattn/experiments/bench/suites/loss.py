@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ....reporting import peak_memory
 from ....train import linear_cross_entropy
-from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, relative_error
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, compare_with_target, relative_error
 
 TOKENS, CLASSES, WIDTH = 16384, 32000, 64
 #: The promise: the peak of all logits over the peak by chunks.
@@ -92,12 +92,8 @@ def _summarise(record: CaseRecord) -> dict[str, Any]:
 def _conclude(records: list[CaseRecord]) -> dict[str, Any]:
     """Whether the peak by chunks is at most a fifth of the peak of all logits."""
     ratio = min(record["summary"]["peak_ratio"] for record in records)
-    return {
-        "summary": f"the loss by chunks takes {1 / ratio:.3f} of the peak memory of all logits",
-        "value": ratio,
-        "target": TARGET,
-        "met": ratio >= TARGET,
-    }
+    text = f"the loss by chunks takes {1 / ratio:.3f} of the peak memory of all logits"
+    return compare_with_target(text, ratio, TARGET)
 
 
 SUITE = BenchSuite(list_cases, _conclude)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from ..case import BenchCase, BenchSuite, CaseRecord, Claim
-from ..systems import find_cases, list_system_cases, longest
+from ..case import BenchCase, BenchSuite, CaseRecord, Claim, compare_with_target
+from ..systems import find_cases, list_long_cases, longest
 from .patterns import make_checkpoint_case
 
 SPARSE = "BlockSparseRingDilatedAttention"
 SYSTEM_NAMES = ("DilatedAttention", SPARSE, "BlockSparseRingMultiheadDilatedAttention")
 LENGTHS = (2048, 8192, 32768, 131072, 1048576)
+#: Of the last system, whose projections in bfloat16 make a call of 131,072 tokens take 25 s.
+SHORT_LENGTHS = LENGTHS[:3]
 #: Bytes per token of q, k, v and the output.
 LEAST = 4 * 8 * 64 * 2
 #: Bytes per token that the peak of the process may take: a quarter more than 4.1 KiB, where the earlier project stated
@@ -19,7 +21,8 @@ MOST = 1.25 * 4.1 * 1024
 def list_cases() -> list[BenchCase]:
     """Lengths, and 4 layers that recompute nothing, the projections, or everything."""
     return [
-        *list_system_cases(SYSTEM_NAMES, LENGTHS, dtype="bfloat16", until_failure=True),
+        *list_long_cases(SYSTEM_NAMES[:-1], LENGTHS),
+        *list_long_cases(SYSTEM_NAMES[-1:], SHORT_LENGTHS),
         *(make_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
     ]
 
@@ -39,13 +42,12 @@ def conclude(records: list[CaseRecord]) -> dict[str, object]:
     peaks = [x["columns"]["forward"]["peaks"]["process"] / LENGTHS[-1] for x in done]
     share = MOST / peaks[0] if peaks else 0.0
     text = f"{peaks[0] / 1024:.2f} KiB" if peaks else "nothing"
-    return {
-        "summary": f"{SPARSE} at 1M tokens: the process takes {text} per token at its peak, of which q, k, v and the "
+    return compare_with_target(
+        f"{SPARSE} at 1M tokens: the process takes {text} per token at its peak, of which q, k, v and the "
         f"output are {LEAST / 1024:g} KiB; allowed {MOST / 1024:.3f} KiB, over peak {share:.3f}",
-        "value": share,
-        "target": 1.0,
-        "met": share >= 1.0,
-    }
+        share,
+        1.0,
+    )
 
 
 SUITE = BenchSuite(
@@ -54,8 +56,9 @@ SUITE = BenchSuite(
     title="Memory per token",
     about=(
         "Batch 1, 8 heads of 64, bfloat16 storage, two threads, forward without gradients, 2K to 1M tokens. Peaks "
-        "are of a run of their own. The checkpoint rows are a step (forward and backward) of 4 layers at 16,384 "
-        "tokens in fp32.",
+        "are of a run of their own. BlockSparseRingMultiheadDilatedAttention is left out above 32,768 tokens: its "
+        "projections in bfloat16 take too long on two cores (25 s a call at 131,072 tokens). The checkpoint rows are a "
+        "step (forward and backward) of 4 layers at 16,384 tokens in fp32.",
     ),
     claims=(
         Claim(

@@ -22,17 +22,16 @@ from ..case import (
     Context,
     Ratio,
     Run,
+    check_error,
+    make_call,
     make_inputs,
     make_pass,
     make_settings,
     make_shards,
-    relative_error,
 )
 
 CORES = 2
 HEADS, HEAD_DIM = 8, 64
-#: Most relative error against the single call; a result with a larger error is wrong, and is not timed.
-TOLERANCE = 1e-5
 #: Columns of torch's own ring by the method that rotates K and V: torch's default, and messages between neighbours.
 TEMPLATES = {"template": "allgather", "template_a2a": "alltoall"}
 NOTE = (
@@ -79,18 +78,13 @@ def _make_single(context: Context) -> Run | None:
     """One call on the whole sequence, on rank 0 with all cores; the other ranks wait."""
     if context.rank:
         return None
-    settings = context.settings
-    *inputs, grad = make_inputs(settings, 4)
-    attend = partial(scaled_dot_product_attention, is_causal=settings["causal"])
-    return make_pass(attend, inputs, grad if settings["backward"] else None)
+    return make_call(context, partial(scaled_dot_product_attention, is_causal=context.settings["causal"]), whole=True)
 
 
 def _make_ring(context: Context) -> Run:
-    settings = context.settings
-    *inputs, grad = make_shards(context, make_inputs(settings, 4))
-    pattern = Causal() if settings["causal"] else Full()
-    attend = partial(ring_attention, pattern=pattern, layout=settings["layout"], schedule="ring")
-    return make_pass(attend, inputs, grad if settings["backward"] else None)
+    pattern = Causal() if context.settings["causal"] else Full()
+    layout = context.settings["layout"]
+    return make_call(context, partial(ring_attention, pattern=pattern, layout=layout, schedule="ring"))
 
 
 def make_template(context: Context, rotate: str) -> Run:
@@ -147,12 +141,9 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     layout = make_layout(context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
     errors = {}
     for name in ("ring", *TEMPLATES):
-        tensors = []
-        for x in results[name]:
-            tensors.append(gather(x, layout))
+        tensors = [gather(x, layout) for x in results[name]]
         if context.rank == 0:
-            errors[name] = max(relative_error(x, exact) for x, exact in zip(tensors, results["single"], strict=True))
-            assert errors[name] < TOLERANCE, f"{name} is wrong by {errors[name]:.1e}"
+            errors[name] = check_error(name, tensors, results["single"])
     return errors
 
 
@@ -173,9 +164,7 @@ def _make_virtual_ring(context: Context) -> Run:
 
 
 def _check_virtual(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    error = relative_error(results["virtual"][0], results["single"][0])
-    assert error < TOLERANCE, f"the virtual ring is wrong by {error:.1e}"
-    return {"virtual": error}
+    return {"virtual": check_error("the virtual ring", results["virtual"][:1], results["single"][:1])}
 
 
 def _virtual_case(name: str, causal: bool, target: float) -> BenchCase:

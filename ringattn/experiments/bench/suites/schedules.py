@@ -21,17 +21,14 @@ from ..case import (
     Context,
     Ratio,
     Run,
-    make_inputs,
-    make_pass,
+    check_error,
+    make_call,
     make_settings,
     make_shards,
-    relative_error,
 )
 from ..links import InstantTransport, Links
 
 HEADS, HEAD_DIM = 8, 64
-#: Most relative error against one device; a result with a larger error is wrong, and is not timed.
-TOLERANCE = 1e-5
 #: Lengths of 16 documents. Their ends are not the ends of shards.
 DOCUMENTS = [200, 317, 150, 403, 61, 298, 350, 244, 411, 90, 333, 275, 180, 366, 222, 196]
 MESSAGES_NOTE = (
@@ -171,15 +168,9 @@ def _make_call(schedule: str, *, instant: bool = False) -> Callable[[Context], R
     def make(context: Context) -> Run:
         settings = context.settings
         transport = InstantTransport(_transport(context)) if instant else _transport(context)
-        *inputs, grad = make_shards(context, make_inputs(settings, 4))
-        attend = partial(
-            ring_attention,
-            pattern=parse_pattern(settings["pattern"]),
-            transport=transport,
-            layout=settings["layout"],
-            schedule=schedule,
-        )
-        return make_pass(attend, inputs, grad if settings["backward"] else None)
+        pattern, layout = parse_pattern(settings["pattern"]), settings["layout"]
+        attend = partial(ring_attention, pattern=pattern, transport=transport, layout=layout, schedule=schedule)
+        return make_call(context, attend)
 
     return make
 
@@ -228,9 +219,8 @@ def _make_messages(schedule: str) -> Callable[[Context], Run]:
 def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
     """Errors of whole calls against one device; columns of messages must send the bytes of their plan."""
     settings, errors = context.settings, {}
-    *inputs, grad = make_inputs(settings, 4)
     attend = partial(attention, pattern=parse_pattern(settings["pattern"]))
-    exact = make_shards(context, make_pass(attend, inputs, grad if settings["backward"] else None)())
+    exact = make_shards(context, make_call(context, attend, whole=True)())
     for name, result in results.items():
         if name == "compute":  # its messages bring zeros
             continue
@@ -240,8 +230,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
             planned = [plan.bytes_sent(context.rank, backward=backward) for backward in directions]
             assert result == sum(planned), f"{name}: {result} bytes sent, {planned} planned"
             continue
-        errors[name] = max(relative_error(x, y) for x, y in zip(result, exact, strict=True))
-        assert errors[name] < TOLERANCE, f"{name} is wrong by {errors[name]:.1e}"
+        errors[name] = check_error(name, result, exact)
     return errors
 
 

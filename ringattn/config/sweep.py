@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from importlib import import_module
 
-from ...config.checks import experiment_value
-from ...config.folders import config_folders
-from ...errors import InvalidInput
+from ..errors import InvalidInput
+from .checks import experiment_value
+from .folders import config_folders
 
 #: Hydra's functions that stand for several values.
 FUNCTIONS = re.compile(r"(choice|range|glob)\(")
