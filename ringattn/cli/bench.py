@@ -40,7 +40,7 @@ def show_results(path: Path) -> None:
         get_console().print()
         print_grid(table.title, table.header, table.rows)
     get_console().print()
-    for text in (report.conclusion, report.mixed):
+    for text in (report.conclusion, *report.warnings):
         if text:
             print_paragraph(text)
     written = ", ".join(map(str, write_report(path, report)))

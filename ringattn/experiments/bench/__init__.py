@@ -24,7 +24,10 @@ SUITES: Registry[BenchSuite] = Registry(
 def get_suite(name: str) -> BenchSuite:
     """The suite of this name. Raises InvalidInput."""
     if name not in SUITES:
-        raise InvalidInput(f"suite={name}: unknown; {did_you_mean(name, SUITES)}expected one of {', '.join(SUITES)}")
+        raise InvalidInput(
+            f"suite={name}: unknown; {did_you_mean(name, SUITES)}expected one of {', '.join(SUITES)}, or "
+            "billion, which is ringattn simulate experiment=billion_tokens"
+        )
     return SUITES[name]
 
 

@@ -72,9 +72,14 @@ class BenchReport:
         return SUITES.get(name)
 
     @property
-    def mixed(self) -> str:
-        """The warning `MIXED` where it holds, else nothing."""
-        return MIXED if self.record["mixed"] else ""
+    def warnings(self) -> list[str]:
+        """`MIXED` where it holds, and how many cases are missing."""
+        done = len(self.record["cases"])
+        planned = self.record.get("planned", done)  # results of earlier versions do not say
+        missing = (
+            f"Incomplete: {done} of {planned} cases. The same command measures the others." if done < planned else ""
+        )
+        return [warning for warning in (MIXED if self.record["mixed"] else "", missing) if warning]
 
     @property
     def conclusion(self) -> str | None:

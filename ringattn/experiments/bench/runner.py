@@ -94,6 +94,7 @@ def make_header(options: BenchOptions, cases: list[BenchCase]) -> dict[str, Any]
         "repeat": options.repeat,
         "memory": options.memory,
         "asked": options.cases,
+        "planned": len(cases),
         "device": cases[0].settings.get("device"),
         "kind": cases[0].settings.get("kind", "measured"),
         "machine": describe_host(),
