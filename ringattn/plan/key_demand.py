@@ -90,9 +90,13 @@ class KeyDemand(BlockDemand):
                     return True
         return False
 
-    @cached
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` sees a key of `owner`."""
+        reach = self.row_reach
+        return self._touches(rank, owner) if reach is None else bool(reach.visits[rank, owner])
+
+    @cached
+    def _touches(self, rank: int, owner: int) -> bool:
         return self.needs(range(rank, rank + 1), range(owner, owner + 1))
 
     def needed_run(self, first: int, last: int) -> Run | None:

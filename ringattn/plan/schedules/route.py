@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from ...cache import Cache
 from ..row_sets import NO_ROWS, RowSets, count_rows, subtract
@@ -22,8 +23,7 @@ from .base import EXACT, Schedule, representatives
 LATEST = 64
 
 
-@dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """Rows of `owner` go from rank `source` to rank `target`, which computes with them at step `step`.
 
     Both post the message at step `post` < `step`, and it is in flight until the end of step `step` - 1. A rank computes
@@ -93,7 +93,7 @@ class Route(Schedule):
         """The rows that arrive on an edge and go no further."""
         reach, further = self.demand.row_reach, self.next_edges(edge)
         if reach is not None and further:
-            return reach.needed_only(self.served(edge), [self.served(e) for e in further], edge.owner)
+            return reach.needed(self.served(edge), edge.owner, runs=False, others=[self.served(e) for e in further])
         return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in further])
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
