@@ -113,16 +113,18 @@ def estimate_bytes(value: object) -> int:
     """About how many bytes `value` and everything it refers to take; long collections are extrapolated."""
     if type(value) in SCALARS:
         return 32
+    if hasattr(value, "nbytes"):
+        return 128 + int(value.nbytes)
     total, visited = 0.0, 0
     todo: list[tuple[Any, float]] = [(value, 1.0)]  # objects, and how many like it each object stands for
     while todo and visited < MOST:
         item, weight = todo.pop()
         visited += 1
         kind = type(item)
-        if kind is range:
-            total += 144 * weight
-        elif kind in SCALARS:
+        if kind in SCALARS:
             total += 32 * weight
+        elif kind is range:
+            total += 144 * weight
         elif kind is str or kind is bytes:
             total += (32 + len(item)) * weight
         elif kind in (tuple, list):

@@ -6,7 +6,7 @@ No tiles are made, and no searches: a plan for a packing that changes in every s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from .row_sets import NO_ROWS, WHOLE_BLOCK, Ranges, RowSet, RowSets, to_numbers,
 
 #: More tokens or ranks of a striped layout are planned by ranges: a `StripedReach` holds a few numbers for each token.
 MOST_TOKENS, MOST_RANKS = 1 << 21, 512
+#: These arrays are made from this many tokens at a time: larger ones would be new memory in every plan.
+PART = 1 << 14
 #: Up to TABLE_RANKS ranks, a table of at most TABLE_CELLS cells lists what each rank needs of some blocks; up to
 #: TABLE_ALL ranks, of all blocks.
 TABLE_RANKS, TABLE_CELLS, TABLE_ALL = 512, 1 << 18, 64
@@ -197,16 +199,18 @@ class StripedReach(RowReach):
     """The ranks that need each row of striped blocks: some places after the owner around the ring, and some before.
 
     The ranges of a striped block have a step, so that a document of a few rows per rank takes many small tiles.
-    `before` and `after` count places by position, int64 [tokens], at most the number of ranks.
+    `before` and `after` count places by position, int16 [tokens], at most the number of ranks.
     """
+
+    layout: Striped
 
     def __init__(self, layout: Striped, before: np.ndarray, after: np.ndarray, heads: int) -> None:
         super().__init__(layout, list(range(layout.ranks)), heads)
         ranks = layout.ranks
-        self._owner = np.resize(np.repeat(np.arange(ranks), layout.block), layout.tokens)
-        self._before, self._after = (places.astype(np.int16) for places in (before, after))
+        self._one_way = not before.any(), not after.any()
+        self._before, self._after = before, after
         self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._pieces = self._find_pieces(before, after)
+        self._pieces = self._find_pieces()
         places = (np.arange(ranks)[:, None] - np.arange(ranks)) % ranks
         farthest = np.full((2, ranks), -1)  # nobody needs a block without rows
         for most, places_of_rows in zip(farthest, self._pieces[1:3], strict=True):
@@ -231,7 +235,7 @@ class StripedReach(RowReach):
         mask = self._mask(ranks, owner)
         for other in others:
             mask &= ~self._mask(other, owner)
-        ranges = _find_runs(mask) if runs else to_ranges(np.flatnonzero(mask))
+        ranges = _find_runs(mask) if runs else to_ranges(mask.nonzero()[0])
         return self._row_sets(ranges, len(mask))
 
     def count(self, ranks: Ranks, owner: int) -> int:
@@ -240,34 +244,46 @@ class StripedReach(RowReach):
     def _mask(self, ranks: Ranks, owner: int) -> np.ndarray:
         """Which rows of the block of `owner`, in local order, some rank of `ranks` needs: bool [rows]."""
         if owner not in self._rows:
-            shard = self.layout.shard(owner)
-            parts = [[x[r.start : r.stop : r.step] for r in shard] for x in (self._before, self._after)]
-            before, after = (np.concatenate(part) if part else np.empty(0, dtype=np.int16) for part in parts)
+            rows = [slice(r.start, r.stop, r.step) for r in self.layout.shard(owner)] or [slice(0)]
+            before, after = (np.concatenate([x[part] for part in rows]) for x in (self._before, self._after))
             self._rows[owner] = before, after
         before, after = self._rows[owner]
         size = self.layout.ranks
-        ahead = min((0 if owner in run else (run.start - owner) % size for run in ranks), default=size + 1)
-        behind = min((0 if owner in run else (owner - run.stop + 1) % size for run in ranks), default=size + 1)
+        if any(owner in run for run in ranks):
+            return np.ones(len(after), dtype=bool)
+        ahead = min([(run.start - owner) % size for run in ranks], default=size + 1)
+        behind = min([(owner - run.stop + 1) % size for run in ranks], default=size + 1)
+        if any(self._one_way):
+            mask: np.ndarray = after >= ahead if self._one_way[0] else before >= behind
+            return mask
         return (after >= ahead) | (before >= behind)
 
-    def _find_pieces(self, before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _find_pieces(self) -> tuple[np.ndarray, ...]:
         """(owner, before, after, rows): int64 [pieces], the numbers of rows that are needed alike."""
-        one_way = [not before.any(), not after.any()]
+        layout, one_way = self.layout, self._one_way
+        owners = _layouts.answer((StripedReach, layout), lambda: np.arange(layout.tokens) // layout.block % layout.ranks)
         if not any(one_way):
-            return self._owner, before, after, np.ones_like(after)
-        size = self.layout.ranks + 1
-        counts = np.bincount(self._owner * size + (after if one_way[0] else before))
+            return owners, self._before, self._after, np.ones(layout.tokens, dtype=np.int64)
+        size = layout.ranks + 1
+        counts, reached = np.zeros(layout.ranks * size, dtype=np.int64), self._after if one_way[0] else self._before
+        for part in _parts(layout.tokens):
+            counts += np.bincount(owners[part] * size + reached[part], minlength=len(counts))
         cells = np.flatnonzero(counts)
         owner, places = np.divmod(cells, size)
         nothing = np.zeros_like(places)
         return owner, *((nothing, places) if one_way[0] else (places, nothing)), counts[cells]
 
 
+def _parts(tokens: int) -> Iterator[slice]:
+    """The positions in parts whose arrays stay in the processor's cache."""
+    return (slice(start, min(start + PART, tokens)) for start in range(0, tokens, PART))
+
+
 def _find_runs(mask: np.ndarray) -> Ranges:
     """The runs of adjacent members of a mask."""
     if not len(mask):
         return ()
-    edges = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
+    edges = ((mask[1:] != mask[:-1]).nonzero()[0] + 1).tolist()
     edges = [*([0] if mask[0] else []), *edges, *([len(mask)] if mask[-1] else [])]
     return tuple(map(range, edges[::2], edges[1::2]))
 
@@ -286,13 +302,16 @@ def find_row_reach(
     """
     ranks, tokens = layout.ranks, layout.tokens
     if isinstance(layout, Striped) and 0 < tokens <= MOST_TOKENS and ranks <= MOST_RANKS:
-        positions = np.arange(tokens)
-        readers = find_readers(positions)
-        if readers is None:
-            return None
-        places = np.maximum(readers[0], 0), positions, np.minimum(readers[1], tokens - 1)
-        low, own, high = places if layout.block == 1 else (x // layout.block for x in places)
-        return StripedReach(layout, np.minimum(own - low, ranks), np.minimum(high - own, ranks), heads)
+        before, after = np.empty((2, tokens), dtype=np.int16)
+        for part in _parts(tokens):
+            positions = np.arange(part.start, part.stop)
+            readers = find_readers(positions)
+            if readers is None:
+                return None
+            places = np.maximum(readers[0], 0), positions, np.minimum(readers[1], tokens - 1)
+            low, own, high = places if layout.block == 1 else (x // layout.block for x in places)
+            before[part], after[part] = np.minimum(own - low, ranks), np.minimum(high - own, ranks)
+        return StripedReach(layout, before, after, heads)
     if ranks > TABLE_RANKS or tokens * ranks > EXACT_ROWS:
         return None
     owners = range(ranks) if ranks <= TABLE_ALL else tuple(owners)

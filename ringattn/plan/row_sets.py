@@ -149,12 +149,12 @@ def to_ranges(numbers: np.ndarray) -> Ranges:
     count = len(numbers)
     if not count:
         return ()
-    if count == 1 or numbers[-1] - numbers[0] == (count - 1) * (numbers[1] - numbers[0]):
-        steps = np.diff(numbers)
-        if count < 3 or (steps == steps[0]).all():
-            step = int(steps[0]) if count > 1 else 1
-            return (range(int(numbers[0]), int(numbers[-1]) + 1, step),)
+    if count < 3:
+        start, last = int(numbers[0]), int(numbers[-1])
+        return (range(start, last + 1, max(last - start, 1)),)
     steps = np.diff(numbers)
+    if numbers[-1] - numbers[0] == (count - 1) * steps[0] and (steps == steps[0]).all():
+        return (range(int(numbers[0]), int(numbers[-1]) + 1, int(steps[0])),)
     changes = np.flatnonzero(np.diff(steps)) + 1  # the first distance of each run
     run_ends = [*changes.tolist(), count - 1]
     values, distances = numbers.tolist(), steps.tolist()

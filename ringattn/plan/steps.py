@@ -94,14 +94,12 @@ class RankPlan:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the steps take, for `cache.estimate_bytes`."""
+        """About how many bytes the steps take, for `cache.estimate_bytes`; a demand counts the row sets that it keeps."""
         steps = (*self.forward, *self.backward)
-        groups = [step.visits for step in steps] + [hop.parts for step in steps for hop in step.sends + step.recvs]
-        sets = {id(part.row_set): part.row_set for parts in groups for part in parts}.values()  # parts share sets
-        rows = sum(row_set.nbytes for row_set in sets if isinstance(row_set, RowSet))
-        return 600 * len(steps) + 400 * sum(1 + len(parts) for parts in groups) + rows
+        parts = sum(len(step.visits) for step in steps)
+        return 600 * len(steps) + 800 * (parts + sum(1 + len(hop.parts) for s in steps for hop in s.sends + s.recvs))
 
 
 def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
     """One part per row set of the block of `owner`."""
-    return tuple(Part(kind, owner, row_set) for row_set in row_sets)
+    return tuple([Part(kind, owner, row_set) for row_set in row_sets])

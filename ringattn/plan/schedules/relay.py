@@ -66,17 +66,27 @@ def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, o
     return any(demand.needs(q, k) for q in runs(first, ranks, size) for k in runs(owner, owners, size))
 
 
-@cached
 def reach(demand: BlockDemand, owner: int, way: Way) -> int:
     """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block."""
+    known = _list_reaches(demand, way)
+    return _find_reach(demand, owner, way) if known is None else known[owner]
+
+
+@cached
+def _list_reaches(demand: BlockDemand, way: Way) -> list[int] | None:
+    """By owner, the answer of `reach`; None where no table knows."""
+    by_hop = _count_all_carried(demand, way)
+    return None if by_hop is None else np.count_nonzero(by_hop, axis=1).tolist()
+
+
+@cached
+def _find_reach(demand: BlockDemand, owner: int, way: Way) -> int:
+    """The answer of `reach`, found by halving."""
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
         return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
 
     # Most blocks go all the way or not far: look there before halving.
-    by_hop = _count_all_carried(demand, way)
-    if by_hop is not None:
-        return int(np.count_nonzero(by_hop[owner]))
     if not way.limit or reached(way.limit):
         return way.limit
     low, high = 0, 1
@@ -259,8 +269,8 @@ class RouteAlongWays(Route):
                 return self.edge(owner, ring, distance)
         return None
 
-    def returned(self, edge: Edge, siblings: Iterable[Edge] | None = None) -> RowSets:
-        return self.carried(edge)  # a ring has no sibling edges
+    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+        return carried  # a ring has no sibling edges
 
     def count_moved(self, owners: Sequence[int]) -> MovedRows:
         return MovedRows(sum(sum_rows_along(self.demand, owners, way) for way in self.ways))

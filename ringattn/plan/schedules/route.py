@@ -105,8 +105,8 @@ class Route(Schedule):
             if self.stopping(edge) != NO_ROWS:
                 yield edge
 
-    def returned(self, edge: Edge, siblings: Iterable[Edge] | None = None) -> RowSets:
-        """The rows that the backward returns on a relayed edge: those that no sibling before the edge returns.
+    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+        """Of the rows `carried` on a relayed edge those that the backward returns on it, and on no sibling before it.
 
         `siblings` are the edges on which the source of the edge passes rows of the block on; None: they are looked up.
         """
@@ -117,7 +117,7 @@ class Route(Schedule):
             if sibling == edge:
                 break
             earlier.append(self.carried(sibling))
-        return self._subtract(edge.owner, self.carried(edge), earlier)
+        return self._subtract(edge.owner, carried, earlier)
 
     def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
         """By edge, the rows that `rank` keeps for the backward: of the latest rows that stop there, one block at most.
@@ -172,23 +172,24 @@ class Route(Schedule):
         arrivals = tuple(self.edges_by_owner(rank).values())
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("kv", rank),))
-        for edge in arrivals:
-            if self.demand.visits(rank, edge.owner):
-                builder.visit(edge.step, make_parts("kv", edge.owner, self.carried(edge)))
         kept = self.kept_rows(rank)
         for edge in arrivals:
+            carried = self.carried(edge)
+            if self.demand.visits(rank, edge.owner):
+                builder.visit(edge.step, make_parts("kv", edge.owner, carried))
             if edge.source != edge.owner:
-                returned = make_parts("kv", edge.owner, self.returned(edge))
+                returned = make_parts("kv", edge.owner, self.returned(edge, carried))
                 builder.send(edge.step, edge.post + 1, edge.source, returned)
-            builder.send(edge.step - 1, edge.post, edge.source, make_parts("grad", edge.owner, self.carried(edge)))
+            builder.send(edge.step - 1, edge.post, edge.source, make_parts("grad", edge.owner, carried))
             if edge not in kept:
                 stopping = make_parts("kv", edge.owner, self.stopping(edge))
                 builder.recv(edge.step + 1, edge.step + 1, edge.owner, stopping)
         for edge in self.departures(rank):
+            carried = self.carried(edge)
             if edge.owner != rank:
-                returned = make_parts("kv", edge.owner, self.returned(edge))
+                returned = make_parts("kv", edge.owner, self.returned(edge, carried))
                 builder.recv(edge.step, edge.post + 1, edge.target, returned)
-            builder.recv(edge.step - 1, edge.post, edge.target, make_parts("grad", edge.owner, self.carried(edge)))
+            builder.recv(edge.step - 1, edge.post, edge.target, make_parts("grad", edge.owner, carried))
         for edge in self.last_edges(rank):
             if not self.is_kept(edge):
                 builder.send(edge.step + 1, edge.step + 1, edge.target, make_parts("kv", rank, self.stopping(edge)))
@@ -205,18 +206,19 @@ class Route(Schedule):
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("q", rank),))
         for edge in self.edges_by_owner(rank).values():
-            block = self._query_parts(edge)
-            builder.recv(edge.post, edge.step - 1, edge.source, block)
+            carried = self.carried(edge)
+            builder.recv(edge.post, edge.step - 1, edge.source, _query_parts(edge.owner, carried))
             if self.demand.visits(rank, edge.owner):
-                builder.visit(edge.step, make_parts("q", edge.owner, self.carried(edge)))
+                builder.visit(edge.step, make_parts("q", edge.owner, carried))
             if edge.source != edge.owner:
-                returned = make_parts("dq", edge.owner, self.returned(edge))
+                returned = make_parts("dq", edge.owner, self.returned(edge, carried))
                 builder.recv(edge.post + 1, edge.step, edge.source, returned)
             builder.send(edge.step + 1, edge.step + 1, edge.owner, make_parts("dq", edge.owner, self.stopping(edge)))
         for edge in self.departures(rank):
-            builder.send(edge.post, edge.step - 1, edge.target, self._query_parts(edge))
+            carried = self.carried(edge)
+            builder.send(edge.post, edge.step - 1, edge.target, _query_parts(edge.owner, carried))
             if edge.owner != rank:
-                returned = make_parts("dq", edge.owner, self.returned(edge))
+                returned = make_parts("dq", edge.owner, self.returned(edge, carried))
                 builder.send(edge.post + 1, edge.step, edge.target, returned)
         for edge in self.last_edges(rank):
             builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts("dq", rank, self.stopping(edge)))
@@ -273,11 +275,12 @@ class Route(Schedule):
                 edge, siblings = todo.pop()
                 next_edges = self.next_edges(edge)
                 todo += [(e, next_edges) for e in next_edges]
-                rows = self._count(owner, self.carried(edge))
+                carried = self.carried(edge)
+                rows = self._count(owner, carried)
                 every += rows
                 if edge.source // self.ranks_per_node != edge.target // self.ranks_per_node:
                     outer += rows
-                    onward += self._count(owner, self.returned(edge, siblings)) if edge.source != owner else 0
+                    onward += self._count(owner, self.returned(edge, carried, siblings)) if edge.source != owner else 0
                 if edge.target // self.ranks_per_node != owner // self.ranks_per_node:
                     stopping += self._count(owner, self.stopping(edge))
         return MovedRows(every, outer, onward, stopping)
@@ -301,15 +304,15 @@ class Route(Schedule):
         """The demand's cache, which other schedules of the same demand use as well: its keys name the schedule."""
         return self.demand.cache
 
-    def _query_parts(self, edge: Edge) -> tuple[Part, ...]:
-        row_sets = self.carried(edge)
-        return make_parts("row", edge.owner, row_sets) + make_parts("q", edge.owner, row_sets)
-
     def _subtract(self, owner: int, row_sets: RowSets, others: list[RowSets]) -> RowSets:
         return subtract(row_sets, others, self.demand.block_heads, self.demand.layout.rows(owner))
 
     def _count(self, owner: int, row_sets: RowSets) -> int:
         return count_rows(row_sets, self.demand.block_heads, self.demand.layout.rows(owner))
+
+
+def _query_parts(owner: int, row_sets: RowSets) -> tuple[Part, ...]:
+    return make_parts("row", owner, row_sets) + make_parts("q", owner, row_sets)
 
 
 #: (step at which a message is posted, step until whose end it is in flight, peer)
