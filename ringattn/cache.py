@@ -113,8 +113,6 @@ def estimate_bytes(value: object) -> int:
     """About how many bytes `value` and everything it refers to take; long collections are extrapolated."""
     if type(value) in SCALARS:
         return 32
-    if hasattr(value, "nbytes"):
-        return 128 + int(value.nbytes)
     total, visited = 0.0, 0
     todo: list[tuple[Any, float]] = [(value, 1.0)]  # objects, and how many like it each object stands for
     while todo and visited < MOST:
@@ -135,8 +133,8 @@ def estimate_bytes(value: object) -> int:
             total += (64 + 100 * len(item)) * weight
             some = min(len(item), SAMPLED)
             todo += [(member, weight * len(item) / some) for pair in islice(item.items(), some) for member in pair]
-        elif hasattr(item, "nbytes"):  # an array, a tensor, or an object that knows its own size
-            total += (128 + item.nbytes) * weight
+        elif (known := getattr(item, "nbytes", None)) is not None:  # an array, or an object that knows its own size
+            total += (128 + known) * weight
         elif hasattr(item, "__dict__"):
             total += 160 * weight
             todo += [(member, weight) for member in vars(item).values()]

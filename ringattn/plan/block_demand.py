@@ -119,7 +119,7 @@ class BlockDemand(ABC):
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` needs."""
         reach = self.row_reach
-        return self._union(ranks, owner) if reach is None else reach.needed(ranks, owner, runs=True)
+        return self._union(ranks, owner) if reach is None else reach.needed(ranks, owner)
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all heads in `needed_rows`, without making the row sets where possible."""

@@ -28,6 +28,8 @@ TABLE_RANKS, TABLE_CELLS, TABLE_ALL = 512, 1 << 18, 64
 EXACT_ROWS = 1 << 53
 #: Bytes of the tables of layouts that this process keeps.
 LAYOUTS = 1 << 24
+#: More ranges than a block has.
+MOST = 1 << 62
 #: Some ranks, as runs of consecutive ones.
 Ranks = Sequence[range]
 
@@ -61,10 +63,11 @@ class RowReach(ABC):
         """
 
     @abstractmethod
-    def needed(self, ranks: Ranks, owner: int, *, runs: bool, others: Sequence[Ranks] = ()) -> RowSets:
+    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` needs and no rank of `others`.
 
-        In runs of adjacent rows, or without `runs` in few ranges. The tables must list all blocks.
+        In runs of adjacent rows, but in few ranges where the block has more than `most` ranges of positions. The tables
+        must list all blocks.
         """
 
     @abstractmethod
@@ -161,16 +164,16 @@ class RunReach(RowReach):
         first, last = np.maximum.accumulate(farthest_first, 2)
         return self._runs.sum_blocks(np.minimum(first + last, self._runs.length))
 
-    def needed(self, ranks: Ranks, owner: int, *, runs: bool, others: Sequence[Ranks] = ()) -> RowSets:
-        outer = self._find_ends(ranks, owner)
+    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
+        outer, lengths = self._find_ends(ranks, owner), self._lengths(owner)
         inner = self._find_ends([run for other in others for run in other], owner)
         parts, start = [], 0
-        for length, first, last, hole_first, hole_last in zip(self._lengths(owner), *outer, *inner, strict=True):
+        for length, first, last, hole_first, hole_last in zip(lengths, *outer, *inner, strict=True):
             left, right = start + hole_first, start + length - hole_last
             parts += [range(left, min(start + first, right)), range(max(start + length - last, left), right)]
             start += length
         ranges = tuple(join_runs(parts))
-        if not runs and any(len(run) < 3 for run in ranges):  # short runs may be joined to ranges of a larger step
+        if len(lengths) > most and any([len(run) < 3 for run in ranges]):  # short runs may be joined to ranges of a larger step
             ranges = to_ranges(to_numbers(ranges)) if ranges else ()
         return self._row_sets(ranges, start)
 
@@ -209,7 +212,8 @@ class StripedReach(RowReach):
         ranks = layout.ranks
         self._one_way = not before.any(), not after.any()
         self._before, self._after = before, after
-        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        #: By owner, what `before` and `after` say of its rows in local order, and its number of ranges.
+        self._rows: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}
         self._pieces = self._find_pieces()
         places = (np.arange(ranks)[:, None] - np.arange(ranks)) % ranks
         farthest = np.full((2, ranks), -1)  # nobody needs a block without rows
@@ -231,11 +235,11 @@ class StripedReach(RowReach):
         counts = np.bincount(owner * (limit + 1) + limit - hops, rows, ranks * (limit + 1))
         return counts.reshape(ranks, limit + 1).cumsum(1).astype(np.int64)[:, :limit]
 
-    def needed(self, ranks: Ranks, owner: int, *, runs: bool, others: Sequence[Ranks] = ()) -> RowSets:
+    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
         mask = self._mask(ranks, owner)
         for other in others:
             mask &= ~self._mask(other, owner)
-        ranges = _find_runs(mask) if runs else to_ranges(mask.nonzero()[0])
+        ranges = _find_runs(mask) if self._rows[owner][2] <= most else to_ranges(mask.nonzero()[0])
         return self._row_sets(ranges, len(mask))
 
     def count(self, ranks: Ranks, owner: int) -> int:
@@ -246,17 +250,17 @@ class StripedReach(RowReach):
         if owner not in self._rows:
             rows = [slice(r.start, r.stop, r.step) for r in self.layout.shard(owner)] or [slice(0)]
             before, after = (np.concatenate([x[part] for part in rows]) for x in (self._before, self._after))
-            self._rows[owner] = before, after
-        before, after = self._rows[owner]
+            self._rows[owner] = before, after, len(rows)
+        before, after, _ = self._rows[owner]
         size = self.layout.ranks
-        if any(owner in run for run in ranks):
+        if any([owner in run for run in ranks]):
             return np.ones(len(after), dtype=bool)
-        ahead = min([(run.start - owner) % size for run in ranks], default=size + 1)
-        behind = min([(owner - run.stop + 1) % size for run in ranks], default=size + 1)
-        if any(self._one_way):
-            mask: np.ndarray = after >= ahead if self._one_way[0] else before >= behind
-            return mask
-        return (after >= ahead) | (before >= behind)
+        mask = np.zeros(len(after), dtype=bool)
+        if not self._one_way[1]:
+            mask = after >= min([(run.start - owner) % size for run in ranks], default=size + 1)
+        if not self._one_way[0]:
+            mask = mask | (before >= min([(owner - run.stop + 1) % size for run in ranks], default=size + 1))
+        return mask
 
     def _find_pieces(self) -> tuple[np.ndarray, ...]:
         """(owner, before, after, rows): int64 [pieces], the numbers of rows that are needed alike."""

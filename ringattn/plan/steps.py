@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 
@@ -23,8 +23,7 @@ SUMS: tuple[Kind, ...] = ("grad", "dq")
 ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "row": 1, "kv": 2, "q": 2}
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a message: rows of the block of `owner`, or gradients of these rows on their way to `owner`.
 
     `row_set` says which rows of which heads: key/value heads, or query heads where queries travel.
@@ -35,8 +34,7 @@ class Part:
     row_set: RowSet | AllRows = ALL_ROWS
 
 
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """One message between this rank and `peer`, in flight until the end of step `until` of this rank.
 
     `tag` is the same on both sides, and unique among the messages from one rank to another.

@@ -92,8 +92,10 @@ class Route(Schedule):
     def stopping(self, edge: Edge) -> RowSets:
         """The rows that arrive on an edge and go no further."""
         reach, further = self.demand.row_reach, self.next_edges(edge)
-        if reach is not None and further:
-            return reach.needed(self.served(edge), edge.owner, runs=False, others=[self.served(e) for e in further])
+        if not further:
+            return self.carried(edge)
+        if reach is not None:
+            return reach.needed(self.served(edge), edge.owner, 0, [self.served(e) for e in further])
         return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in further])
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
@@ -361,7 +363,7 @@ def _group_by_post(messages: dict[MessageKey, list[Part]], index: dict[int, int]
     """By the step at which they are posted, the messages; `index` renumbers steps without gaps."""
     hops: dict[int, list[Hop]] = {}
     for (post, until, peer), parts in messages.items():
-        ordered = tuple(sorted(parts, key=lambda part: (ORDER[part.kind], part.owner)))
+        ordered = tuple(sorted(parts, key=lambda part: (ORDER[part.kind], part.owner)) if len(parts) > 1 else parts)
         tag = 2 * post + (post != until)
         hops.setdefault(post, []).append(Hop(peer, tag, ordered, index[until]))
     return hops
