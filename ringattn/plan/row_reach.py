@@ -202,44 +202,43 @@ class StripedReach(RowReach):
     """The ranks that need each row of striped blocks: some places after the owner around the ring, and some before.
 
     The ranges of a striped block have a step, so that a document of a few rows per rank takes many small tiles.
-    `before` and `after` count places by position, int16 [tokens], at most the number of ranks.
+    `places` are, by position, how many places up (+1) and down (-1) the ring a rank needs the row, at most the number of
+    ranks: int16 [tokens] each.
     """
 
-    layout: Striped
-
-    def __init__(self, layout: Striped, before: np.ndarray, after: np.ndarray, heads: int) -> None:
+    def __init__(self, layout: Striped, places: dict[int, np.ndarray], heads: int) -> None:
         super().__init__(layout, list(range(layout.ranks)), heads)
-        ranks = layout.ranks
-        self._one_way = not before.any(), not after.any()
-        self._before, self._after = before, after
-        #: By owner, what `before` and `after` say of its rows in local order, and its number of ranges.
-        self._rows: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}
-        self._pieces = self._find_pieces()
-        places = (np.arange(ranks)[:, None] - np.arange(ranks)) % ranks
-        farthest = np.full((2, ranks), -1)  # nobody needs a block without rows
-        for most, places_of_rows in zip(farthest, self._pieces[1:3], strict=True):
-            np.maximum.at(most, self._pieces[0], places_of_rows)
-        self.visits = (places <= farthest[1]) | (-places % ranks <= farthest[0])
+        self._owner, self._rows_of_blocks = _layouts.answer((_deal, layout), lambda: _deal(layout))
+        #: How many rows of each block are needed so many places away or farther: int64 [ranks, ranks + 1].
+        self._counts = {sign: self._count_rows(reached) for sign, reached in places.items()}
+        self._places = {sign: reached for sign, reached in places.items() if self._counts[sign][:, 1].any()}
+        #: By owner, the places of its rows in local order, and its number of ranges.
+        self._rows: dict[int, tuple[dict[int, np.ndarray], int]] = {}
+        ranks = np.arange(layout.ranks)
+        up = (ranks[:, None] - ranks) % layout.ranks
+        self.visits = (self._counts[+1][ranks, up] > 0) | (self._counts[-1][ranks, -up % layout.ranks] > 0)
 
     @property
     def nbytes(self) -> int:
-        kept = (self._before, self._after) * 2  # by position and, in `_rows`, by owner
-        return int(sum(array.nbytes for array in (*kept, *self._pieces, self.visits)))
+        kept = (*self._places.values(), *self._places.values())  # by position and, in `_rows`, by owner
+        return int(sum(array.nbytes for array in (*kept, *self._counts.values(), self.visits)))
 
     def count_carried(self, sign: int, limit: int) -> np.ndarray:
         ranks = self.layout.ranks
-        owner, before, after, rows = self._pieces
-        ahead, behind = (after, before) if sign > 0 else (before, after)
-        # A rank `behind` is reached the other way around the ring.
-        hops = np.where(behind >= ranks - limit, limit, np.minimum(ahead, limit))
-        counts = np.bincount(owner * (limit + 1) + limit - hops, rows, ranks * (limit + 1))
-        return counts.reshape(ranks, limit + 1).cumsum(1).astype(np.int64)[:, :limit]
+        if -sign not in self._places:
+            return self._counts[sign][:, limit:0:-1]
+        # A rank may also be reached the other way around the ring.
+        if sign not in self._places:
+            return np.repeat(self._counts[-sign][:, ranks - limit, None], limit, 1)
+        hops = np.where(self._places[-sign] >= ranks - limit, limit, np.minimum(self._places[sign], limit))
+        counts = np.bincount(self._owner * (limit + 1) + limit - hops, minlength=ranks * (limit + 1))
+        return counts.reshape(ranks, limit + 1).cumsum(1)[:, :limit]
 
     def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
         mask = self._mask(ranks, owner)
         for other in others:
             mask &= ~self._mask(other, owner)
-        ranges = _find_runs(mask) if self._rows[owner][2] <= most else to_ranges(mask.nonzero()[0])
+        ranges = _find_runs(mask) if self._rows[owner][1] <= most else to_ranges(mask.nonzero()[0])
         return self._row_sets(ranges, len(mask))
 
     def count(self, ranks: Ranks, owner: int) -> int:
@@ -249,33 +248,32 @@ class StripedReach(RowReach):
         """Which rows of the block of `owner`, in local order, some rank of `ranks` needs: bool [rows]."""
         if owner not in self._rows:
             rows = [slice(r.start, r.stop, r.step) for r in self.layout.shard(owner)] or [slice(0)]
-            before, after = (np.concatenate([x[part] for part in rows]) for x in (self._before, self._after))
-            self._rows[owner] = before, after, len(rows)
-        before, after, _ = self._rows[owner]
-        size = self.layout.ranks
-        if any([owner in run for run in ranks]):
-            return np.ones(len(after), dtype=bool)
-        mask = np.zeros(len(after), dtype=bool)
-        if not self._one_way[1]:
-            mask = after >= min([(run.start - owner) % size for run in ranks], default=size + 1)
-        if not self._one_way[0]:
-            mask = mask | (before >= min([(owner - run.stop + 1) % size for run in ranks], default=size + 1))
-        return mask
+            places = {sign: np.concatenate([x[part] for part in rows]) for sign, x in self._places.items()}
+            self._rows[owner] = places, len(rows)
+        own = any([owner in run for run in ranks])
+        if own or not self._places:
+            return np.full(self.layout.rows(owner), own)
+        masks = []
+        for sign, reached in self._rows[owner][0].items():
+            nearest = [(run.start - owner if sign > 0 else owner - run.stop + 1) % self.layout.ranks for run in ranks]
+            masks.append(reached >= min(nearest, default=MOST_RANKS + 1))
+        return masks[0] if len(masks) == 1 else masks[0] | masks[1]
 
-    def _find_pieces(self) -> tuple[np.ndarray, ...]:
-        """(owner, before, after, rows): int64 [pieces], the numbers of rows that are needed alike."""
-        layout, one_way = self.layout, self._one_way
-        owners = _layouts.answer((StripedReach, layout), lambda: np.arange(layout.tokens) // layout.block % layout.ranks)
-        if not any(one_way):
-            return owners, self._before, self._after, np.ones(layout.tokens, dtype=np.int64)
-        size = layout.ranks + 1
-        counts, reached = np.zeros(layout.ranks * size, dtype=np.int64), self._after if one_way[0] else self._before
-        for part in _parts(layout.tokens):
-            counts += np.bincount(owners[part] * size + reached[part], minlength=len(counts))
-        cells = np.flatnonzero(counts)
-        owner, places = np.divmod(cells, size)
-        nothing = np.zeros_like(places)
-        return owner, *((nothing, places) if one_way[0] else (places, nothing)), counts[cells]
+    def _count_rows(self, reached: np.ndarray) -> np.ndarray:
+        """Of each block, by number of places, the rows that are needed as far or farther."""
+        ranks = self.layout.ranks
+        common = ranks if 2 * np.count_nonzero(reached) > len(reached) else 0  # most rows go all the way, or nowhere
+        others = (reached != common).nonzero()[0]
+        cells = self._owner[others] * (ranks + 1) + reached[others]
+        counts = np.bincount(cells, minlength=ranks * (ranks + 1)).reshape(ranks, -1)
+        counts[:, common] += self._rows_of_blocks - counts.sum(1)
+        return counts[:, ::-1].cumsum(1)[:, ::-1]
+
+
+def _deal(layout: Striped) -> tuple[np.ndarray, np.ndarray]:
+    """The owner of each position, and the number of rows of each block."""
+    owner = np.arange(layout.tokens) // layout.block % layout.ranks
+    return owner, np.bincount(owner, minlength=layout.ranks)
 
 
 def _parts(tokens: int) -> Iterator[slice]:
@@ -306,7 +304,7 @@ def find_row_reach(
     """
     ranks, tokens = layout.ranks, layout.tokens
     if isinstance(layout, Striped) and 0 < tokens <= MOST_TOKENS and ranks <= MOST_RANKS:
-        before, after = np.empty((2, tokens), dtype=np.int16)
+        up, down = np.empty((2, tokens), dtype=np.int16)
         for part in _parts(tokens):
             positions = np.arange(part.start, part.stop)
             readers = find_readers(positions)
@@ -314,8 +312,8 @@ def find_row_reach(
                 return None
             places = np.maximum(readers[0], 0), positions, np.minimum(readers[1], tokens - 1)
             low, own, high = places if layout.block == 1 else (x // layout.block for x in places)
-            before[part], after[part] = np.minimum(own - low, ranks), np.minimum(high - own, ranks)
-        return StripedReach(layout, before, after, heads)
+            up[part], down[part] = np.minimum(high - own, ranks), np.minimum(own - low, ranks)
+        return StripedReach(layout, {+1: up, -1: down}, heads)
     if ranks > TABLE_RANKS or tokens * ranks > EXACT_ROWS:
         return None
     owners = range(ranks) if ranks <= TABLE_ALL else tuple(owners)

@@ -38,7 +38,7 @@ def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monk
 
         by_table = steps()
         with monkeypatch.context() as patch:
-            patch.setattr(relay, "TABLE_RANKS", 0)
+            patch.setattr(row_reach, "TABLE_RANKS", 0)
             patch.setattr(row_reach, "MOST_RANKS", 0)
             assert by_table == steps(), (pattern, ranks)
 
