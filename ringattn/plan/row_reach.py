@@ -1,6 +1,7 @@
-"""Which ranks need which rows of which block, by arithmetic on all rows at once, where each query attends one run of keys.
+"""Which ranks need which rows of which block, by arithmetic on all rows at once.
 
-No tiles are made, and no searches: a plan for a packing that changes in every step is read off these tables.
+Where each query attends one run of keys, no tiles are needed: the plan of a packing that changes in every step is read
+off these tables.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def _list_runs(layout: Layout, owners: Sequence[int]) -> _Runs | None:
         left = np.maximum(left, np.where(place <= own, place, -1))
         right = np.minimum(right, np.where(place > own, place, len(runs)))
     borders = np.cumsum([0, *(len(shards[owner]) for owner in owners)]).tolist()
-    return _Runs(*np.array(runs).T, list(owners), borders, begin, length, left, right)
+    first, last = np.array(runs).T
+    return _Runs(first, last, list(owners), borders, begin, length, left, right)
 
 
 class RunReach(RowReach):
@@ -173,8 +175,9 @@ class RunReach(RowReach):
             parts += [range(left, min(start + first, right)), range(max(start + length - last, left), right)]
             start += length
         ranges = tuple(join_runs(parts))
-        if len(lengths) > most and any([len(run) < 3 for run in ranges]):  # short runs may be joined to ranges of a larger step
-            ranges = to_ranges(to_numbers(ranges)) if ranges else ()
+        # Short runs may be joined to ranges of a larger step.
+        if len(lengths) > most and any([len(run) < 3 for run in ranges]):
+            ranges = to_ranges(to_numbers(ranges))
         return self._row_sets(ranges, start)
 
     def count(self, ranks: Ranks, owner: int) -> int:
@@ -202,7 +205,7 @@ class StripedReach(RowReach):
     """The ranks that need each row of striped blocks: some places after the owner around the ring, and some before.
 
     The ranges of a striped block have a step, so that a document of a few rows per rank takes many small tiles.
-    `places` are, by position, how many places up (+1) and down (-1) the ring a rank needs the row, at most the number of
+    `places` are, by position, how many places up (+1) and down (-1) the ring ranks need the row, at most the number of
     ranks: int16 [tokens] each.
     """
 

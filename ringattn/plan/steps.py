@@ -92,7 +92,7 @@ class RankPlan:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the steps take, for `cache.estimate_bytes`; a demand counts the row sets that it keeps."""
+        """About how many bytes the steps take, for `cache.estimate_bytes`. The demand counts the row sets."""
         steps = (*self.forward, *self.backward)
         parts = sum(len(step.visits) for step in steps)
         return 600 * len(steps) + 800 * (parts + sum(1 + len(hop.parts) for s in steps for hop in s.sends + s.recvs))
