@@ -119,10 +119,10 @@ def estimate_bytes(value: object) -> int:
         item, weight = todo.pop()
         visited += 1
         kind = type(item)
-        if kind is range:
-            total += 144 * weight
-        elif kind in SCALARS:
+        if kind in SCALARS:
             total += 32 * weight
+        elif kind is range:
+            total += 144 * weight
         elif kind is str or kind is bytes:
             total += (32 + len(item)) * weight
         elif kind in (tuple, list):
@@ -133,8 +133,8 @@ def estimate_bytes(value: object) -> int:
             total += (64 + 100 * len(item)) * weight
             some = min(len(item), SAMPLED)
             todo += [(member, weight * len(item) / some) for pair in islice(item.items(), some) for member in pair]
-        elif hasattr(item, "nbytes"):  # an array, a tensor, or an object that knows its own size
-            total += (128 + item.nbytes) * weight
+        elif (known := getattr(item, "nbytes", None)) is not None:  # an array, or an object that knows its own size
+            total += (128 + known) * weight
         elif hasattr(item, "__dict__"):
             total += 160 * weight
             todo += [(member, weight) for member in vars(item).values()]

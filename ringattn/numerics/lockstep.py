@@ -9,7 +9,7 @@ thousands of ranks take as many calls as a few.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -285,7 +285,7 @@ def _even(a: np.ndarray, b: np.ndarray) -> tuple[Any, Any]:
 def _shifted(cohort: Cohort, parts: tuple[Part, ...], index: int) -> list[Part]:
     """The parts of the first member's message, renumbered for another member."""
     by = cohort.ranks[index] - cohort.first
-    return [replace(part, owner=(part.owner + by) % cohort.whole.ranks) for part in parts]
+    return [part._replace(owner=(part.owner + by) % cohort.whole.ranks) for part in parts]
 
 
 def _views(cohort: Cohort, hop: Hop, message: Message) -> list[torch.Tensor]:

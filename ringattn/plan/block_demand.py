@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..cache import Cache, cached
-from ..layout.regular import Layout, Striped
+from ..layout.regular import Layout
 from ..pattern.base import Pattern, Run, Runs
 from ..pattern.ranges import locate
 from .row_sets import RowSets, count_union, union
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 #: Bytes of the answers that a demand keeps.
 ANSWERS = 1 << 27
+#: The blocks of up to ALL_BLOCKS ranks are looked at for a choice. Of more ranks, about ALL_BLOCKS**2 / ranks blocks
+#: stand for all, at least FEWEST_BLOCKS.
+ALL_BLOCKS, FEWEST_BLOCKS = 32, 2
+
+
+def sampled(ranks: int) -> list[int]:
+    """Ranks whose blocks stand for all blocks: all of up to ALL_BLOCKS ranks, of more ranks evenly spaced ones."""
+    count = min(ranks, max(FEWEST_BLOCKS, ALL_BLOCKS**2 // ranks))
+    return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
 
 
 class BlockDemand(ABC):
@@ -69,14 +78,22 @@ class BlockDemand(ABC):
         """The first and last position that needs each of these ascending block rows, as in `needed_run`."""
 
     @cached_property
-    def row_reach(self) -> RowReach | None:
-        """The ranks that need each row, where these follow without tiles; else None."""
-        if not isinstance(self.layout, Striped):
-            return None
-        from .row_reach import find_row_reach  # few plans have striped layouts
+    def sampled_reach(self) -> RowReach | None:
+        """What ranks need of all blocks, or of the `sampled` blocks, where this follows without tiles; else None."""
+        return self._find_reach()
 
-        layout, heads = self.layout, self.block_heads
-        return self.cache.answer((find_row_reach,), lambda: find_row_reach(layout, heads, self.reader_runs))
+    @cached_property
+    def row_reach(self) -> RowReach | None:
+        """What ranks need of all blocks, where this follows without tiles; else None."""
+        reach = self.sampled_reach
+        return reach if reach is not None and len(reach.blocks) == self.layout.ranks else None
+
+    @cached
+    def _find_reach(self) -> RowReach | None:
+        from .row_reach import find_row_reach  # only plans load it
+
+        blocks = sampled(self.layout.ranks)
+        return find_row_reach(self.layout, blocks, self.block_heads, self.needed_runs, self.reader_runs)
 
     @abstractmethod
     def sees_all(self, mine: range, block: range) -> bool:
@@ -102,7 +119,7 @@ class BlockDemand(ABC):
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` needs."""
         reach = self.row_reach
-        return self._union(ranks, owner) if reach is None else reach.needed(ranks, owner, runs=True)
+        return self._union(ranks, owner) if reach is None else reach.needed(ranks, owner)
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
         """The number of rows of all heads in `needed_rows`, without making the row sets where possible."""

@@ -90,9 +90,13 @@ class KeyDemand(BlockDemand):
                     return True
         return False
 
-    @cached
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` sees a key of `owner`."""
+        reach = self.row_reach
+        return self._touches(rank, owner) if reach is None else bool(reach.visits[rank, owner])
+
+    @cached
+    def _touches(self, rank: int, owner: int) -> bool:
         return self.needs(range(rank, rank + 1), range(owner, owner + 1))
 
     def needed_run(self, first: int, last: int) -> Run | None:
@@ -148,9 +152,9 @@ class KeyDemand(BlockDemand):
     @cached
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """The key rows of the block of `owner` of which some rank of `ranks` (runs of ranks) sees a key."""
-        many, reach = len(self.layout.shard(owner)) > MAX_SYMBOLIC, self.row_reach
-        if reach is not None:
-            return reach.needed(ranks, owner, runs=not many)
+        if self.row_reach is not None:
+            return self.row_reach.needed(ranks, owner, MAX_SYMBOLIC)
+        many = len(self.layout.shard(owner)) > MAX_SYMBOLIC
         return self._union_of_masks(ranks, owner) if many else self._union(ranks, owner)
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:

@@ -183,13 +183,15 @@ class Plan(Value):
 
     def part_bytes(self, part: Part, *, as_sent: bool = True) -> int:
         """Bytes of a part of a message; without `as_sent`, of a block or of its sums where a rank computes with it."""
-        rows = self.layout.rows(part.owner)
         if part.kind not in BLOCKS and part.kind not in SUMS:
-            return self.sizes.exchange_bytes(part.kind, rows, self.ulysses_size)
+            return self.sizes.exchange_bytes(part.kind, self.layout.rows(part.owner), self.ulysses_size)
         if self.ulysses_size > 1:  # the part travels between the groups
             return self.ring_plan(0)[0].part_bytes(part, as_sent=as_sent)
         row_set = part.row_set
-        count = row_set.size if isinstance(row_set, RowSet) else self.sizes.heads_of(part.kind) * rows
+        if isinstance(row_set, RowSet):
+            count = row_set.size
+        else:
+            count = self.sizes.heads_of(part.kind) * self.layout.rows(part.owner)
         return self.sizes.block_bytes(part.kind, count, as_sent=as_sent)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:

@@ -12,7 +12,7 @@ from ..layout.regular import Layout
 from ..pattern.base import Pattern, Run, Runs
 from .block_demand import BlockDemand
 from .key_demand import KeyDemand
-from .row_sets import ALL_ROWS, AllRows, Ranges, RowSet, as_range, locate_rows
+from .row_sets import ALL_ROWS, AllRows, Ranges, RowPlaces, RowSet, as_range
 from .work import Work, join_keys, join_repetitions
 
 #: (query head in the row set, key/value head)
@@ -67,25 +67,23 @@ class QueryDemand(BlockDemand):
         """
         works = self.keys.works(owner, rank, ALL_ROWS)
         if isinstance(row_set, RowSet):
-            located: dict[tuple[int, range], Ranges] = {}
-            works = tuple(piece for work in works for piece in restrict_queries(work, row_set, located))
+            places = RowPlaces(row_set)
+            works = tuple(piece for work in works for piece in restrict_queries(work, places))
         return tuple(join_repetitions(join_keys(works)))
 
 
-def restrict_queries(work: Work, row_set: RowSet, located: dict[tuple[int, range], Ranges]) -> Iterator[Work]:
-    """A work on whole blocks as works on the tensor of a set of its query rows.
+def restrict_queries(work: Work, places: RowPlaces) -> Iterator[Work]:
+    """A work on whole blocks as works on the tensor of a set of its query rows, whose places are `places`.
 
     Heads whose rows have different places in the tensor become works of their own, and so do runs of rows that are not
-    adjacent in it. `located` keeps places by (head, rows) from work to work.
+    adjacent in it.
     """
     group = len(work.heads) // len(work.kv)
     pairs_by_rows: dict[Ranges, HeadPairs] = {}
     for place, head in enumerate(work.heads):
-        if head in row_set.index:
-            key = (0 if len(row_set.rows) == 1 else head, work.q)
-            if key not in located:
-                located[key] = locate_rows(row_set.rows_of(head), (work.q,))
-            pairs_by_rows.setdefault(located[key], []).append((row_set.index[head], work.kv[place // group]))
+        if head in places.index:
+            pair = places.index[head], work.kv[place // group]
+            pairs_by_rows.setdefault(places.locate(head, (work.q,)), []).append(pair)
     for rows, pairs in pairs_by_rows.items():
         parts = list(_split_rows(work, rows))
         for heads, kv in _join_heads(pairs):

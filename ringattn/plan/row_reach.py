@@ -1,137 +1,325 @@
-"""Which ranks need each row of striped blocks, by arithmetic on all rows at once.
+"""Which ranks need which rows of which block, by arithmetic on all rows at once.
 
-The ranges of a striped block have a step, so that a document of a few rows per rank takes many small tiles. Where each
-query attends one run of keys, no tiles are needed: the ranks that need a row are its owner, some places after the owner
-around the ring, and some places before.
+Where each query attends one run of keys, no tiles are needed: the plan of a packing that changes in every step is read
+off these tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from ..cache import Cache
 from ..layout.regular import Layout, Striped
-from .row_sets import NO_ROWS, WHOLE_BLOCK, Ranges, RowSet, RowSets, to_ranges
+from ..pattern.base import Runs
+from ..pattern.ranges import join_runs
+from .row_sets import NO_ROWS, WHOLE_BLOCK, Ranges, RowSet, RowSets, to_numbers, to_ranges
 
-#: More tokens or ranks are planned by ranges: the arrays of a plan hold a few numbers for each token.
+#: More tokens or ranks of a striped layout are planned by ranges: a `StripedReach` holds a few numbers for each token.
 MOST_TOKENS, MOST_RANKS = 1 << 21, 512
+#: These arrays are made from this many tokens at a time: larger ones would be new memory in every plan.
+PART = 1 << 14
+#: Up to TABLE_RANKS ranks, a table of at most TABLE_CELLS cells lists what each rank needs of some blocks; up to
+#: TABLE_ALL ranks, of all blocks.
+TABLE_RANKS, TABLE_CELLS, TABLE_ALL = 512, 1 << 18, 64
+#: Sums of at most this many rows are exact in fp64.
+EXACT_ROWS = 1 << 53
+#: Bytes of the tables of layouts that this process keeps.
+LAYOUTS = 1 << 24
+#: More ranges than a block has.
+MOST = 1 << 62
+#: Some ranks, as runs of consecutive ones.
+Ranks = Sequence[range]
+
+_layouts = Cache(LAYOUTS)
 
 
-class RowReach:
-    """The ranks that need each row: up to `after` places after the owner, and up to `before` places before the owner.
+class RowReach(ABC):
+    """What each rank needs of the blocks of some owners, alike in all `heads` heads of a block.
 
-    `before` and `after` count places by position, int64 [tokens], at most the number of ranks. `heads` are the heads
-    of a block.
+    Every rank needs all rows of its own block.
     """
 
-    def __init__(self, layout: Layout, block: int, before: np.ndarray, after: np.ndarray, heads: int) -> None:
+    #: Whether a rank needs a row of the block of an owner: bool [ranks, blocks].
+    visits: np.ndarray
+
+    def __init__(self, layout: Layout, blocks: list[int], heads: int) -> None:
+        self.layout, self.heads = layout, heads
         #: The owners of the blocks.
-        self.blocks = list(range(layout.ranks))
-        self.layout, self.heads, self._before, self._after = layout, heads, before, after
-        self._owner = np.resize(np.repeat(np.arange(layout.ranks), block), layout.tokens)
-        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        places = (np.arange(layout.ranks)[:, None] - np.arange(layout.ranks)) % layout.ranks
-        farthest = np.full((2, layout.ranks), -1)  # nobody needs a block without rows
-        self._pieces = self._find_pieces()
-        for most, places_of_rows in zip(farthest, self._pieces[1:3], strict=True):
-            np.maximum.at(most, self._pieces[0], places_of_rows)
-        #: Whether a rank needs a row of the block of an owner: bool [ranks, owners].
-        self._visits = (places <= farthest[1]) | (-places % layout.ranks <= farthest[0])
+        self.blocks = blocks
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
-        return 5 * self._after.nbytes + self._visits.nbytes
+        """About how many bytes the tables take."""
 
-    def needs(self, ranks: range, owners: range) -> bool:
-        """Whether some rank of `ranks` needs a row of some block of `owners`."""
-        return bool(self._visits[ranks.start : ranks.stop, owners.start : owners.stop].any())
-
+    @abstractmethod
     def count_carried(self, sign: int, limit: int) -> np.ndarray:
-        """Rows of one head that each block sends on each hop of a way, the farthest hop first: int64 [ranks, hops].
+        """Rows of one head that each block sends on each hop of a way, the farthest hop first: int64 [blocks, hops].
 
         A hop carries what its target needs, or a rank beyond.
         """
-        owner, before, after, rows = self._pieces
-        ahead, behind = (after, before) if sign > 0 else (before, after)
-        # A rank `behind` is reached the other way around the ring.
-        hops = np.where(behind >= self.layout.ranks - limit, limit, np.minimum(ahead, limit))
-        counts = np.bincount(owner * (limit + 1) + limit - hops, rows, self.layout.ranks * (limit + 1))
-        return counts.reshape(self.layout.ranks, limit + 1).cumsum(1).astype(np.int64)[:, :limit]
 
-    def needed(self, ranks: Sequence[range], owner: int, *, runs: bool) -> RowSets:
-        """The rows of the block of `owner` that some rank of `ranks` needs, in `runs` or in few ranges."""
-        return self._row_sets(self._mask(ranks, owner), runs=runs)
+    @abstractmethod
+    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
+        """The rows of the block of `owner` that some rank of `ranks` needs and no rank of `others`.
 
-    def count(self, ranks: Sequence[range], owner: int) -> int:
-        """The number of rows of all heads in `needed`."""
-        return int(np.count_nonzero(self._mask(ranks, owner))) * self.heads
+        In runs of adjacent rows, but in few ranges where the block has more than `most` ranges of positions. The tables
+        must list all blocks.
+        """
 
-    def needed_only(self, ranks: Sequence[range], others: Sequence[Sequence[range]], owner: int) -> RowSets:
-        """The rows that some rank of `ranks` needs and no rank of `others`, in as few ranges as possible."""
+    @abstractmethod
+    def count(self, ranks: Ranks, owner: int) -> int:
+        """The number of rows of all heads that some rank of `ranks` needs. The tables must list all blocks."""
+
+    def needs(self, ranks: range, owners: range) -> bool:
+        """Whether some rank of `ranks` needs a row of some block of `owners`. The tables must list all blocks."""
+        return bool(self.visits[ranks.start : ranks.stop, owners.start : owners.stop].any())
+
+    def _row_sets(self, ranges: Ranges, rows: int) -> RowSets:
+        """Ranges of a block of `rows` rows as the rows of every head."""
+        if not ranges:
+            return NO_ROWS
+        return WHOLE_BLOCK if ranges == (range(rows),) else (RowSet(tuple(range(self.heads)), (ranges,)),)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of a layout, numbered by their positions, and the runs of the blocks of some owners."""
+
+    first: np.ndarray
+    last: np.ndarray
+    #: The owners of the blocks, and the index of the first run of each block, with an end.
+    blocks: list[int]
+    borders: list[int]
+    #: Of each run of a block, its first position and its length: int64 [runs, 1] each.
+    begin: np.ndarray
+    length: np.ndarray
+    #: By the distance from the owner up to a rank: the nearest run of the rank that does not lie to the right of a run
+    #: of the block, and the nearest run to its right, int64 [runs, ranks]. Where there is none, -1 and one too many.
+    left: np.ndarray
+    right: np.ndarray
+
+    def sum_blocks(self, by_run: np.ndarray) -> np.ndarray:
+        """The sums [blocks, columns] over the runs of each block of numbers [runs, columns]."""
+        borders = np.array(self.borders)
+        filled = np.flatnonzero(borders[1:] > borders[:-1])
+        if len(filled) == len(by_run) == len(self.blocks):
+            return by_run
+        sums = np.zeros((len(self.blocks), by_run.shape[1]), dtype=np.int64)
+        sums[filled] = np.add.reduceat(by_run, borders[filled])
+        return sums
+
+
+def _list_runs(layout: Layout, owners: Sequence[int]) -> _Runs | None:
+    """The runs of a layout; None where ranges have steps, or where the table would be too large."""
+    shards = [layout.shard(rank) for rank in range(layout.ranks)]
+    most, count = max(map(len, shards)), sum(len(shards[owner]) for owner in owners)
+    if not count or count * layout.ranks * most > TABLE_CELLS or any(r.step != 1 for shard in shards for r in shard):
+        return None
+    runs = sorted((run.start, run.stop - 1) for shard in shards for run in shard)
+    number = {first: index for index, (first, _) in enumerate(runs)}
+    places = np.full((layout.ranks, most), -1)  # the numbers of the runs of each rank
+    for rank, shard in enumerate(shards):
+        places[rank, : len(shard)] = [number[run.start] for run in shard]
+    block_runs = [(owner, run.start, len(run), number[run.start]) for owner in owners for run in shards[owner]]
+    owner, begin, length, own = np.array(block_runs).T[:, :, None]
+    by_distance = places[(owner + np.arange(layout.ranks)) % layout.ranks]
+    left = np.full((count, layout.ranks), -1)
+    right = np.full_like(left, len(runs))
+    for place in np.moveaxis(by_distance, 2, 0):
+        left = np.maximum(left, np.where(place <= own, place, -1))
+        right = np.minimum(right, np.where(place > own, place, len(runs)))
+    borders = np.cumsum([0, *(len(shards[owner]) for owner in owners)]).tolist()
+    first, last = np.array(runs).T
+    return _Runs(first, last, list(owners), borders, begin, length, left, right)
+
+
+class RunReach(RowReach):
+    """What ranks need where the rows of each rank are runs: of each run its first rows, its last rows, or both.
+
+    A rank whose rows lie left of a run needs rows from the start of the run, a rank to the right rows up to its end.
+    """
+
+    def __init__(self, layout: Layout, runs: _Runs, needed: Runs, heads: int) -> None:
+        super().__init__(layout, runs.blocks, heads)
+        # A later run needs as much or more to its right, so that the nearest of the runs of a rank decides.
+        first = np.append(needed[1] + 1, 0).take(runs.left) - runs.begin
+        last = runs.begin + runs.length - np.append(needed[0], layout.tokens).take(runs.right)
+        #: How many of the first and of the last rows of a run a rank needs, by distance: int64 [2, runs, ranks].
+        self._ends = np.maximum(np.minimum((first, last), runs.length), 0)
+        self._runs, ranks = runs, layout.ranks
+        needing = runs.sum_blocks(self._ends.any(0)) > 0
+        distance = (np.arange(ranks)[:, None] - runs.blocks) % ranks
+        self.visits = needing[np.arange(len(runs.blocks)), distance]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._ends.nbytes + self.visits.nbytes)
+
+    def count_carried(self, sign: int, limit: int) -> np.ndarray:
+        ranks = self.layout.ranks
+        farthest_first = self._ends[:, :, limit:0:-1] if sign > 0 else self._ends[:, :, ranks - limit :]
+        first, last = np.maximum.accumulate(farthest_first, 2)
+        return self._runs.sum_blocks(np.minimum(first + last, self._runs.length))
+
+    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
+        outer, lengths = self._find_ends(ranks, owner), self._lengths(owner)
+        inner = self._find_ends([run for other in others for run in other], owner)
+        parts, start = [], 0
+        for length, first, last, hole_first, hole_last in zip(lengths, *outer, *inner, strict=True):
+            left, right = start + hole_first, start + length - hole_last
+            parts += [range(left, min(start + first, right)), range(max(start + length - last, left), right)]
+            start += length
+        ranges = tuple(join_runs(parts))
+        # Short runs may be joined to ranges of a larger step.
+        if len(lengths) > most and any([len(run) < 3 for run in ranges]):
+            ranges = to_ranges(to_numbers(ranges))
+        return self._row_sets(ranges, start)
+
+    def count(self, ranks: Ranks, owner: int) -> int:
+        ends = zip(self._lengths(owner), *self._find_ends(ranks, owner), strict=True)
+        return sum(min(first + last, length) for length, first, last in ends) * self.heads
+
+    def _lengths(self, owner: int) -> list[int]:
+        """The lengths of the runs of a block."""
+        borders = self._runs.borders
+        lengths: list[int] = self._runs.length[borders[owner] : borders[owner + 1], 0].tolist()
+        return lengths
+
+    def _find_ends(self, ranks: Ranks, owner: int) -> list[list[int]]:
+        """How many of the first, and of the last rows of each run of a block some rank of `ranks` needs."""
+        ends = self._ends[:, self._runs.borders[owner] : self._runs.borders[owner + 1]]
+        found = np.zeros(ends.shape[:2], dtype=np.int64)
+        for run in ranks:
+            start = 0 if owner in run else (run.start - owner) % self.layout.ranks  # the owner needs all rows
+            found = np.maximum(found, ends[:, :, start : start + len(run)].max(2))
+        rows: list[list[int]] = found.tolist()
+        return rows
+
+
+class StripedReach(RowReach):
+    """The ranks that need each row of striped blocks: some places after the owner around the ring, and some before.
+
+    The ranges of a striped block have a step, so that a document of a few rows per rank takes many small tiles.
+    `places` are, by position, how many places up (+1) and down (-1) the ring ranks need the row, at most the number of
+    ranks: int16 [tokens] each.
+    """
+
+    def __init__(self, layout: Striped, places: dict[int, np.ndarray], heads: int) -> None:
+        super().__init__(layout, list(range(layout.ranks)), heads)
+        self._owner, self._rows_of_blocks = _layouts.answer((_deal, layout), lambda: _deal(layout))
+        #: How many rows of each block are needed so many places away or farther: int64 [ranks, ranks + 1].
+        self._counts = {sign: self._count_rows(reached) for sign, reached in places.items()}
+        self._places = {sign: reached for sign, reached in places.items() if self._counts[sign][:, 1].any()}
+        #: By owner, the places of its rows in local order, and its number of ranges.
+        self._rows: dict[int, tuple[dict[int, np.ndarray], int]] = {}
+        ranks = np.arange(layout.ranks)
+        up = (ranks[:, None] - ranks) % layout.ranks
+        self.visits = (self._counts[+1][ranks, up] > 0) | (self._counts[-1][ranks, -up % layout.ranks] > 0)
+
+    @property
+    def nbytes(self) -> int:
+        kept = (*self._places.values(), *self._places.values())  # by position and, in `_rows`, by owner
+        return int(sum(array.nbytes for array in (*kept, *self._counts.values(), self.visits)))
+
+    def count_carried(self, sign: int, limit: int) -> np.ndarray:
+        ranks = self.layout.ranks
+        if -sign not in self._places:
+            return self._counts[sign][:, limit:0:-1]
+        # A rank may also be reached the other way around the ring.
+        if sign not in self._places:
+            return np.repeat(self._counts[-sign][:, ranks - limit, None], limit, 1)
+        hops = np.where(self._places[-sign] >= ranks - limit, limit, np.minimum(self._places[sign], limit))
+        counts = np.bincount(self._owner * (limit + 1) + limit - hops, minlength=ranks * (limit + 1))
+        return counts.reshape(ranks, limit + 1).cumsum(1)[:, :limit]
+
+    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
         mask = self._mask(ranks, owner)
         for other in others:
             mask &= ~self._mask(other, owner)
-        return self._row_sets(mask, runs=False)
+        ranges = _find_runs(mask) if self._rows[owner][1] <= most else to_ranges(mask.nonzero()[0])
+        return self._row_sets(ranges, len(mask))
 
-    def _mask(self, ranks: Sequence[range], owner: int) -> np.ndarray:
+    def count(self, ranks: Ranks, owner: int) -> int:
+        return int(np.count_nonzero(self._mask(ranks, owner))) * self.heads
+
+    def _mask(self, ranks: Ranks, owner: int) -> np.ndarray:
         """Which rows of the block of `owner`, in local order, some rank of `ranks` needs: bool [rows]."""
         if owner not in self._rows:
-            shard = self.layout.shard(owner)
-            parts = [[x[r.start : r.stop : r.step] for r in shard] for x in (self._before, self._after)]
-            before, after = (np.concatenate(part) if part else np.empty(0, dtype=np.int64) for part in parts)
-            self._rows[owner] = before, after
-        before, after = self._rows[owner]
-        size = self.layout.ranks
-        ahead = min((0 if owner in run else (run.start - owner) % size for run in ranks), default=size + 1)
-        behind = min((0 if owner in run else (owner - run.stop + 1) % size for run in ranks), default=size + 1)
-        return (after >= ahead) | (before >= behind)
+            rows = [slice(r.start, r.stop, r.step) for r in self.layout.shard(owner)] or [slice(0)]
+            places = {sign: np.concatenate([x[part] for part in rows]) for sign, x in self._places.items()}
+            self._rows[owner] = places, len(rows)
+        own = any([owner in run for run in ranks])
+        if own or not self._places:
+            return np.full(self.layout.rows(owner), own)
+        masks = []
+        for sign, reached in self._rows[owner][0].items():
+            nearest = [(run.start - owner if sign > 0 else owner - run.stop + 1) % self.layout.ranks for run in ranks]
+            masks.append(reached >= min(nearest, default=MOST_RANKS + 1))
+        return masks[0] if len(masks) == 1 else masks[0] | masks[1]
 
-    def _row_sets(self, mask: np.ndarray, *, runs: bool) -> RowSets:
-        """The rows of a mask as the rows of every head."""
-        held = int(np.count_nonzero(mask))
-        if held == len(mask):
-            return WHOLE_BLOCK if held else NO_ROWS
-        if not held:
-            return NO_ROWS
-        ranges = _find_runs(mask) if runs else to_ranges(np.flatnonzero(mask))
-        return (RowSet(tuple(range(self.heads)), (ranges,)),)
+    def _count_rows(self, reached: np.ndarray) -> np.ndarray:
+        """Of each block, by number of places, the rows that are needed as far or farther."""
+        ranks = self.layout.ranks
+        common = ranks if 2 * np.count_nonzero(reached) > len(reached) else 0  # most rows go all the way, or nowhere
+        others = (reached != common).nonzero()[0]
+        cells = self._owner[others] * (ranks + 1) + reached[others]
+        counts = np.bincount(cells, minlength=ranks * (ranks + 1)).reshape(ranks, -1)
+        counts[:, common] += self._rows_of_blocks - counts.sum(1)
+        return counts[:, ::-1].cumsum(1)[:, ::-1]
 
-    def _find_pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(owner, before, after, rows): int64 [pieces], the numbers of rows that are needed alike."""
-        one_way = [not self._before.any(), not self._after.any()]
-        if not any(one_way):
-            return self._owner, self._before, self._after, np.ones_like(self._after)
-        size = self.layout.ranks + 1
-        counts = np.bincount(self._owner * size + (self._after if one_way[0] else self._before))
-        cells = np.flatnonzero(counts)
-        owner, places = np.divmod(cells, size)
-        nothing = np.zeros_like(places)
-        return owner, *((nothing, places) if one_way[0] else (places, nothing)), counts[cells]
+
+def _deal(layout: Striped) -> tuple[np.ndarray, np.ndarray]:
+    """The owner of each position, and the number of rows of each block."""
+    owner = np.arange(layout.tokens) // layout.block % layout.ranks
+    return owner, np.bincount(owner, minlength=layout.ranks)
+
+
+def _parts(tokens: int) -> Iterator[slice]:
+    """The positions in parts whose arrays stay in the processor's cache."""
+    return (slice(start, min(start + PART, tokens)) for start in range(0, tokens, PART))
 
 
 def _find_runs(mask: np.ndarray) -> Ranges:
     """The runs of adjacent members of a mask."""
-    edges = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
+    if not len(mask):
+        return ()
+    edges = ((mask[1:] != mask[:-1]).nonzero()[0] + 1).tolist()
     edges = [*([0] if mask[0] else []), *edges, *([len(mask)] if mask[-1] else [])]
     return tuple(map(range, edges[::2], edges[1::2]))
 
 
 def find_row_reach(
-    layout: Layout, heads: int, find_readers: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray] | None]
+    layout: Layout,
+    owners: Sequence[int],
+    heads: int,
+    find_needed: Callable[[np.ndarray, np.ndarray], Runs | None],
+    find_readers: Callable[[np.ndarray], Runs | None],
 ) -> RowReach | None:
-    """The reach of the rows of blocks of `heads` heads; None where the layout or the pattern does not allow it.
+    """The reach of the blocks of `owners`, or of all blocks; None where ranks do not need runs of rows.
 
-    `find_readers` gives the first and last position that needs each of these positions, see `BlockDemand`.
+    Also None where tables would be too large. `heads` are the heads of a block. The functions are `needed_runs` and
+    `reader_runs` of a `BlockDemand`.
     """
-    if not isinstance(layout, Striped) or not 0 < layout.tokens <= MOST_TOKENS or layout.ranks > MOST_RANKS:
+    ranks, tokens = layout.ranks, layout.tokens
+    if isinstance(layout, Striped) and 0 < tokens <= MOST_TOKENS and ranks <= MOST_RANKS:
+        up, down = np.empty((2, tokens), dtype=np.int16)
+        for part in _parts(tokens):
+            positions = np.arange(part.start, part.stop)
+            readers = find_readers(positions)
+            if readers is None:
+                return None
+            places = np.maximum(readers[0], 0), positions, np.minimum(readers[1], tokens - 1)
+            low, own, high = places if layout.block == 1 else (x // layout.block for x in places)
+            up[part], down[part] = np.minimum(high - own, ranks), np.minimum(own - low, ranks)
+        return StripedReach(layout, {+1: up, -1: down}, heads)
+    if ranks > TABLE_RANKS or tokens * ranks > EXACT_ROWS:
         return None
-    positions = np.arange(layout.tokens)
-    readers = find_readers(positions)
-    if readers is None:
-        return None
-    first, last = np.maximum(readers[0], 0), np.minimum(readers[1], layout.tokens - 1)
-    places = (first, positions, last) if layout.block == 1 else (x // layout.block for x in (first, positions, last))
-    low, own, high = places
-    before, after = np.minimum(own - low, layout.ranks), np.minimum(high - own, layout.ranks)
-    return RowReach(layout, layout.block, before, after, heads)
+    owners = range(ranks) if ranks <= TABLE_ALL else tuple(owners)
+    runs = _layouts.answer((layout, owners), lambda: _list_runs(layout, owners))
+    needed = None if runs is None else find_needed(runs.first, runs.last)
+    return None if runs is None or needed is None else RunReach(layout, runs, needed, heads)

@@ -149,12 +149,12 @@ def to_ranges(numbers: np.ndarray) -> Ranges:
     count = len(numbers)
     if not count:
         return ()
-    if count == 1 or numbers[-1] - numbers[0] == (count - 1) * (numbers[1] - numbers[0]):
-        steps = np.diff(numbers)
-        if count < 3 or (steps == steps[0]).all():
-            step = int(steps[0]) if count > 1 else 1
-            return (range(int(numbers[0]), int(numbers[-1]) + 1, step),)
+    if count < 3:
+        start, last = int(numbers[0]), int(numbers[-1])
+        return (range(start, last + 1, max(last - start, 1)),)
     steps = np.diff(numbers)
+    if numbers[-1] - numbers[0] == (count - 1) * steps[0] and (steps == steps[0]).all():
+        return (range(int(numbers[0]), int(numbers[-1]) + 1, int(steps[0])),)
     changes = np.flatnonzero(np.diff(steps)) + 1  # the first distance of each run
     run_ends = [*changes.tolist(), count - 1]
     values, distances = numbers.tolist(), steps.tolist()
@@ -182,27 +182,46 @@ def to_numbers(ranges: Ranges) -> np.ndarray:
     return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
+class RowPlaces:
+    """Where rows of a block are in the tensor of a row set, kept from work to work."""
+
+    def __init__(self, row_set: RowSet) -> None:
+        self.index = row_set.index
+        self._numbers = tuple(map(to_numbers, row_set.rows))
+        self._located: dict[tuple[int, Ranges], Ranges] = {}
+
+    def locate(self, head: int, runs: Ranges) -> Ranges:
+        """The indices among the rows of a head of the members of `runs`, as ranges in the same order."""
+        key = 0 if len(self._numbers) == 1 else self.index[head], runs
+        if key not in self._located:
+            numbers = self._numbers[key[0]]
+            self._located[key] = tuple(part for run in runs for part in _locate_run(numbers, run))
+        return self._located[key]
+
+
+def _locate_run(numbers: np.ndarray, run: range) -> Ranges:
+    """The indices among ascending `numbers` of the members of `run`."""
+    first, last = np.searchsorted(numbers, (run[0], run[-1])).tolist()
+    assert last < len(numbers) and numbers[last] == run[-1], "a work needs rows that the row set does not hold"
+    if last - first == len(run) - 1:
+        return (range(first, last + 1),)
+    return to_ranges(np.searchsorted(numbers, np.arange(run.start, run.stop, run.step)))
+
+
 def restrict_works(works: Iterable[Work], row_set: RowSet, group: int) -> Iterator[Work]:
     """Works on a whole block as works on the tensor of `row_set`, which must hold the key rows that they need.
 
     `group` query heads share a key/value head. Heads whose rows have different places in the tensor become works of
     their own.
     """
-    located: dict[tuple[int, Ranges], Ranges] = {}
-
-    def locate(head: int, runs: Ranges) -> Ranges:
-        key = (0 if len(row_set.rows) == 1 else head, runs)
-        if key not in located:
-            located[key] = locate_rows(row_set.rows_of(head), runs)
-        return located[key]
-
+    places = RowPlaces(row_set)
     for work in works:
         whole_groups = len(work.heads) != len(work.kv)  # else one query head for each key/value head
         chain: list[tuple[int, int, Ranges]] = []
         for place, head in enumerate(work.kv):
             if head not in row_set.index:
                 continue
-            link = (place, row_set.index[head], locate(head, work.k))
+            link = (place, row_set.index[head], places.locate(head, work.k))
             if chain and not _continues(chain, link, whole_groups):
                 yield _restrict(work, chain, group if whole_groups else 0)
                 chain = []
@@ -229,19 +248,6 @@ def _restrict(work: Work, chain: list[tuple[int, int, Ranges]], group: int) -> W
     step = (last - first) // max(len(chain) - 1, 1) or 1
     heads = work.heads[first * group : (last + 1) * group] if group else work.heads[first : last + 1 : step]
     return replace(work, heads=heads, kv=kv, k=runs)
-
-
-def locate_rows(rows: Ranges, runs: Ranges) -> Ranges:
-    """The indices among `rows` of the members of `runs`, as ranges in the same order."""
-    numbers = to_numbers(rows)
-    indices: list[range] = []
-    for run in runs:
-        index = np.searchsorted(numbers, np.arange(run.start, run.stop, run.step))
-        assert len(index) and index[-1] < len(numbers) and numbers[index[-1]] == run[-1], (
-            "a work needs rows that the row set does not hold"
-        )
-        indices += to_ranges(index)
-    return tuple(indices)
 
 
 def _mask(row_sets: RowSets, head: int, rows: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 
@@ -23,8 +23,7 @@ SUMS: tuple[Kind, ...] = ("grad", "dq")
 ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "row": 1, "kv": 2, "q": 2}
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a message: rows of the block of `owner`, or gradients of these rows on their way to `owner`.
 
     `row_set` says which rows of which heads: key/value heads, or query heads where queries travel.
@@ -35,8 +34,7 @@ class Part:
     row_set: RowSet | AllRows = ALL_ROWS
 
 
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """One message between this rank and `peer`, in flight until the end of step `until` of this rank.
 
     `tag` is the same on both sides, and unique among the messages from one rank to another.
@@ -94,14 +92,12 @@ class RankPlan:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the steps take, for `cache.estimate_bytes`."""
+        """About how many bytes the steps take, for `cache.estimate_bytes`. The demand counts the row sets."""
         steps = (*self.forward, *self.backward)
-        groups = [step.visits for step in steps] + [hop.parts for step in steps for hop in step.sends + step.recvs]
-        sets = {id(part.row_set): part.row_set for parts in groups for part in parts}.values()  # parts share sets
-        rows = sum(row_set.nbytes for row_set in sets if isinstance(row_set, RowSet))
-        return 600 * len(steps) + 400 * sum(1 + len(parts) for parts in groups) + rows
+        parts = sum(len(step.visits) for step in steps)
+        return 600 * len(steps) + 800 * (parts + sum(1 + len(hop.parts) for s in steps for hop in s.sends + s.recvs))
 
 
 def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
     """One part per row set of the block of `owner`."""
-    return tuple(Part(kind, owner, row_set) for row_set in row_sets)
+    return tuple([Part(kind, owner, row_set) for row_set in row_sets])

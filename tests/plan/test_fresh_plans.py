@@ -38,7 +38,7 @@ def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monk
 
         by_table = steps()
         with monkeypatch.context() as patch:
-            patch.setattr(relay, "TABLE_RANKS", 0)
+            patch.setattr(row_reach, "TABLE_RANKS", 0)
             patch.setattr(row_reach, "MOST_RANKS", 0)
             assert by_table == steps(), (pattern, ranks)
 
@@ -46,13 +46,15 @@ def test_a_table_of_all_blocks_gives_the_steps_of_the_searches(layout: str, monk
 def test_plans_of_passed_steps_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = Cache(1 << 18, lambda plan: int(plan.kept_bytes), grows=True)
     monkeypatch.setattr(planner, "_plans", plans)
-    source, made = random.Random(2), []
+    source, made, tables = random.Random(2), [], set()
     for _ in range(40):
         plan = make_plan(Causal() & pack(source, 500), tokens=500, ranks=8, layout="zigzag", schedule="ring")
         plan.for_rank(3)
         made.append(weakref.ref(plan))
         largest = plan.kept_bytes
+        tables.add(len(row_reach._layouts))
         del plan
     gc.collect()
     assert sum(ref() is not None for ref in made) <= len(plans) < 40
     assert plans.bytes <= plans.limit + largest
+    assert len(tables) == 1 and row_reach._layouts.bytes <= row_reach.LAYOUTS  # one table of the layout for all plans

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
 from ...cache import cached
 from ...layout.regular import Layout
-from ..block_demand import BlockDemand
+from ..block_demand import BlockDemand, sampled
 from ..row_sets import RowSets
 from .route import Edge, MovedRows, Route
 
-if TYPE_CHECKING:
-    from ..row_reach import RowReach
 
-#: The direction is chosen from all blocks of up to ALL_BLOCKS ranks. Of more ranks, about ALL_BLOCKS**2 / ranks blocks
-#: stand for all, at least FEWEST_BLOCKS.
-ALL_BLOCKS, FEWEST_BLOCKS = 32, 2
-#: Up to TABLE_RANKS ranks, a table of at most TABLE_CELLS cells lists what each rank needs of the sampled blocks; up to
-#: TABLE_ALL ranks, of all blocks.
-TABLE_RANKS, TABLE_CELLS, TABLE_ALL = 512, 1 << 18, 64
-#: Sums of at most this many rows are exact in fp64.
-EXACT_ROWS = 1 << 53
-
-
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A direction of travel: +1 toward higher ranks, -1 toward lower, for at most `limit` hops."""
 
     sign: int
@@ -80,17 +66,27 @@ def _needed(demand: BlockDemand, way: Way, first: int, ranks: int, owner: int, o
     return any(demand.needs(q, k) for q in runs(first, ranks, size) for k in runs(owner, owners, size))
 
 
-@cached
 def reach(demand: BlockDemand, owner: int, way: Way) -> int:
     """The number of hops of the block of `owner`: the distance of the farthest rank on a way that needs the block."""
+    known = _list_reaches(demand, way)
+    return _find_reach(demand, owner, way) if known is None else known[owner]
+
+
+@cached
+def _list_reaches(demand: BlockDemand, way: Way) -> list[int] | None:
+    """By owner, the answer of `reach`; None where no table knows."""
+    by_hop = _count_all_carried(demand, way)
+    return None if by_hop is None else np.count_nonzero(by_hop, axis=1).tolist()
+
+
+@cached
+def _find_reach(demand: BlockDemand, owner: int, way: Way) -> int:
+    """The answer of `reach`, found by halving."""
 
     def reached(distance: int) -> bool:  # monotone: some rank at this distance or beyond needs the block
         return _needed(demand, way, owner + way.sign * distance, way.limit - distance + 1, owner, 1)
 
     # Most blocks go all the way or not far: look there before halving.
-    by_hop = _count_all_carried(demand, way)
-    if by_hop is not None:
-        return int(np.count_nonzero(by_hop[owner]))
     if not way.limit or reached(way.limit):
         return way.limit
     low, high = 0, 1
@@ -136,12 +132,6 @@ def passing(demand: BlockDemand, rank: int, way: Way, distances: range | None = 
     return search(arrives, distances[-1], distances[0], all_arrive) if distances else iter(())
 
 
-def sampled(ranks: int) -> list[int]:
-    """Ranks whose blocks stand for all blocks: all of up to ALL_BLOCKS ranks, of more ranks evenly spaced ones."""
-    count = min(ranks, max(FEWEST_BLOCKS, ALL_BLOCKS**2 // ranks))
-    return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
-
-
 @cached
 def row_counts(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, int], ...]:
     """(distance, rows) pairs along a way of the block of `owner`: how many rows of all heads go up to each distance.
@@ -177,118 +167,26 @@ def row_counts(demand: BlockDemand, owner: int, way: Way) -> tuple[tuple[int, in
     return (*changes(1, last, size(1), end), (last, end))
 
 
-@dataclass(frozen=True)
-class EndTable:
-    """What every rank needs of the runs of rows of some blocks: the first rows of a run, its last rows, or both.
-
-    A rank whose rows lie left of a run needs rows from the start of the run, a rank to the right rows up to its end.
-    """
-
-    #: The owners of the blocks.
-    blocks: list[int]
-    #: For each run, the index in `blocks` of its owner, and its number of rows: int64 [runs].
-    block_index: np.ndarray
-    length: np.ndarray
-    #: How many of the first and of the last rows of a run a rank needs: int64 [runs, ranks].
-    first: np.ndarray
-    last: np.ndarray
-
-    def count_carried(self, sign: int, limit: int) -> np.ndarray:
-        """Rows of one head that each block sends on each hop of a way, the farthest hop first: int64 [blocks, hops]."""
-        runs, ranks = self.first.shape
-        distances = np.arange(limit, 0, -1)  # the farthest first: a hop carries what its target or a rank beyond needs
-        passed = (np.array(self.blocks)[self.block_index][:, None] + sign * distances) % ranks
-        passed += np.arange(0, runs * ranks, ranks)[:, None]
-        first, last = (np.maximum.accumulate(needed.take(passed), 1) for needed in (self.first, self.last))
-        rows = np.minimum(first + last, self.length[:, None])
-        carried = np.zeros((len(self.blocks), limit), dtype=np.int64)
-        firsts = np.flatnonzero(np.diff(self.block_index, prepend=-1))  # the first run of each block that has runs
-        carried[self.block_index[firsts]] = np.add.reduceat(rows, firsts)
-        return carried
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """The runs of a layout as arrays: of all ranks, by their starts, and of the blocks of an `EndTable`."""
-
-    #: Of each run: its positions, its rank, and its index among the runs of the rank. `most` runs has a rank.
-    start: np.ndarray
-    stop: np.ndarray
-    rank: np.ndarray
-    place: np.ndarray
-    most: int
-    blocks: list[int]
-    #: Of each run of a block: the index in `blocks` of its owner, and its positions.
-    block_index: np.ndarray
-    begins: np.ndarray
-    ends: np.ndarray
-
-
-@lru_cache(maxsize=16)
-def _list_runs(layout: Layout) -> _Runs | None:
-    """The runs of a layout; None where ranges have steps, or where the table would be too large."""
-    shards = [layout.shard(rank) for rank in range(layout.ranks)]
-    blocks = list(range(layout.ranks)) if layout.ranks <= TABLE_ALL else sampled(layout.ranks)
-    most = max(map(len, shards))
-    block_runs = [(index, run.start, run.stop) for index, rank in enumerate(blocks) for run in shards[rank]]
-    cells = len(block_runs) * layout.ranks * most
-    if not block_runs or cells > TABLE_CELLS or any(run.step != 1 for shard in shards for run in shard):
-        return None
-    own = [(run.start, run.stop, rank, place) for rank, shard in enumerate(shards) for place, run in enumerate(shard)]
-    start, stop, rank, place = np.array(sorted(own)).T
-    return _Runs(start, stop, rank, place, most, blocks, *np.array(block_runs).T)
-
-
-@cached
-def _end_table(demand: BlockDemand) -> EndTable | RowReach | None:
-    """What ranks need of all blocks, or of the blocks of the `sampled` ranks.
-
-    None where ranks do not need runs of rows, or where the table would be too large.
-    """
-    layout, row_reach = demand.layout, demand.row_reach
-    if row_reach is not None:
-        return row_reach
-    if layout.ranks > TABLE_RANKS or layout.tokens * layout.ranks > EXACT_ROWS:
-        return None
-    runs = _list_runs(layout)
-    if runs is None:
-        return None
-    needed = demand.needed_runs(runs.start, runs.stop - 1)
-    if needed is None:
-        return None
-    table = np.zeros((layout.ranks, runs.most, 4), dtype=np.int64)
-    table[runs.rank, runs.place] = np.stack((runs.start, runs.stop, needed[0], needed[1] + 1), -1)
-    begins, ends = runs.begins[:, None], runs.ends[:, None]
-    length = ends - begins
-    first = last = np.zeros((len(begins), layout.ranks), dtype=np.int64)
-    for start, stop, low, high in table.transpose(1, 2, 0):  # range i of every rank
-        # A rank without a range i has an empty range at 0, which needs nothing.
-        first = np.maximum(first, np.where(stop <= begins, np.minimum(high - begins, length), 0))
-        last = np.maximum(last, np.where(start >= ends, np.minimum(ends - low, length), 0))
-    return EndTable(runs.blocks, runs.block_index, length.ravel(), first, last)
-
-
 @cached
 def _count_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
-    """Rows of one head that the blocks of `_end_table` send on each hop; None where there is no table."""
-    table = _end_table(demand)
-    return None if table is None else table.count_carried(way.sign, way.limit)
+    """Rows of one head that the blocks of `sampled_reach` send on each hop; None where there is no table."""
+    reach = demand.sampled_reach
+    return None if reach is None else reach.count_carried(*way)
 
 
 def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
     """The answer of `_count_carried` where the table lists the blocks of all ranks; else None."""
-    table = _end_table(demand) if way.limit else None
-    return None if table is None or len(table.blocks) < demand.layout.ranks else _count_carried(demand, way)
+    return _count_carried(demand, way) if way.limit and demand.row_reach is not None else None
 
 
 @cached
 def _rows_along_by_owner(demand: BlockDemand, way: Way) -> dict[int, int]:
-    """By owner, the answer of `rows_along`, for the blocks of `_end_table`; empty where there is no table."""
-    table, carried = _end_table(demand), _count_carried(demand, way)
-    if table is None or carried is None:
+    """By owner, the answer of `rows_along`, for the blocks of `sampled_reach`; empty where there is no table."""
+    reach, carried = demand.sampled_reach, _count_carried(demand, way)
+    if reach is None or carried is None:
         return {}
     rows = carried.sum(1) * demand.block_heads
-    return dict(zip(table.blocks, rows.tolist(), strict=True))
+    return dict(zip(reach.blocks, rows.tolist(), strict=True))
 
 
 def rows_along(demand: BlockDemand, owner: int, way: Way) -> int:
@@ -322,7 +220,7 @@ def _count_rows(layout: Layout) -> np.ndarray:
 def kept_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
     """Rows of one head that each rank keeps of those that stop there on a way, by hop, see `Route.kept_rows`.
 
-    int64 [ranks, hops], the farthest hop first; None where `_end_table` does not list all blocks.
+    int64 [ranks, hops], the farthest hop first; None where `row_reach` is None.
     """
     carried, ranks = _count_all_carried(demand, way), demand.layout.ranks
     if carried is None:
@@ -371,8 +269,8 @@ class RouteAlongWays(Route):
                 return self.edge(owner, ring, distance)
         return None
 
-    def returned(self, edge: Edge, siblings: Iterable[Edge] | None = None) -> RowSets:
-        return self.carried(edge)  # a ring has no sibling edges
+    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+        return carried  # a ring has no sibling edges
 
     def count_moved(self, owners: Sequence[int]) -> MovedRows:
         return MovedRows(sum(sum_rows_along(self.demand, owners, way) for way in self.ways))

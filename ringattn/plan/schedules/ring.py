@@ -25,6 +25,8 @@ class RingSchedule(RouteAlongWays):
         self._whole_until: dict[tuple[int, int], int] = {}
 
     def carried(self, edge: Edge) -> RowSets:
+        if self.demand.row_reach is not None:
+            return super().carried(edge)
         # The rows that travel only shrink with the distance: a block that is whole at some distance was whole before.
         key = edge.owner, edge.ring
         if edge.step <= self._whole_until.get(key, 0):

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from ...cache import Cache
 from ..row_sets import NO_ROWS, RowSets, count_rows, subtract
@@ -22,8 +23,7 @@ from .base import EXACT, Schedule, representatives
 LATEST = 64
 
 
-@dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """Rows of `owner` go from rank `source` to rank `target`, which computes with them at step `step`.
 
     Both post the message at step `post` < `step`, and it is in flight until the end of step `step` - 1. A rank computes
@@ -92,8 +92,10 @@ class Route(Schedule):
     def stopping(self, edge: Edge) -> RowSets:
         """The rows that arrive on an edge and go no further."""
         reach, further = self.demand.row_reach, self.next_edges(edge)
-        if reach is not None and further:
-            return reach.needed_only(self.served(edge), [self.served(e) for e in further], edge.owner)
+        if not further:
+            return self.carried(edge)
+        if reach is not None:
+            return reach.needed(self.served(edge), edge.owner, 0, [self.served(e) for e in further])
         return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in further])
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
@@ -105,8 +107,8 @@ class Route(Schedule):
             if self.stopping(edge) != NO_ROWS:
                 yield edge
 
-    def returned(self, edge: Edge, siblings: Iterable[Edge] | None = None) -> RowSets:
-        """The rows that the backward returns on a relayed edge: those that no sibling before the edge returns.
+    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+        """Of the rows `carried` on a relayed edge those that the backward returns on it, and on no sibling before it.
 
         `siblings` are the edges on which the source of the edge passes rows of the block on; None: they are looked up.
         """
@@ -117,7 +119,7 @@ class Route(Schedule):
             if sibling == edge:
                 break
             earlier.append(self.carried(sibling))
-        return self._subtract(edge.owner, self.carried(edge), earlier)
+        return self._subtract(edge.owner, carried, earlier)
 
     def kept_rows(self, rank: int) -> dict[Edge, RowSets]:
         """By edge, the rows that `rank` keeps for the backward: of the latest rows that stop there, one block at most.
@@ -172,23 +174,24 @@ class Route(Schedule):
         arrivals = tuple(self.edges_by_owner(rank).values())
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("kv", rank),))
-        for edge in arrivals:
-            if self.demand.visits(rank, edge.owner):
-                builder.visit(edge.step, make_parts("kv", edge.owner, self.carried(edge)))
         kept = self.kept_rows(rank)
         for edge in arrivals:
+            carried = self.carried(edge)
+            if self.demand.visits(rank, edge.owner):
+                builder.visit(edge.step, make_parts("kv", edge.owner, carried))
             if edge.source != edge.owner:
-                returned = make_parts("kv", edge.owner, self.returned(edge))
+                returned = make_parts("kv", edge.owner, self.returned(edge, carried))
                 builder.send(edge.step, edge.post + 1, edge.source, returned)
-            builder.send(edge.step - 1, edge.post, edge.source, make_parts("grad", edge.owner, self.carried(edge)))
+            builder.send(edge.step - 1, edge.post, edge.source, make_parts("grad", edge.owner, carried))
             if edge not in kept:
                 stopping = make_parts("kv", edge.owner, self.stopping(edge))
                 builder.recv(edge.step + 1, edge.step + 1, edge.owner, stopping)
         for edge in self.departures(rank):
+            carried = self.carried(edge)
             if edge.owner != rank:
-                returned = make_parts("kv", edge.owner, self.returned(edge))
+                returned = make_parts("kv", edge.owner, self.returned(edge, carried))
                 builder.recv(edge.step, edge.post + 1, edge.target, returned)
-            builder.recv(edge.step - 1, edge.post, edge.target, make_parts("grad", edge.owner, self.carried(edge)))
+            builder.recv(edge.step - 1, edge.post, edge.target, make_parts("grad", edge.owner, carried))
         for edge in self.last_edges(rank):
             if not self.is_kept(edge):
                 builder.send(edge.step + 1, edge.step + 1, edge.target, make_parts("kv", rank, self.stopping(edge)))
@@ -205,18 +208,19 @@ class Route(Schedule):
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("q", rank),))
         for edge in self.edges_by_owner(rank).values():
-            block = self._query_parts(edge)
-            builder.recv(edge.post, edge.step - 1, edge.source, block)
+            carried = self.carried(edge)
+            builder.recv(edge.post, edge.step - 1, edge.source, _query_parts(edge.owner, carried))
             if self.demand.visits(rank, edge.owner):
-                builder.visit(edge.step, make_parts("q", edge.owner, self.carried(edge)))
+                builder.visit(edge.step, make_parts("q", edge.owner, carried))
             if edge.source != edge.owner:
-                returned = make_parts("dq", edge.owner, self.returned(edge))
+                returned = make_parts("dq", edge.owner, self.returned(edge, carried))
                 builder.recv(edge.post + 1, edge.step, edge.source, returned)
             builder.send(edge.step + 1, edge.step + 1, edge.owner, make_parts("dq", edge.owner, self.stopping(edge)))
         for edge in self.departures(rank):
-            builder.send(edge.post, edge.step - 1, edge.target, self._query_parts(edge))
+            carried = self.carried(edge)
+            builder.send(edge.post, edge.step - 1, edge.target, _query_parts(edge.owner, carried))
             if edge.owner != rank:
-                returned = make_parts("dq", edge.owner, self.returned(edge))
+                returned = make_parts("dq", edge.owner, self.returned(edge, carried))
                 builder.send(edge.post + 1, edge.step, edge.target, returned)
         for edge in self.last_edges(rank):
             builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts("dq", rank, self.stopping(edge)))
@@ -273,11 +277,12 @@ class Route(Schedule):
                 edge, siblings = todo.pop()
                 next_edges = self.next_edges(edge)
                 todo += [(e, next_edges) for e in next_edges]
-                rows = self._count(owner, self.carried(edge))
+                carried = self.carried(edge)
+                rows = self._count(owner, carried)
                 every += rows
                 if edge.source // self.ranks_per_node != edge.target // self.ranks_per_node:
                     outer += rows
-                    onward += self._count(owner, self.returned(edge, siblings)) if edge.source != owner else 0
+                    onward += self._count(owner, self.returned(edge, carried, siblings)) if edge.source != owner else 0
                 if edge.target // self.ranks_per_node != owner // self.ranks_per_node:
                     stopping += self._count(owner, self.stopping(edge))
         return MovedRows(every, outer, onward, stopping)
@@ -301,15 +306,15 @@ class Route(Schedule):
         """The demand's cache, which other schedules of the same demand use as well: its keys name the schedule."""
         return self.demand.cache
 
-    def _query_parts(self, edge: Edge) -> tuple[Part, ...]:
-        row_sets = self.carried(edge)
-        return make_parts("row", edge.owner, row_sets) + make_parts("q", edge.owner, row_sets)
-
     def _subtract(self, owner: int, row_sets: RowSets, others: list[RowSets]) -> RowSets:
         return subtract(row_sets, others, self.demand.block_heads, self.demand.layout.rows(owner))
 
     def _count(self, owner: int, row_sets: RowSets) -> int:
         return count_rows(row_sets, self.demand.block_heads, self.demand.layout.rows(owner))
+
+
+def _query_parts(owner: int, row_sets: RowSets) -> tuple[Part, ...]:
+    return make_parts("row", owner, row_sets) + make_parts("q", owner, row_sets)
 
 
 #: (step at which a message is posted, step until whose end it is in flight, peer)
@@ -358,7 +363,7 @@ def _group_by_post(messages: dict[MessageKey, list[Part]], index: dict[int, int]
     """By the step at which they are posted, the messages; `index` renumbers steps without gaps."""
     hops: dict[int, list[Hop]] = {}
     for (post, until, peer), parts in messages.items():
-        ordered = tuple(sorted(parts, key=lambda part: (ORDER[part.kind], part.owner)))
+        ordered = tuple(sorted(parts, key=lambda part: (ORDER[part.kind], part.owner)) if len(parts) > 1 else parts)
         tag = 2 * post + (post != until)
         hops.setdefault(post, []).append(Hop(peer, tag, ordered, index[until]))
     return hops

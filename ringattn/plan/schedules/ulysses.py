@@ -45,4 +45,4 @@ def wrap_in_exchanges(plan: RankPlan, rank: int, size: int, layout: Layout) -> R
 
 def _renumber(hops: tuple[Hop, ...], size: int, member: int) -> tuple[Hop, ...]:
     """Messages between groups as messages between their members, one step later."""
-    return tuple(replace(hop, peer=hop.peer * size + member, until=hop.until + 1) for hop in hops)
+    return tuple(hop._replace(peer=hop.peer * size + member, until=hop.until + 1) for hop in hops)
