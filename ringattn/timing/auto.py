@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 
 from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
@@ -89,7 +89,7 @@ def choose(
     reason = _explain_idle(first)
     if reason:
         return _take_first(first, (), f"{reason}: nothing was compared", machine)
-    compared = _Comparison(make, machine)
+    compared = _Comparison(make, machine, first)
     for layout in layouts:
         if len(layouts) > 1 and len(layout.shard(0)) > MAX_RANGES:
             compared.leave_out(layout, "any schedule", f"shards of more than {MAX_RANGES} ranges")
@@ -119,14 +119,17 @@ def choose(
 class _Comparison:
     """Candidates in the order in which they were added, and the plans of the candidates with an estimate."""
 
-    def __init__(self, make: Callable[[Layout, str], Plan], machine: Machine) -> None:
+    def __init__(self, make: Callable[[Layout, str], Plan], machine: Machine, first: Plan) -> None:
         self.make, self.machine = make, machine
+        self._pattern, self._heads = Metered(first.pattern, LOOKUPS, first.tokens), range(first.heads)
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
         self.estimates: dict[Candidate, Estimate] = {}
         #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
-        self._demands: dict[tuple[Layout, int], tuple[KeyDemand, Metered]] = {}
-        #: By the same, the least seconds of any schedule between the groups, which have the visits of the ring.
+        self._demands: dict[tuple[Layout, int], KeyDemand] = {}
+        #: By layout, the pairs of each rank, where they are counted.
+        self._pairs: dict[Layout, list[int] | None] = {}
+        #: By layout and size, the least seconds of any schedule between the groups, which have the visits of the ring.
         self.least: dict[tuple[Layout, int], float] = {}
 
     def leave_out(self, layout: Layout, name: str, why: str) -> None:
@@ -134,29 +137,32 @@ class _Comparison:
         self.candidates.append(Candidate(layout.name, name, None, why))
 
     def add_all(self, layout: Layout, names: Sequence[str]) -> None:
-        """Compare the ring, and the other schedules where the ring has an estimate and leaves something to gain."""
+        """Compare schedules, the ring first among them, as long as a bound leaves something to gain.
+
+        Where the pairs of all ranks are known, those with the least bounds are first: they leave out most of the others.
+        """
         ring, *others = names
-        if not self.add(layout, ring):
+        known = layout.ranks > CHEAP and self._count(layout, 1) is not None
+        if not known and not self.add(layout, ring):
             for name in others:
                 why = "the ring, which it would be compared with, has no estimate on this layout"
                 self.leave_out(layout, name, why)
             return
-        ring_plan = self.make(layout, ring)
-        visits = self._least_visits(ring_plan)
-        for name in others:
-            size, between = split_ulysses(name)
-            fastest = min(candidate.seconds for candidate in self.plans)
-            least = self.least.get((layout, size))
-            if least is None:
-                least = self._bound(self.make(layout, name), visits, self._count_steps(ring_plan, size))
-            skips = layout.ranks > CHEAP or (size > 1 and between != "ring")
+        before, ring_plan = len(self.candidates), self.make(layout, ring)
+        sizes = {name: split_ulysses(name)[0] for name in names}
+        bounds = {size: self._bound_groups(ring_plan, size) for size in set(sizes.values())}
+        for name in sorted(names if known else others, key=lambda name: bounds[sizes[name]]):
+            fastest = min((candidate.seconds for candidate in self.plans), default=inf)
+            least = self.least.get((layout, sizes[name]), bounds[sizes[name]])
+            skips = layout.ranks > CHEAP or (sizes[name] > 1 and split_ulysses(name)[1] != "ring")
             if skips and fastest <= least * EQUAL:
-                why = f"its steps take {duration(least)} at least, so that it is not much faster than the best above"
+                why = f"its steps take {duration(least)} at least, which is not much faster than the best"
                 self.leave_out(layout, name, why)
             elif not self._fits(layout, name):
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
             else:
                 self.add(layout, name)
+        self.candidates[before:] = sorted(self.candidates[before:], key=lambda c: names.index(c.schedule))
 
     def add(self, layout: Layout, name: str) -> bool:
         """Compare a schedule on a layout; False where it has no estimate."""
@@ -165,7 +171,8 @@ class _Comparison:
             demand = self._metered_demand(plan)
             plan.ring_plan(0)[0].demand.share_answers(demand)
             try:
-                estimated = estimate(plan, self.machine, demand, steps)
+                pairs = self._count(layout, plan.ulysses_size)
+                estimated = estimate(plan, self.machine, demand, steps, pairs)
             except TooMany:
                 continue
             except Unsupported as error:  # the kernel times of the machine end before the tiles of larger shards
@@ -217,9 +224,23 @@ class _Comparison:
             visits, steps = visits + count_exchanges(plan, self.machine)[0], steps + 2
         return max(visits, host_seconds(self.machine, steps)) + (self.machine.call or 0.0)
 
+    def _bound_groups(self, plan: Plan, size: int) -> float:
+        """The least seconds of any schedule between Ulysses groups of `size` ranks, from the ring without groups."""
+        counted = self._count(plan.layout, size)
+        pairs = mean_pairs(self._metered_demand(plan)) if counted is None else max(counted)
+        grouped = self.make(plan.layout, f"ulysses({size}, ring)") if size > 1 else plan
+        return self._bound(grouped, self._least_pair_seconds(plan) * pairs, self._count_steps(plan, size))
+
+    def _count(self, layout: Layout, size: int) -> list[int] | None:
+        """The pairs of a rank of each group of `size` ranks; None where only those of few ranks are counted."""
+        if layout not in self._pairs:
+            self._pairs[layout] = self._pattern.count_pairs(layout, self._heads) if layout.ranks <= MANY else None
+        pairs = self._pairs[layout]
+        return pairs and [sum(pairs[i : i + size]) // size for i in range(0, len(pairs), size)]
+
     def _count_steps(self, plan: Plan, size: int) -> int:
         """2 where some group of `size` ranks surely sees keys of another group, which come at a second step; else 1."""
-        if plan.ranks > MANY:
+        if plan.ranks > MANY or not self.machine.host:
             return 1
         demand, ranks = self._metered_demand(plan), plan.ranks
         groups = [range(first, first + size) for first in range(0, ranks, size)]
@@ -229,28 +250,23 @@ class _Comparison:
         except TooMany:
             return 1
 
-    def _least_visits(self, plan: Plan) -> float:
-        """Seconds of the visits of a mean rank, by the highest rate of the kernel."""
+    def _least_pair_seconds(self, plan: Plan) -> float:
+        """Seconds of a pair by the highest rate of the kernel."""
         rates = self.machine.kernel_rates
         if rates is None or self.machine.kernel is not None:
-            seconds = pair_seconds(plan, self.machine, backward=False)
-        else:
-            dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
-            seconds = plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
-        return seconds * mean_pairs(self._metered_demand(plan))
+            return pair_seconds(plan, self.machine, backward=False)
+        dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
+        return plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
 
     def _metered_demand(self, plan: Plan) -> KeyDemand:
         """The demand of a plan, or of its first ring plan, with a full budget of lookups, and all answers so far."""
         key = plan.layout, plan.ulysses_size
         if key not in self._demands:
-            metered = Metered(plan.pattern, LOOKUPS)
             ring_plan = plan.ring_plan(0)[0]
-            pattern = HeadSlice(metered, 0) if plan.ulysses_size > 1 else metered
-            demand = KeyDemand(pattern, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
-            self._demands[key] = demand, metered
-        demand, metered = self._demands[key]
-        metered.left = LOOKUPS
-        return demand
+            pattern = HeadSlice(self._pattern, 0) if plan.ulysses_size > 1 else self._pattern
+            self._demands[key] = KeyDemand(pattern, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
+        self._pattern.left = LOOKUPS
+        return self._demands[key]
 
     def _fits(self, layout: Layout, name: str) -> bool:
         most = self.machine.memory
