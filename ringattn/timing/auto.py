@@ -21,6 +21,7 @@ from .costs import bound_memory
 from .estimate import SAMPLED_STEPS, Estimate, count_exchanges, estimate, host_seconds, mean_pairs
 from .forecast import pair_seconds
 from .metered import Metered, TooMany
+from .pair_counts import count_pairs
 
 #: Layouts that `auto` compares; the first of equally fast layouts is taken.
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
@@ -121,7 +122,7 @@ class _Comparison:
 
     def __init__(self, make: Callable[[Layout, str], Plan], machine: Machine, first: Plan) -> None:
         self.make, self.machine = make, machine
-        self._pattern, self._heads = Metered(first.pattern, LOOKUPS, first.tokens), range(first.heads)
+        self._pattern, self._heads = Metered(first.pattern, LOOKUPS), first.heads
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
         self.estimates: dict[Candidate, Estimate] = {}
@@ -234,9 +235,9 @@ class _Comparison:
     def _count(self, layout: Layout, size: int) -> list[int] | None:
         """The pairs of a rank of each group of `size` ranks; None where only those of few ranks are counted."""
         if layout not in self._pairs:
-            self._pairs[layout] = self._pattern.count_pairs(layout, self._heads) if layout.ranks <= MANY else None
+            self._pairs[layout] = count_pairs(self._pattern.pattern, layout) if layout.ranks <= MANY else None
         pairs = self._pairs[layout]
-        return pairs and [sum(pairs[i : i + size]) // size for i in range(0, len(pairs), size)]
+        return pairs and [sum(pairs[i : i + size]) * self._heads // size for i in range(0, len(pairs), size)]
 
     def _count_steps(self, plan: Plan, size: int) -> int:
         """2 where some group of `size` ranks surely sees keys of another group, which come at a second step; else 1."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 
 import numpy as np
 
-from ..layout.regular import Layout
 from ..pattern import Pattern, Tile
-from ..pattern.base import ONE_HEAD, And, BandPattern, Run, Runs
+from ..pattern.base import ONE_HEAD, Run, Runs
 from ..plan.key_demand import KeyDemand
 from ..plan.plan import Plan
 
@@ -20,68 +18,16 @@ STRIDED = 10
 #: An answer that a pattern gives for a whole rectangle, without tiles, costs as much as this many lookups.
 WHOLE_RECTANGLE = 10
 
-#: Runs of keys are listed for up to this many queries.
-MOST_RUNS = 1 << 18
-
 
 class TooMany(Exception):
     """The budget of lookups is spent."""
 
 
-class KeyRuns:
-    """The run of keys that each query of a sequence sees, as arrays: pairs are counted without tiles."""
-
-    def __init__(self, first: np.ndarray, last: np.ndarray) -> None:
-        tokens = len(first)
-        #: Of each query, the first and the last key. Neither moves left from one query to the next.
-        self.first = first if first[0] >= 0 else np.maximum(first, 0)
-        self.last = last if last[-1] < tokens else np.minimum(last, tokens - 1)
-        #: Pairs of all queries up to each position, but for one pair of each query.
-        self.pairs = np.cumsum(self.last - self.first)
-
-    def count(self, q: range, k: range) -> int:
-        """The pairs of one head in `q` x `k`, whose keys are adjacent."""
-        if q.step == 1 and len(k) == len(self.first):
-            before = int(self.pairs[q.start - 1]) if q.start else 0
-            return int(self.pairs[q.stop - 1]) - before + len(q)
-        rows = slice(q.start, q.stop, q.step)
-        seen = np.minimum(self.last[rows], k[-1]) - np.maximum(self.first[rows], k[0]) + 1
-        return int(seen[seen > 0].sum())
-
-
 class Metered(Pattern):
-    """The same pattern, which counts the lookups of its tiles. Raises TooMany when `left`, the budget, is spent.
+    """The same pattern, which counts the lookups of its tiles. Raises TooMany when `left`, the budget, is spent."""
 
-    With `tokens`, those of the sequence, pairs are counted by `KeyRuns` where these are known.
-    """
-
-    def __init__(self, pattern: Pattern, budget: int, tokens: int = 0) -> None:
-        self.pattern, self.left, self.tokens = pattern, budget, tokens
-
-    @cached_property
-    def _operands(self) -> tuple[Pattern, ...]:
-        return self.pattern.operands if isinstance(self.pattern, And) else (self.pattern,)
-
-    @cached_property
-    def _runs(self) -> KeyRuns | None:
-        """The keys of all queries, where the pattern knows them at once, and where a count may take many tiles."""
-        known = all(type(operand).key_spans is not Pattern.key_spans for operand in self._operands)
-        if not 0 < self.tokens <= MOST_RUNS or not known or self._band:
-            return None
-        positions = np.arange(self.tokens)
-        runs = self.pattern.key_spans(positions, positions)
-        return None if runs is None else KeyRuns(*runs)
-
-    @property
-    def _band(self) -> bool:
-        return all(isinstance(operand, BandPattern) for operand in self._operands)
-
-    def count_pairs(self, layout: Layout, heads: range) -> list[int] | None:
-        """The pairs of each rank; None where counting them may take many tiles."""
-        if self._runs is None and not self._band:
-            return None
-        positions = range(layout.tokens)
-        return [sum(self.count(q, positions, heads) for q in layout.shard(rank)) for rank in range(layout.ranks)]
+    def __init__(self, pattern: Pattern, budget: int) -> None:
+        self.pattern, self.left = pattern, budget
 
     @property
     def branches(self) -> int:
@@ -124,8 +70,6 @@ class Metered(Pattern):
         return self.pattern.query_spans(first, last)
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
-        if self._runs is not None and k.step == 1 and q and k:
-            return len(heads) * self._runs.count(q, k)
         if type(self.pattern).count is Pattern.count:
             return super().count(q, k, heads)  # by tiles, which are metered
         self._spend(WHOLE_RECTANGLE)
