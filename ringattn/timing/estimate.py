@@ -249,9 +249,15 @@ class _RingEstimate:
     def _count(self, rank: int) -> int:
         return _pairs(self.demand, rank) if self.known_pairs is None else self.known_pairs[rank]
 
+    def _count_visits(self, rank: int, steps: list[_SampledStep]) -> list[int]:
+        """The pairs of a rank at each step. At step 0, its own block has those that are left, if all are known."""
+        later = [sum(self.demand.pairs(rank, owner) for owner in step.owners) for step in steps[1:]]
+        left = self.known_pairs is not None and all(step.weight == 1 for step in steps)
+        return [self._count(rank) - sum(later) if left else self.demand.pairs(rank, rank), *later]
+
     def _estimate_rank(self, rank: int, steps: list[_SampledStep]) -> tuple[Prediction, dict[int, float]]:
         """The forward of a rank, and in a double ring the seconds of each cycle."""
-        counted = [sum(self.demand.pairs(rank, owner) for owner in step.owners) for step in steps]
+        counted = self._count_visits(rank, steps)
         weighted = sum(step.weight * pairs for step, pairs in zip(steps, counted, strict=True))
         per_pair = self.pair_seconds * self._count(rank) / weighted if weighted else 0.0
         compute = per_pair * weighted
