@@ -140,7 +140,7 @@ class _Comparison:
     def add_all(self, layout: Layout, names: Sequence[str]) -> None:
         """Compare schedules, the ring first among them, as long as a bound leaves something to gain.
 
-        Where the pairs of all ranks are known, those with the least bounds are first: they leave out most of the others.
+        Where the pairs of all ranks are known, those with the least bounds are first: they leave out most others.
         """
         ring, *others = names
         known = layout.ranks > CHEAP and self._count(layout, 1) is not None
