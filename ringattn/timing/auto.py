@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import gcd, inf
 
 from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
 from ..layout.regular import MAX_RANGES, Layout
 from ..machine.machine import Machine
-from ..machine.presets import MACHINES
 from ..pattern.head_slice import HeadSlice
 from ..plan.choice import Candidate, Choice
 from ..plan.key_demand import KeyDemand
@@ -30,13 +28,8 @@ MANY = 256
 #: An estimate that takes more than LOOKUPS lookups of tiles is made again from FEWER steps; where that takes as many,
 #: there is no estimate.
 LOOKUPS, FEWER = 20_000, 4
-#: Plans for up to this many ranks are compared even where no schedule can be faster than the ring.
-CHEAP = 8
 #: Thread blocks that fill any GPU.
 FULL = 1e12
-#: Of the fastest estimates, this many within this factor are timed by `simulate`, where each has at most SIMULATED
-#: steps over all ranks. Other estimates agree with it to about one percent.
-FINALISTS, NEAR, SIMULATED = 3, 1.1, 192
 #: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
 EQUAL = 1.02
 
@@ -103,8 +96,6 @@ def choose(
                 compared.leave_out(layout, "ulysses", _explain_no_ulysses(first))
             if layout.ranks > MANY:
                 compared.leave_out(layout, "allgather", f"a message to each of more than {MANY} ranks")
-    if machine not in (MACHINES["cpu"], MACHINES["cuda"]):  # these stand for no machine in particular
-        compared.simulate_finalists()
     candidates, plans = tuple(compared.candidates), compared.plans
     if not plans:
         why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
@@ -125,7 +116,6 @@ class _Comparison:
         self._pattern, self._heads = Metered(first.pattern, LOOKUPS), first.heads
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
-        self.estimates: dict[Candidate, Estimate] = {}
         #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
         self._demands: dict[tuple[Layout, int], KeyDemand] = {}
         #: By layout, the pairs of each rank, where they are counted.
@@ -143,7 +133,7 @@ class _Comparison:
         Where the pairs of all ranks are known, those with the least bounds are first: they leave out most others.
         """
         ring, *others = names
-        known = layout.ranks > CHEAP and self._count(layout, 1) is not None
+        known = self._count(layout, 1) is not None
         if not known and not self.add(layout, ring):
             for name in others:
                 why = "the ring, which it would be compared with, has no estimate on this layout"
@@ -155,8 +145,7 @@ class _Comparison:
         for name in sorted(names if known else others, key=lambda name: bounds[sizes[name]]):
             fastest = min((candidate.seconds for candidate in self.plans), default=inf)
             least = self.least.get((layout, sizes[name]), bounds[sizes[name]])
-            skips = layout.ranks > CHEAP or (sizes[name] > 1 and split_ulysses(name)[1] != "ring")
-            if skips and fastest <= least * EQUAL:
+            if fastest <= least * EQUAL:
                 why = f"its steps take {duration(least)} at least, which is not much faster than the best"
                 self.leave_out(layout, name, why)
             elif not self._fits(layout, name):
@@ -183,41 +172,13 @@ class _Comparison:
                 return False
             candidate = Candidate(layout.name, plan.schedule, estimated.prediction, basis=_describe_basis(estimated))
             self.candidates.append(candidate)
-            self.plans[candidate], self.estimates[candidate] = plan, estimated
+            self.plans[candidate] = plan
             steps = 1 + (estimated.started > (1 if plan.ulysses_size == 1 else 3))
             least = self._bound(plan, estimated.prediction.compute, steps)
             self.least.setdefault((layout, plan.ulysses_size), least)
             return True
         self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
         return False
-
-    def simulate_finalists(self) -> None:
-        """Time the finalists by `simulate`, where all of them have few steps, and not all estimates tell as much.
-
-        An estimate from all steps of all ranks is what `simulate` says, to about one percent. Of Ulysses groups the
-        estimate looks at the first members only, which is as good where they share no network card.
-        """
-        limit = min((candidate.seconds for candidate in self.plans), default=0.0) * NEAR
-        finalists = sorted((c for c in self.plans if c.seconds <= limit), key=lambda c: c.seconds)[:FINALISTS]
-        if len(finalists) < 2 or all(map(self._is_exact, finalists)):
-            return
-        if max(self.plans[c].ranks * self.estimates[c].started for c in finalists) > SIMULATED:
-            return
-        from .simulation import simulate  # most calls need no solver
-
-        for candidate in finalists:
-            seconds = simulate(self.plans[candidate], self.machine).seconds
-            prediction = self.estimates[candidate].prediction
-            prediction = replace(prediction, seconds=seconds, exposed=seconds - prediction.compute)
-            timed = replace(candidate, prediction=prediction, basis="simulated, every step of every rank")
-            self.candidates[self.candidates.index(candidate)] = timed
-            self.plans[timed] = self.plans.pop(candidate)
-
-    def _is_exact(self, candidate: Candidate) -> bool:
-        """Whether an estimate was made from all that `simulate` looks at."""
-        return self.estimates[candidate].whole and (
-            self.plans[candidate].ulysses_size == 1 or not self.machine.shared_nic
-        )
 
     def _bound(self, plan: Plan, visits: float, steps: int) -> float:
         """The least seconds of a plan, from the seconds of its visits and its least number of steps."""

@@ -26,7 +26,7 @@ from ..plan.schedules.double_ring import DoubleRingSchedule
 from ..plan.schedules.ring import RingSchedule
 from ..plan.schedules.route import Edge, Route
 from ..plan.steps import Kind, Part
-from .forecast import pair_seconds
+from .forecast import FEWEST_RANKS, pair_seconds
 from .rates import Rates
 
 if TYPE_CHECKING:
@@ -54,11 +54,6 @@ class Estimate:
     steps: tuple[int, int]
     #: The steps that the host of a rank starts.
     started: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether all steps of all ranks were looked at."""
-        return all(some == every for some, every in (self.ranks, self.steps))
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,7 @@ class _RingEstimate:
         self.route: Route = schedule
         self.row_bytes = plan.part_bytes(Part("kv", 0, ONE_ROW))
         self.rates = Rates(plan, machine, backward=False)
-        self.pair_seconds = pair_seconds(plan, machine, backward=False)
+        self.pair_seconds = pair_seconds(plan, machine, backward=False, most=FEWEST_RANKS)
         self.edge_bytes: dict[Edge, int] = {}
         #: By (rank, step).
         self.times: dict[tuple[int, int], _StepTime] = {}

@@ -108,8 +108,8 @@ def test_memory_without_steps_is_no_less(schedule: str) -> None:
 def test_ulysses_is_compared_on_a_flat_network() -> None:
     plan = chosen(Causal(), 8, FLAT, heads=8)
     assert plan.choice is not None
-    compared = {c.schedule for c in plan.choice.candidates if c.prediction}
-    assert {"ulysses(2, ring)", "ulysses(4, ring)", "ulysses(8, ring)"} <= compared
+    compared = {c.schedule for c in plan.choice.candidates if c.prediction or "at least" in c.left_out}
+    assert plan.ulysses_size > 1 and {"ulysses(2, ring)", "ulysses(4, ring)", "ulysses(8, ring)"} <= compared
 
 
 def test_why_no_ulysses_is_compared() -> None:
