@@ -53,7 +53,12 @@ class Choice:
     #: What the seconds are: nothing was measured.
     kind: str = "modelled"
 
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the choice takes, for `cache.estimate_bytes`: every fresh plan is measured."""
+        return 2048 + 1024 * len(self.candidates)
+
     def fastest_without_ulysses(self) -> Candidate:
-        """The fastest compared candidate without Ulysses groups."""
-        compared = (candidate for candidate in self.candidates if candidate.prediction is not None)
-        return min((c for c in compared if split_ulysses(c.schedule)[0] == 1), key=lambda candidate: candidate.seconds)
+        """The fastest compared candidate without Ulysses groups; where none was compared, the first: the ring."""
+        without = [candidate for candidate in self.candidates if split_ulysses(candidate.schedule)[0] == 1]
+        return min((c for c in without if c.prediction is not None), key=lambda c: c.seconds, default=without[0])

@@ -84,8 +84,9 @@ class Plan(Value):
 
     def with_choice(self, choice: Choice) -> Plan:
         """The same plan with the choice that led to it. Both plans share the answers of their demands."""
-        plan = replace(self, choice=choice)
-        plan.demand.share_answers(self.demand)
+        plan, asked, size = replace(self, choice=choice), self.ring_plan(0)[0].demand, self.ulysses_size
+        for member in range(size if size > 1 and asked.needed_run(0, 0) is not None else 1):  # one run: heads are alike
+            plan.ring_plan(member)[0].demand.share_answers(asked)
         return plan
 
     def for_rank(self, rank: int) -> RankPlan:
@@ -161,9 +162,9 @@ class Plan(Value):
     @property
     def kept_bytes(self) -> int:
         """About how many bytes the plan takes, with all answers that it keeps so far."""
-        ring_plans = self._ring_plans if "_ring_plans" in vars(self) else []
-        caches = self.cache, self.demand.cache, self.query_demand.cache
-        return self._input_bytes + sum(plan.kept_bytes for plan in ring_plans) + sum(cache.bytes for cache in caches)
+        used = [plan for plan in vars(self).get("_ring_plans", ()) if "demand" in vars(plan)]
+        caches = {id(c): c for p in (self, *used) for c in (p.cache, p.demand.cache, p.query_demand.cache)}
+        return self._input_bytes + sum(cache.bytes for cache in caches.values())
 
     @cached_property
     def _input_bytes(self) -> int:

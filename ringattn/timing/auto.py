@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 
 from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
 from ..layout.regular import MAX_RANGES, Layout
 from ..machine.machine import Machine
-from ..machine.presets import MACHINES
 from ..pattern.head_slice import HeadSlice
 from ..plan.choice import Candidate, Choice
 from ..plan.key_demand import KeyDemand
@@ -21,6 +19,7 @@ from .costs import bound_memory
 from .estimate import SAMPLED_STEPS, Estimate, count_exchanges, estimate, host_seconds, mean_pairs
 from .forecast import pair_seconds
 from .metered import Metered, TooMany
+from .pair_counts import count_pairs
 
 #: Layouts that `auto` compares; the first of equally fast layouts is taken.
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
@@ -29,13 +28,8 @@ MANY = 256
 #: An estimate that takes more than LOOKUPS lookups of tiles is made again from FEWER steps; where that takes as many,
 #: there is no estimate.
 LOOKUPS, FEWER = 20_000, 4
-#: Plans for up to this many ranks are compared even where no schedule can be faster than the ring.
-CHEAP = 8
 #: Thread blocks that fill any GPU.
 FULL = 1e12
-#: Of the fastest estimates, this many within this factor are timed by `simulate`, where each has at most SIMULATED
-#: steps over all ranks. Other estimates agree with it to about one percent.
-FINALISTS, NEAR, SIMULATED = 3, 1.1, 192
 #: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
 EQUAL = 1.02
 
@@ -89,7 +83,7 @@ def choose(
     reason = _explain_idle(first)
     if reason:
         return _take_first(first, (), f"{reason}: nothing was compared", machine)
-    compared = _Comparison(make, machine)
+    compared = _Comparison(make, machine, first)
     for layout in layouts:
         if len(layouts) > 1 and len(layout.shard(0)) > MAX_RANGES:
             compared.leave_out(layout, "any schedule", f"shards of more than {MAX_RANGES} ranges")
@@ -102,8 +96,6 @@ def choose(
                 compared.leave_out(layout, "ulysses", _explain_no_ulysses(first))
             if layout.ranks > MANY:
                 compared.leave_out(layout, "allgather", f"a message to each of more than {MANY} ranks")
-    if machine not in (MACHINES["cpu"], MACHINES["cuda"]):  # these stand for no machine in particular
-        compared.simulate_finalists()
     candidates, plans = tuple(compared.candidates), compared.plans
     if not plans:
         why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
@@ -119,14 +111,16 @@ def choose(
 class _Comparison:
     """Candidates in the order in which they were added, and the plans of the candidates with an estimate."""
 
-    def __init__(self, make: Callable[[Layout, str], Plan], machine: Machine) -> None:
+    def __init__(self, make: Callable[[Layout, str], Plan], machine: Machine, first: Plan) -> None:
         self.make, self.machine = make, machine
+        self._pattern, self._heads = Metered(first.pattern, LOOKUPS), first.heads
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
-        self.estimates: dict[Candidate, Estimate] = {}
         #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
-        self._demands: dict[tuple[Layout, int], tuple[KeyDemand, Metered]] = {}
-        #: By the same, the least seconds of any schedule between the groups, which have the visits of the ring.
+        self._demands: dict[tuple[Layout, int], KeyDemand] = {}
+        #: By layout, the pairs of each rank, where they are counted.
+        self._pairs: dict[Layout, list[int] | None] = {}
+        #: By layout and size, the least seconds of any schedule between the groups, which have the visits of the ring.
         self.least: dict[tuple[Layout, int], float] = {}
 
     def leave_out(self, layout: Layout, name: str, why: str) -> None:
@@ -134,29 +128,31 @@ class _Comparison:
         self.candidates.append(Candidate(layout.name, name, None, why))
 
     def add_all(self, layout: Layout, names: Sequence[str]) -> None:
-        """Compare the ring, and the other schedules where the ring has an estimate and leaves something to gain."""
+        """Compare schedules, the ring first among them, as long as a bound leaves something to gain.
+
+        Where the pairs of all ranks are known, those with the least bounds are first: they leave out most others.
+        """
         ring, *others = names
-        if not self.add(layout, ring):
+        known = self._count(layout, 1) is not None
+        if not known and not self.add(layout, ring):
             for name in others:
                 why = "the ring, which it would be compared with, has no estimate on this layout"
                 self.leave_out(layout, name, why)
             return
-        ring_plan = self.make(layout, ring)
-        visits = self._least_visits(ring_plan)
-        for name in others:
-            size, between = split_ulysses(name)
-            fastest = min(candidate.seconds for candidate in self.plans)
-            least = self.least.get((layout, size))
-            if least is None:
-                least = self._bound(self.make(layout, name), visits, self._count_steps(ring_plan, size))
-            skips = layout.ranks > CHEAP or (size > 1 and between != "ring")
-            if skips and fastest <= least * EQUAL:
-                why = f"its steps take {duration(least)} at least, so that it is not much faster than the best above"
+        before, ring_plan = len(self.candidates), self.make(layout, ring)
+        sizes = {name: split_ulysses(name)[0] for name in names}
+        bounds = {size: self._bound_groups(ring_plan, size) for size in set(sizes.values())}
+        for name in sorted(names if known else others, key=lambda name: bounds[sizes[name]]):
+            fastest = min((candidate.seconds for candidate in self.plans), default=inf)
+            least = self.least.get((layout, sizes[name]), bounds[sizes[name]])
+            if fastest <= least * EQUAL:
+                why = f"its steps take {duration(least)} at least, which is not much faster than the best"
                 self.leave_out(layout, name, why)
             elif not self._fits(layout, name):
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
             else:
                 self.add(layout, name)
+        self.candidates[before:] = sorted(self.candidates[before:], key=lambda c: names.index(c.schedule))
 
     def add(self, layout: Layout, name: str) -> bool:
         """Compare a schedule on a layout; False where it has no estimate."""
@@ -165,7 +161,8 @@ class _Comparison:
             demand = self._metered_demand(plan)
             plan.ring_plan(0)[0].demand.share_answers(demand)
             try:
-                estimated = estimate(plan, self.machine, demand, steps)
+                pairs = self._count(layout, plan.ulysses_size)
+                estimated = estimate(plan, self.machine, demand, steps, pairs)
             except TooMany:
                 continue
             except Unsupported as error:  # the kernel times of the machine end before the tiles of larger shards
@@ -175,7 +172,7 @@ class _Comparison:
                 return False
             candidate = Candidate(layout.name, plan.schedule, estimated.prediction, basis=_describe_basis(estimated))
             self.candidates.append(candidate)
-            self.plans[candidate], self.estimates[candidate] = plan, estimated
+            self.plans[candidate] = plan
             steps = 1 + (estimated.started > (1 if plan.ulysses_size == 1 else 3))
             least = self._bound(plan, estimated.prediction.compute, steps)
             self.least.setdefault((layout, plan.ulysses_size), least)
@@ -183,43 +180,29 @@ class _Comparison:
         self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
         return False
 
-    def simulate_finalists(self) -> None:
-        """Time the finalists by `simulate`, where all of them have few steps, and not all estimates tell as much.
-
-        An estimate from all steps of all ranks is what `simulate` says, to about one percent. Of Ulysses groups the
-        estimate looks at the first members only, which is as good where they share no network card.
-        """
-        limit = min((candidate.seconds for candidate in self.plans), default=0.0) * NEAR
-        finalists = sorted((c for c in self.plans if c.seconds <= limit), key=lambda c: c.seconds)[:FINALISTS]
-        if len(finalists) < 2 or all(map(self._is_exact, finalists)):
-            return
-        if max(self.plans[c].ranks * self.estimates[c].started for c in finalists) > SIMULATED:
-            return
-        from .simulation import simulate  # most calls need no solver
-
-        for candidate in finalists:
-            seconds = simulate(self.plans[candidate], self.machine).seconds
-            prediction = self.estimates[candidate].prediction
-            prediction = replace(prediction, seconds=seconds, exposed=seconds - prediction.compute)
-            timed = replace(candidate, prediction=prediction, basis="simulated, every step of every rank")
-            self.candidates[self.candidates.index(candidate)] = timed
-            self.plans[timed] = self.plans.pop(candidate)
-
-    def _is_exact(self, candidate: Candidate) -> bool:
-        """Whether an estimate was made from all that `simulate` looks at."""
-        return self.estimates[candidate].whole and (
-            self.plans[candidate].ulysses_size == 1 or not self.machine.shared_nic
-        )
-
     def _bound(self, plan: Plan, visits: float, steps: int) -> float:
         """The least seconds of a plan, from the seconds of its visits and its least number of steps."""
         if plan.ulysses_size > 1:
             visits, steps = visits + count_exchanges(plan, self.machine)[0], steps + 2
         return max(visits, host_seconds(self.machine, steps)) + (self.machine.call or 0.0)
 
+    def _bound_groups(self, plan: Plan, size: int) -> float:
+        """The least seconds of any schedule between Ulysses groups of `size` ranks, from the ring without groups."""
+        counted = self._count(plan.layout, size)
+        pairs = mean_pairs(self._metered_demand(plan)) if counted is None else max(counted)
+        grouped = self.make(plan.layout, f"ulysses({size}, ring)") if size > 1 else plan
+        return self._bound(grouped, self._least_pair_seconds(plan) * pairs, self._count_steps(plan, size))
+
+    def _count(self, layout: Layout, size: int) -> list[int] | None:
+        """The pairs of a rank of each group of `size` ranks; None where only those of few ranks are counted."""
+        if layout not in self._pairs:
+            self._pairs[layout] = count_pairs(self._pattern.pattern, layout) if layout.ranks <= MANY else None
+        pairs = self._pairs[layout]
+        return pairs and [sum(pairs[i : i + size]) * self._heads // size for i in range(0, len(pairs), size)]
+
     def _count_steps(self, plan: Plan, size: int) -> int:
         """2 where some group of `size` ranks surely sees keys of another group, which come at a second step; else 1."""
-        if plan.ranks > MANY:
+        if plan.ranks > MANY or not self.machine.host:
             return 1
         demand, ranks = self._metered_demand(plan), plan.ranks
         groups = [range(first, first + size) for first in range(0, ranks, size)]
@@ -229,28 +212,23 @@ class _Comparison:
         except TooMany:
             return 1
 
-    def _least_visits(self, plan: Plan) -> float:
-        """Seconds of the visits of a mean rank, by the highest rate of the kernel."""
+    def _least_pair_seconds(self, plan: Plan) -> float:
+        """Seconds of a pair by the highest rate of the kernel."""
         rates = self.machine.kernel_rates
         if rates is None or self.machine.kernel is not None:
-            seconds = pair_seconds(plan, self.machine, backward=False)
-        else:
-            dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
-            seconds = plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
-        return seconds * mean_pairs(self._metered_demand(plan))
+            return pair_seconds(plan, self.machine, backward=False)
+        dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
+        return plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
 
     def _metered_demand(self, plan: Plan) -> KeyDemand:
         """The demand of a plan, or of its first ring plan, with a full budget of lookups, and all answers so far."""
         key = plan.layout, plan.ulysses_size
         if key not in self._demands:
-            metered = Metered(plan.pattern, LOOKUPS)
             ring_plan = plan.ring_plan(0)[0]
-            pattern = HeadSlice(metered, 0) if plan.ulysses_size > 1 else metered
-            demand = KeyDemand(pattern, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
-            self._demands[key] = demand, metered
-        demand, metered = self._demands[key]
-        metered.left = LOOKUPS
-        return demand
+            pattern = HeadSlice(self._pattern, 0) if plan.ulysses_size > 1 else self._pattern
+            self._demands[key] = KeyDemand(pattern, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
+        self._pattern.left = LOOKUPS
+        return self._demands[key]
 
     def _fits(self, layout: Layout, name: str) -> bool:
         most = self.machine.memory

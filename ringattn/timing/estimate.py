@@ -7,7 +7,7 @@ for the steps between them, and the time of the visits is scaled to the exact nu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
@@ -26,13 +26,13 @@ from ..plan.schedules.double_ring import DoubleRingSchedule
 from ..plan.schedules.ring import RingSchedule
 from ..plan.schedules.route import Edge, Route
 from ..plan.steps import Kind, Part
-from .forecast import pair_seconds
+from .forecast import FEWEST_RANKS, pair_seconds
 from .rates import Rates
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
-#: The busiest rank is looked for among this many ranks, whose pairs are counted.
+#: The busiest rank is looked for among this many ranks, where the pairs of all ranks are not known.
 COUNTED = 16
 #: Plans of up to this many ranks: all ranks are looked at.
 ALL = 8
@@ -55,11 +55,6 @@ class Estimate:
     #: The steps that the host of a rank starts.
     started: int
 
-    @property
-    def whole(self) -> bool:
-        """Whether all steps of all ranks were looked at."""
-        return all(some == every for some, every in (self.ranks, self.steps))
-
 
 @dataclass(frozen=True)
 class _SampledStep:
@@ -81,19 +76,22 @@ class _StepTime:
     posted: tuple[Edge, ...] = ()
 
 
-def estimate(plan: Plan, machine: Machine, demand: KeyDemand, steps: int = SAMPLED_STEPS) -> Estimate:
+def estimate(
+    plan: Plan, machine: Machine, demand: KeyDemand, steps: int = SAMPLED_STEPS, pairs: Sequence[int] | None = None
+) -> Estimate:
     """The time of a forward of `plan` on `machine`. Pure.
 
     `demand` answers in place of the plan's demand; with Ulysses groups, of the demand between their first members.
-    Raises Unsupported where the schedule has no routes.
+    `pairs` are those of each rank of this demand, where they are known. Raises Unsupported where the schedule has no
+    routes.
     """
     size, ring_plan = plan.ulysses_size, plan.ring_plan(0)[0]
     if size == 1:
-        return _add_host(_RingEstimate(plan, machine, demand, 1, steps).make(), machine, 0)
+        return _add_host(_RingEstimate(plan, machine, demand, 1, steps, pairs).make(), machine, 0)
     # The ranks with the same place in their groups run one ring: this many of them are in one node.
     per_node = ring_plan.ranks if machine.ranks_per_node >= plan.ranks else max(machine.ranks_per_node // size, 1)
     thinned = replace(machine, ranks_per_node=per_node, one_gather=False)
-    between = _RingEstimate(ring_plan, thinned, demand, min(size, machine.ranks_per_node), steps).make()
+    between = _RingEstimate(ring_plan, thinned, demand, min(size, machine.ranks_per_node), steps, pairs).make()
     seconds, sent = count_exchanges(plan, machine)
     ring = between.prediction
     # The last exchange follows the last visit, and the first precedes all visits: nothing hides the exchanges.
@@ -146,13 +144,6 @@ def _pairs(demand: KeyDemand, rank: int) -> int:
     return sum(demand.pattern.count(q, positions, heads) for q in demand.layout.shard(rank))
 
 
-@cached
-def busiest(demand: KeyDemand) -> int:
-    """Of COUNTED evenly spaced ranks, the rank with the most pairs."""
-    return max(_spaced(demand), key=lambda rank: _pairs(demand, rank))
-
-
-@cached
 def mean_pairs(demand: KeyDemand) -> float:
     """The mean number of pairs of COUNTED evenly spaced ranks."""
     spaced = _spaced(demand)
@@ -181,8 +172,17 @@ class _RingEstimate:
     looked at.
     """
 
-    def __init__(self, plan: Plan, machine: Machine, demand: KeyDemand, crowd: int, most: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        machine: Machine,
+        demand: KeyDemand,
+        crowd: int,
+        most: int,
+        pairs: Sequence[int] | None,
+    ) -> None:
         self.plan, self.machine, self.demand, self.crowd, self.most = plan, machine, demand, crowd, most
+        self.known_pairs = pairs
         schedule = make_schedule(plan.schedule, demand)
         self.gathers = isinstance(schedule, AllGatherSchedule)
         if isinstance(schedule, AllGatherSchedule):
@@ -194,7 +194,8 @@ class _RingEstimate:
         self.route: Route = schedule
         self.row_bytes = plan.part_bytes(Part("kv", 0, ONE_ROW))
         self.rates = Rates(plan, machine, backward=False)
-        self.pair_seconds = pair_seconds(plan, machine, backward=False)
+        self.pair_seconds = pair_seconds(plan, machine, backward=False, most=FEWEST_RANKS)
+        self.edge_bytes: dict[Edge, int] = {}
         #: By (rank, step).
         self.times: dict[tuple[int, int], _StepTime] = {}
 
@@ -235,15 +236,25 @@ class _RingEstimate:
         ranks, inner = self.plan.ranks, self.machine.ranks_per_node
         if ranks <= ALL:
             return list(range(ranks))
+        counted = _spaced(self.demand) if self.known_pairs is None else range(ranks)
         # Ranks wait for each other, so that a link between nodes sets the pace of all ranks: look at its ends.
         ends_of_links = (inner - 1, ranks - inner) if 1 < inner < ranks else ()
-        return sorted({0, busiest(self.demand), ranks - 1, *ends_of_links})
+        return sorted({0, max(counted, key=self._count), ranks - 1, *ends_of_links})
+
+    def _count(self, rank: int) -> int:
+        return _pairs(self.demand, rank) if self.known_pairs is None else self.known_pairs[rank]
+
+    def _count_visits(self, rank: int, steps: list[_SampledStep]) -> list[int]:
+        """The pairs of a rank at each step. At step 0, its own block has those that are left, if all are known."""
+        later = [sum(self.demand.pairs(rank, owner) for owner in step.owners) for step in steps[1:]]
+        left = self.known_pairs is not None and all(step.weight == 1 for step in steps)
+        return [self._count(rank) - sum(later) if left else self.demand.pairs(rank, rank), *later]
 
     def _estimate_rank(self, rank: int, steps: list[_SampledStep]) -> tuple[Prediction, dict[int, float]]:
         """The forward of a rank, and in a double ring the seconds of each cycle."""
-        counted = [sum(self.demand.pairs(rank, owner) for owner in step.owners) for step in steps]
+        counted = self._count_visits(rank, steps)
         weighted = sum(step.weight * pairs for step, pairs in zip(steps, counted, strict=True))
-        per_pair = self.pair_seconds * _pairs(self.demand, rank) / weighted if weighted else 0.0
+        per_pair = self.pair_seconds * self._count(rank) / weighted if weighted else 0.0
         compute = per_pair * weighted
         visits = [per_pair * pairs for pairs in counted]
         if self.gathers:
@@ -360,7 +371,9 @@ class _RingEstimate:
         return [round(sum(far) / len(far))] * max(round(len(far) * len(node) / len(members)), 1)
 
     def _edge_bytes(self, edge: Edge) -> int:
-        return self.row_bytes * self.demand.count_needed(self.route.served(edge), edge.owner)
+        if edge not in self.edge_bytes:
+            self.edge_bytes[edge] = self.row_bytes * self.demand.count_needed(self.route.served(edge), edge.owner)
+        return self.edge_bytes[edge]
 
     def _gathered_bytes(self, rank: int) -> tuple[list[int], list[int]]:
         """Bytes of the block of a rank for each rank of another node, and for each other rank of its own node."""

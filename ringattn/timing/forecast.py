@@ -42,9 +42,9 @@ def predict(plan: Plan, machine: Machine, *, backward: bool = False) -> Predicti
     )
 
 
-def sample_ranks(ranks: int, ranks_per_node: int = 1) -> list[int]:
+def sample_ranks(ranks: int, ranks_per_node: int = 1, most: int = MOST_RANKS) -> list[int]:
     """A few ranks, ascending and evenly spaced from first to last; of nodes, the first and the last rank in turn."""
-    count = min(ranks, max(FEWEST_RANKS, min(MOST_RANKS, PLANNED_STEPS // ranks)))
+    count = min(ranks, max(FEWEST_RANKS, min(most, PLANNED_STEPS // ranks)))
     spaced = [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
     if ranks_per_node == 1:
         return sorted(set(spaced))
@@ -74,18 +74,18 @@ def _predict_rank(plan: Plan, machine: Machine, rank: int, backward: bool) -> Pr
     return Prediction(total, compute, total - compute, sent_bytes, len(hops))
 
 
-def pair_seconds(plan: Plan, machine: Machine, backward: bool) -> float:
+def pair_seconds(plan: Plan, machine: Machine, backward: bool, most: int = MOST_RANKS) -> float:
     """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
 
-    By measured kernel times where the machine has them, else by modelled rates, and else by its flops: 2 (D + Dv) FLOPs
-    per pair in a forward.
+    By measured kernel times where the machine has them, else by modelled rates, both averaged over the visits of at
+    most `most` sampled ranks, and else by its flops: 2 (D + Dv) FLOPs per pair in a forward.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     if machine.kernel is not None:
-        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks)
+        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
         return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
     if machine.kernel_rates is not None:
-        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks)
+        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
         gathered = machine.one_gather and plan.schedule == "allgather"
         return plan.batch * modelled_seconds_per_pair(plan, machine.kernel_rates, gathered, backward, ring_ranks)
     return plan.batch * flops / machine.flops

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..dtypes import ITEM_BYTES
 from ..errors import Unsupported
@@ -17,7 +17,7 @@ MOST_STRAY = 0.1
 SAMPLED_OWNERS = 8
 
 
-def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:
+def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Sequence[int]) -> float:
     """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
 
     `flops` are the FLOPs of one pair. `ranks` are ranks of `plan.ring_plan(0)`, which differs from the plan where it
@@ -29,7 +29,7 @@ def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: boo
         times.check(plan.dtype, plan.head_dim)
         return _seconds_per_pair(plan, times, flops, backward, ranks)
 
-    return plan.cache.answer((seconds_per_pair, times, flops, backward), compute)
+    return plan.cache.answer((seconds_per_pair, times, flops, backward, *ranks), compute)
 
 
 def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:
@@ -61,7 +61,7 @@ def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bo
 
 
 def modelled_seconds_per_pair(
-    plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Iterable[int]
+    plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Sequence[int]
 ) -> float:
     """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
 
@@ -96,7 +96,7 @@ def modelled_seconds_per_pair(
         return seconds / pairs if pairs else 0.0
 
     # Plans that share their answers, with other schedules, share this one.
-    key = modelled_seconds_per_pair, rates, gathered, backward, plan.sizes
+    key = modelled_seconds_per_pair, rates, gathered, backward, plan.sizes, *ranks
     return plan.ring_plan(0)[0].demand.cache.answer(key, compute)
 
 

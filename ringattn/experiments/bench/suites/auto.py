@@ -13,6 +13,7 @@ from ....machine.machine import Machine
 from ....machine.presets import MACHINES
 from ....pattern import parse_pattern
 from ....planner import make_plan
+from ....timing.auto import list_schedules
 from ..case import (
     BenchCase,
     BenchColumn,
@@ -131,8 +132,9 @@ def _case(
     settings = make_settings(
         HEADS, HEAD_DIM, tokens, pattern=written, layout=layout, picked=plan.schedule, predicted_seconds=predicted
     )
-    columns = tuple(BenchColumn(schedule, 1, _make_attention(schedule)) for schedule in predicted)
-    ratios = tuple(Ratio(other, plan.schedule) for other in predicted if other != plan.schedule)
+    names = list_schedules(plan, machine)
+    columns = tuple(BenchColumn(schedule, 1, _make_attention(schedule)) for schedule in names)
+    ratios = tuple(Ratio(other, plan.schedule) for other in names if other != plan.schedule)
     return BenchCase(name, ranks, settings, columns, ratios, _check, links=links, summarise=_judge, notes=(NOTE,))
 
 
