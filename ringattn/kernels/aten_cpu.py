@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -15,12 +16,30 @@ from .pad import crop_to, pad_to
 
 #: A banded work of at most this many pairs is one masked call: splitting would cost more time than it saves.
 SMALL = 256 * 256
+#: Most rows of a triangle that is one call, of which the op computes all pairs.
+TRIANGLE_ROWS = 128
 #: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
 #: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
-#: Least and most query rows of a strip of a band that is bounded above. Low strips compute fewer hidden pairs, high
-#: strips make faster matrix products. Measured: an eighth of the width of the band is near the best height.
-STRIP_ROWS = (64, 256)
+#: Most query rows of a strip of a band that is bounded above. Low strips compute fewer hidden pairs, high strips make
+#: faster matrix products.
+STRIP_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Heights of strips: the width of the band over `share`, in multiples of `least` query rows."""
+
+    share: int
+    least: int
+
+    def height(self, width: int) -> int:
+        """Query rows of a strip of a band of `width` keys."""
+        return min(max(-(-width // (self.share * self.least)) * self.least, self.least), STRIP_ROWS)
+
+
+#: Measured at widths of 64 to 1,024. A backward adds to dK and dV in every strip, so that fewer strips are faster.
+FORWARD, BACKWARD = Strips(8, 32), Strips(2, 64)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -35,6 +54,10 @@ class AtenCpu(Kernel):
     """
 
     name = "aten_cpu"
+    strips = FORWARD
+
+    def for_backward(self) -> Kernel:
+        return self.derive(strips=BACKWARD)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if q.device.type != "cpu":
@@ -44,22 +67,25 @@ class AtenCpu(Kernel):
         rows, keys = len(work.q), work.keys
         max_repeat = CALL_ROWS // (max(rows, keys) * len(work.heads))
         if work.dense and rows * len(work.heads) > CALL_ROWS:
-            step = max(CALL_ROWS // len(work.heads), STRIP_ROWS[1])
+            step = max(CALL_ROWS // len(work.heads), STRIP_ROWS)
             for single in work.singles():
                 for first in range(0, rows, step):
                     yield single.narrow((first, min(first + step, rows)), (0, keys))
         elif work.dense or rows * keys <= SMALL:
             yield from work.batches(max_repeat)
         elif work.hi is None:
-            # First the keys that every row sees, then the triangle that the op computes as causal.
+            # First the keys that every row sees, then the triangle.
             assert work.lo is not None and work.lo <= 0, "the first row of a work sees its first key"
             shared_keys = -work.lo
             if shared_keys:
                 yield from self.split(work.narrow((0, rows), (0, shared_keys)))
-            yield from work.narrow((0, rows), (shared_keys, keys)).batches(max_repeat)
+            triangle = work.narrow((0, rows), (shared_keys, keys))
+            parts = [part for single in triangle.singles() for part in _halves(single)]
+            for part in join_repetitions(sorted(parts, key=lambda part: part.dense)):
+                yield from part.batches(CALL_ROWS // (max(len(part.q), part.keys) * len(part.heads)))
         else:
             for single in work.singles():
-                for part in join_repetitions(_strips(single)):
+                for part in join_repetitions(_cut_rows(single, self.strips)):
                     yield from part.batches(CALL_ROWS // (part.keys * len(part.heads)))
 
     def op_of(self, call: Work, head_dim: int) -> str:
@@ -93,13 +119,26 @@ class AtenCpu(Kernel):
         return crop_to(dq, q.shape[-1]), crop_to(dk, q.shape[-1]), crop_to(dv, v.shape[-1])
 
 
-def _strips(work: Work) -> Iterator[Work]:
+def _halves(work: Work) -> Iterator[Work]:
+    """A triangle as squares and small triangles, which the op computes as causal.
+
+    The op skips blocks of 512 hidden keys: of a small triangle it computes all pairs.
+    """
+    rows = len(work.q)
+    if rows <= TRIANGLE_ROWS:
+        yield work
+        return
+    half = (rows + 1) // 2
+    yield from _halves(work.narrow((0, half), (0, half)))
+    yield from _halves(work.narrow((half, rows), (half, rows)))
+    yield work.narrow((half, rows), (0, half))
+
+
+def _cut_rows(work: Work, strips: Strips) -> Iterator[Work]:
     """A band that is bounded above, as strips of rows, each with the keys that its rows see."""
     assert work.hi is not None
-    rows, keys = len(work.q), work.keys
-    lowest, highest = STRIP_ROWS
-    width = keys if work.lo is None else work.hi - work.lo + 1
-    height = min(max(-(-width // (8 * lowest)) * lowest, lowest), highest)
+    rows = len(work.q)
+    height = strips.height(work.keys if work.lo is None else work.hi - work.lo + 1)
     for first in range(0, rows, height):
         yield work.narrow_rows(first, min(first + height, rows))
 
