@@ -74,15 +74,17 @@ class AtenCpu(Kernel):
         elif work.dense or rows * keys <= SMALL:
             yield from work.batches(max_repeat)
         elif work.hi is None:
-            # First the keys that every row sees, then the triangle.
+            # First the keys that every row sees, then the triangle, then the rows that see all keys.
             assert work.lo is not None and work.lo <= 0, "the first row of a work sees its first key"
-            shared_keys = -work.lo
-            if shared_keys:
-                yield from self.split(work.narrow((0, rows), (0, shared_keys)))
-            triangle = work.narrow((0, rows), (shared_keys, keys))
+            shared, corner = -work.lo, min(rows, keys + work.lo)
+            if shared:
+                yield from self.split(work.narrow((0, rows), (0, shared)))
+            triangle = work.narrow((0, corner), (shared, keys))
             parts = [part for single in triangle.singles() for part in _halves(single)]
             for part in join_repetitions(sorted(parts, key=lambda part: part.dense)):
-                yield from part.batches(CALL_ROWS // (max(len(part.q), part.keys) * len(part.heads)))
+                yield from self.split(part)
+            if corner < rows:
+                yield from self.split(work.narrow((corner, rows), (shared, keys)))
         else:
             for single in work.singles():
                 for part in join_repetitions(_cut_rows(single, self.strips)):
