@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from ..errors import Unsupported
 from ..plan.work import Work, join_repetitions
-from .bands import is_causal
+from .bands import STRIP_ROWS, Strips, halve, is_causal
 from .base import Kernel, band
 from .pad import crop_to, pad_to
 
@@ -21,25 +20,8 @@ TRIANGLE_ROWS = 128
 #: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
 #: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
-#: Most query rows of a strip of a band that is bounded above. Low strips compute fewer hidden pairs, high strips make
-#: faster matrix products.
-STRIP_ROWS = 256
-
-
-@dataclass(frozen=True)
-class Strips:
-    """Heights of strips: the width of the band over `share`, in multiples of `least` query rows."""
-
-    share: int
-    least: int
-
-    def height(self, width: int) -> int:
-        """Query rows of a strip of a band of `width` keys."""
-        return min(max(-(-width // (self.share * self.least)) * self.least, self.least), STRIP_ROWS)
-
-
-#: Measured at widths of 64 to 1,024. A backward adds to dK and dV in every strip, so that fewer strips are faster.
-FORWARD, BACKWARD = Strips(8, 32), Strips(2, 64)
+#: Strips of bands bounded above, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
+FORWARD, BACKWARD = Strips(8, least=32), Strips(2, least=64)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -53,8 +35,7 @@ class AtenCpu(Kernel):
     key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
-    name = "aten_cpu"
-    strips = FORWARD
+    name, strips = "aten_cpu", FORWARD
 
     def for_backward(self) -> Kernel:
         return self.derive(strips=BACKWARD)
@@ -80,14 +61,14 @@ class AtenCpu(Kernel):
             if shared:
                 yield from self.split(work.narrow((0, rows), (0, shared)))
             triangle = work.narrow((0, corner), (shared, keys))
-            parts = [part for single in triangle.singles() for part in _halves(single)]
+            parts = [part for single in triangle.singles() for part in halve(single, TRIANGLE_ROWS)]
             for part in join_repetitions(sorted(parts, key=lambda part: part.dense)):
                 yield from self.split(part)
             if corner < rows:
                 yield from self.split(work.narrow((corner, rows), (shared, keys)))
         else:
             for single in work.singles():
-                for part in join_repetitions(_cut_rows(single, self.strips)):
+                for part in join_repetitions(self.strips.cut(single)):
                     yield from part.batches(CALL_ROWS // (part.keys * len(part.heads)))
 
     def op_of(self, call: Work, head_dim: int) -> str:
@@ -119,30 +100,6 @@ class AtenCpu(Kernel):
         causal, mask = _mask_of(work, padded[1].dtype)
         dq, dk, dv = _backward(*padded, lse, 0.0, causal, attn_mask=mask, scale=scale)
         return crop_to(dq, q.shape[-1]), crop_to(dk, q.shape[-1]), crop_to(dv, v.shape[-1])
-
-
-def _halves(work: Work) -> Iterator[Work]:
-    """A triangle as squares and small triangles, which the op computes as causal.
-
-    The op skips blocks of 512 hidden keys: of a small triangle it computes all pairs.
-    """
-    rows = len(work.q)
-    if rows <= TRIANGLE_ROWS:
-        yield work
-        return
-    half = (rows + 1) // 2
-    yield from _halves(work.narrow((0, half), (0, half)))
-    yield from _halves(work.narrow((half, rows), (half, rows)))
-    yield work.narrow((half, rows), (0, half))
-
-
-def _cut_rows(work: Work, strips: Strips) -> Iterator[Work]:
-    """A band that is bounded above, as strips of rows, each with the keys that its rows see."""
-    assert work.hi is not None
-    rows = len(work.q)
-    height = strips.height(work.keys if work.lo is None else work.hi - work.lo + 1)
-    for first in range(0, rows, height):
-        yield work.narrow_rows(first, min(first + height, rows))
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:
