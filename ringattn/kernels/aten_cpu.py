@@ -9,18 +9,19 @@ import torch
 
 from ..errors import Unsupported
 from ..plan.work import Work, join_repetitions
-from .bands import is_causal
+from .bands import STRIP_ROWS, Strips, halve, is_causal
 from .base import Kernel, band
 from .pad import crop_to, pad_to
 
 #: A banded work of at most this many pairs is one masked call: splitting would cost more time than it saves.
 SMALL = 256 * 256
+#: Most rows of a triangle that is one call, of which the op computes all pairs.
+TRIANGLE_ROWS = 128
 #: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
 #: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
-#: Least and most query rows of a strip of a band that is bounded above. Low strips compute fewer hidden pairs, high
-#: strips make faster matrix products. Measured: an eighth of the width of the band is near the best height.
-STRIP_ROWS = (64, 256)
+#: Strips of bands bounded above, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
+FORWARD, BACKWARD = Strips(8, least=32), Strips(2, least=64)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -34,7 +35,10 @@ class AtenCpu(Kernel):
     key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
-    name = "aten_cpu"
+    name, strips = "aten_cpu", FORWARD
+
+    def for_backward(self) -> Kernel:
+        return self.derive(strips=BACKWARD)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if q.device.type != "cpu":
@@ -44,22 +48,27 @@ class AtenCpu(Kernel):
         rows, keys = len(work.q), work.keys
         max_repeat = CALL_ROWS // (max(rows, keys) * len(work.heads))
         if work.dense and rows * len(work.heads) > CALL_ROWS:
-            step = max(CALL_ROWS // len(work.heads), STRIP_ROWS[1])
+            step = max(CALL_ROWS // len(work.heads), STRIP_ROWS)
             for single in work.singles():
                 for first in range(0, rows, step):
                     yield single.narrow((first, min(first + step, rows)), (0, keys))
         elif work.dense or rows * keys <= SMALL:
             yield from work.batches(max_repeat)
         elif work.hi is None:
-            # First the keys that every row sees, then the triangle that the op computes as causal.
+            # First the keys that every row sees, then the triangle, then the rows that see all keys.
             assert work.lo is not None and work.lo <= 0, "the first row of a work sees its first key"
-            shared_keys = -work.lo
-            if shared_keys:
-                yield from self.split(work.narrow((0, rows), (0, shared_keys)))
-            yield from work.narrow((0, rows), (shared_keys, keys)).batches(max_repeat)
+            shared, corner = -work.lo, min(rows, keys + work.lo)
+            if shared:
+                yield from self.split(work.narrow((0, rows), (0, shared)))
+            triangle = work.narrow((0, corner), (shared, keys))
+            parts = [part for single in triangle.singles() for part in halve(single, TRIANGLE_ROWS)]
+            for part in join_repetitions(sorted(parts, key=lambda part: part.dense)):
+                yield from self.split(part)
+            if corner < rows:
+                yield from self.split(work.narrow((corner, rows), (shared, keys)))
         else:
             for single in work.singles():
-                for part in join_repetitions(_strips(single)):
+                for part in join_repetitions(self.strips.cut(single)):
                     yield from part.batches(CALL_ROWS // (part.keys * len(part.heads)))
 
     def op_of(self, call: Work, head_dim: int) -> str:
@@ -91,17 +100,6 @@ class AtenCpu(Kernel):
         causal, mask = _mask_of(work, padded[1].dtype)
         dq, dk, dv = _backward(*padded, lse, 0.0, causal, attn_mask=mask, scale=scale)
         return crop_to(dq, q.shape[-1]), crop_to(dk, q.shape[-1]), crop_to(dv, v.shape[-1])
-
-
-def _strips(work: Work) -> Iterator[Work]:
-    """A band that is bounded above, as strips of rows, each with the keys that its rows see."""
-    assert work.hi is not None
-    rows, keys = len(work.q), work.keys
-    lowest, highest = STRIP_ROWS
-    width = keys if work.lo is None else work.hi - work.lo + 1
-    height = min(max(-(-width // (8 * lowest)) * lowest, lowest), highest)
-    for first in range(0, rows, height):
-        yield work.narrow_rows(first, min(first + height, rows))
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,9 @@ from itertools import pairwise
 
 from ..plan.work import Work
 
+#: Most query rows of a strip of a band.
+STRIP_ROWS = 256
+
 
 def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
     """The calls that compute a work, each with a band that `reads` accepts: the work, or two or three runs of rows.
@@ -27,6 +30,40 @@ def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
         part = work.narrow_rows(first, last)
         assert reads(part), "the op reads the band of every run of rows correctly"
         yield part
+
+
+def halve(triangle: Work, least: int) -> Iterator[Work]:
+    """The calls that compute a triangle: squares, and triangles of at most `least` rows.
+
+    Ops compute hidden pairs of a triangle, the flash op for CPUs up to 512 keys of each row.
+    """
+    rows = len(triangle.q)
+    if rows <= least:
+        yield triangle
+        return
+    half = (rows + 1) // 2
+    yield from halve(triangle.narrow((0, half), (0, half)), least)
+    yield from halve(triangle.narrow((half, rows), (half, rows)), least)
+    yield triangle.narrow((half, rows), (0, half))
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Cuts of bands into strips of rows: the width of the band over `share`, in multiples of `least`.
+
+    Low strips compute fewer hidden pairs, high strips make faster matrix products.
+    """
+
+    share: int
+    least: int
+
+    def cut(self, work: Work) -> Iterator[Work]:
+        """The strips of a band that is bounded above, each with the keys that its rows see."""
+        assert work.hi is not None
+        rows, width = len(work.q), work.keys if work.lo is None else work.hi - work.lo + 1
+        height = min(max(-(-width // (self.share * self.least)), 1) * self.least, STRIP_ROWS)
+        for first in range(0, rows, height):
+            yield work.narrow_rows(first, min(first + height, rows))
 
 
 def is_causal(work: Work) -> bool:

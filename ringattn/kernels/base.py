@@ -108,6 +108,10 @@ class Kernel(ABC):
         """The calls of `split` for the works of one visit, or fewer calls that hold the same pairs."""
         return calls
 
+    def for_backward(self) -> Kernel:
+        """The kernel whose `split` serves a backward; another one where other calls are faster there."""
+        return self
+
     def calls_of(self, works: Iterable[Work]) -> list[Work]:
         """The calls that this kernel makes for the works of one visit."""
         return self.pack([call for work in works for call in self.split(work)])

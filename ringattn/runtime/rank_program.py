@@ -205,6 +205,7 @@ def _ring_plan(plan: Plan, rank: int) -> tuple[Plan, int]:
 
 def _backward_works(plan: Plan, rank: int, kernel: Kernel) -> list[tuple[Work, ...]]:
     """The calls of every visit."""
+    kernel = kernel.for_backward()
     demand = plan.query_demand if plan.rotates == "queries" else plan.demand
     blocks = [block for step in plan.for_rank(rank).backward for block in step.visits]
     return [tuple(kernel.calls_of(demand.batched(rank, block.owner, block.row_set))) for block in blocks]

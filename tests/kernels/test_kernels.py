@@ -96,7 +96,7 @@ def test_every_band_and_rectangle(name: str, shape: tuple[int, int]) -> None:
             grads = torch.autograd.grad(truth(*leaves, work)[0], leaves, grad.double())
             found = [torch.zeros_like(x) for x in grads]
             local = Work(work.heads, work.kv, range(len(work.q)), (range(work.keys),), work.lo, work.hi)
-            for call in (single for batch in kernel.split(local) for single in batch.singles()):
+            for call in (single for batch in kernel.for_backward().split(local) for single in batch.singles()):
                 rows, keys = slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
                 pieces = kernel.backward(
                     grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows].to(dtype),

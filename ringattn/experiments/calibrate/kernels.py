@@ -66,7 +66,7 @@ def make_call(
     k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
     lse = torch.full((1, heads, len(work.q)), float(work.keys), device=device, dtype=wide(dtype))
     scale = head_dim**-0.5
-    kernel_calls = list(kernel.split(work))
+    kernel_calls = list((kernel.for_backward() if backward else kernel).split(work))
     inputs = KernelInputs()
     query, by_row = RowViews(q), RowViews(grad, q, out, lse)
 

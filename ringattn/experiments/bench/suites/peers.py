@@ -42,6 +42,8 @@ RANKS, HEADS, HEAD_DIM, TOKENS = 2, 8, 64, 4096
 TOLERANCE = 1e-5
 #: The promised ratio of the time of the fastest peer with right results to ours, by mask.
 TARGETS = {"dense": 1.0, "causal": 1.0, "window": 2.0, "documents": 2.0, "dilated": 2.0}
+#: Where ranks of contiguous shards would not have equal work.
+LAYOUTS = {"causal": "zigzag", "documents": "zigzag"}
 NOTE = (
     "peers: 2 Gloo ranks of one thread each; sdpa and FlexAttention are one process with two threads and the whole "
     "sequence. error: the largest of output and gradients against dense attention in fp64, relative to the largest "
@@ -217,7 +219,7 @@ def list_cases(tokens: int = TOKENS) -> list[BenchCase]:
         for backward in (False, True) if name in TARGETS else ():
             settings = make_settings(
                 HEADS, HEAD_DIM, tokens, mask=name, pattern=repr(mask.pattern), backward=backward,
-                causal=name == "causal", layout="zigzag" if name == "causal" else "contiguous", target=TARGETS[name],
+                causal=name == "causal", layout=LAYOUTS.get(name, "contiguous"), target=TARGETS[name],
             )  # fmt: skip
             columns = tuple(BenchColumn(x, RANKS if y.whole else 1, lambda context: None) for x, y in PEERS.items())
             ratios = tuple(Ratio(peer, "ringattn") for peer in PEERS if peer != "ringattn")
