@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 from ...errors import InvalidInput
 from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
+
+#: Standard deviations of a normal distribution between its first and its third quartile.
+QUARTILES_APART = 1.349
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,14 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
 
 
 def fit_jitter(samples: Sequence[Sequence[float]]) -> float:
-    """Standard deviation over mean of repeated times, pooled over the longer half of the measurements.
+    """Standard deviation over mean of repeated times: the median over the longer half of the measurements.
 
-    Each measurement is relative to its own mean. The shorter half is left out: what interrupts a rank for a moment
-    lasts many times as long as the shortest calls.
+    The deviation is taken from the quartiles, as of a normal distribution: a moment in which the machine does something
+    else is not what varies from visit to visit. The shorter half is left out, as such moments last many times as long as
+    the shortest calls.
     """
-    longest = sorted(samples, key=median)[len(samples) // 2 :]
-    squares = count = 0.0
-    for seconds in longest:
-        middle = sum(seconds) / len(seconds)
-        squares += sum((t / middle - 1) ** 2 for t in seconds)
-        count += len(seconds) - 1
-    return (squares / count) ** 0.5 if count else 0.0
+    longest = [seconds for seconds in sorted(samples, key=median)[len(samples) // 2 :] if len(seconds) > 1]
+    if not longest:
+        return 0.0
+    quartiles = [quantiles(seconds, n=4, method="inclusive") for seconds in longest]
+    return median((third - first) / (QUARTILES_APART * middle) for first, middle, third in quartiles)
