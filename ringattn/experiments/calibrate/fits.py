@@ -85,25 +85,25 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
 
 
 def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
-    """The share of a message's time by which the message lengthens the visit that hides it, at least 0.
+    """The share of a message's time by which the message lengthens the visit that hides it, 0 to 1.
 
-    `samples` has, for each size, the seconds of (visits alone, messages alone, visits under a message), repetition by
-    repetition. A size gives the median lengthening over the time that visit and message share; the result is the median
-    over sizes.
+    `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended),
+    repetition by repetition. A message that lacks a core during the visit ends after it, and its rank waits for it. A
+    size gives the median lengthening over the time that visit and message share; the result is the median over sizes.
     """
     shares = [
         median(b - a for a, b in zip(visit, together, strict=True)) / min(median(visit), median(message))
         for visit, message, together in samples
     ]
-    return max(0.0, median(shares))
+    return min(max(0.0, median(shares)), 1.0)
 
 
 def fit_jitter(samples: Sequence[Sequence[float]]) -> float:
     """Standard deviation over mean of repeated times: the median over the longer half of the measurements.
 
-    The deviation is taken from the quartiles, as of a normal distribution: a moment in which the machine does something
-    else is not what varies from visit to visit. The shorter half is left out, as such moments last many times as long as
-    the shortest calls.
+    The deviation is that of a normal distribution with the same quartiles: a moment in which the machine does something
+    else is not what varies from visit to visit. The shorter half is left out, as such moments last many times as long
+    as the shortest calls.
     """
     longest = [seconds for seconds in sorted(samples, key=median)[len(samples) // 2 :] if len(seconds) > 1]
     if not longest:

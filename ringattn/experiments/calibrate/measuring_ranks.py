@@ -83,6 +83,7 @@ class MeasuringRanks:
     def _time_reference(self) -> float:
         """Median seconds of the reference call, on as many ranks at once as there are cores."""
         assert self._reference is not None
+        self.barrier()  # a rank that still computes would slow the reference down
         busy = self.rank % self.ranks_per_node < self.cores
         seconds = [self.time_call(self._reference) for _ in range(REFERENCE_RUNS)] if busy else []
         return median(t for of_rank in self.gather(seconds) for t in of_rank)

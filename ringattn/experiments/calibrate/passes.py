@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -89,15 +89,21 @@ def measure_passes(
     machine = machine.changed(ranks_per_node=ranks.ranks_per_node)
     passes = []
     for case, runs in zip(cases, zip(*rounds, strict=True), strict=True):
-        modelled = simulate(case.plan(ranks.size, settings), machine, backward=case.backward)
         raw, factors = zip(*runs, strict=True)
         corrected = tuple(seconds * factor for seconds, factor in runs)
-        passes.append(Pass(case, corrected, modelled.seconds, raw if set(factors) != {1.0} else ()))
+        measured = Pass(case, corrected, 0.0, raw if set(factors) != {1.0} else ())
+        passes.append(model_pass(measured, machine, settings, ranks.size))
     return passes
 
 
+def model_pass(measured: Pass, machine: Machine, settings: Settings, ranks: int) -> Pass:
+    """A measured pass of so many ranks, modelled on `machine`."""
+    timeline = simulate(measured.case.plan(ranks, settings), machine, backward=measured.case.backward)
+    return replace(measured, modelled=timeline.seconds)
+
+
 def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> tuple[float, float]:
-    """Seconds of a pass after a warm-up, by the clock of rank 0, between two barriers: the slowest rank counts.
+    """Seconds of a pass after a warm-up, of the slowest rank by its own clock; all ranks begin after a barrier.
 
     Also the factor on these seconds that corrects them for the pace of the machine.
     """
@@ -121,10 +127,9 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> tup
                 attend()
             else:
                 torch.autograd.grad(out, (q, k, v), grad)
-            ranks.synchronize()
-            ranks.barrier()
 
         return ranks.correction(lambda: ranks.time_call(run))
 
     time_once()
-    return ranks.gather(time_once())[0]
+    seconds, factor = time_once()
+    return max(ranks.gather(seconds)), factor
