@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from . import kernels, merge, noise
 from .fits import fit_interference, fit_jitter, fit_kernel_times, fit_link
 from .links import MessageTimes, measure_overlap, time_ping_pong, time_shift
 from .measuring_ranks import MeasuringRanks, Settings
-from .passes import Pass, model_pass
+from .passes import Pass
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,7 @@ class _Calibrator:
     def measure_noise(self, machine: Machine) -> tuple[Machine, list[Pass]]:
         """The machine with its `residuals`, and the passes behind them."""
         self.tell("noise")
-        ranks, settings = self.ranks, self.settings
-        passes = noise.measure_residuals(ranks, machine, self.sizes.rows, settings)
-        if ranks.device.type == "cpu":  # threads that send have no cores of their own
-            node = machine.changed(ranks_per_node=ranks.ranks_per_node)
-            machine = replace(machine, gamma=noise.fit_gamma(passes, node, settings, ranks.size))
-            node = replace(node, gamma=machine.gamma)
-            passes = [model_pass(each, node, settings, ranks.size) for each in passes]
+        passes = noise.measure_residuals(self.ranks, machine, self.sizes.rows, self.settings)
         self.samples["passes"] = [each.record for each in passes]
         residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
         return machine.changed(residuals=residuals, sources=(*machine.sources, ("residuals", "measured"))), passes

@@ -9,7 +9,7 @@ from statistics import mean, median
 
 from ...machine.machine import Machine
 from .measuring_ranks import MeasuringRanks, Settings
-from .passes import Pass, list_cases, measure_passes, model_pass
+from .passes import Pass, list_cases, measure_passes
 
 #: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the
 #: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.
@@ -19,8 +19,6 @@ GRID = (
     ("Causal()", "contiguous"),
     ("Causal() & Window(255)", "contiguous"),
 )
-#: The largest gamma that passes may tell: sending takes at most this part of a message's time from each of its ends.
-MOST_GAMMA = 2.0
 #: Least repetitions of the passes with little work.
 SHORT_REPETITIONS = 10
 
@@ -48,23 +46,6 @@ def measure_short_passes(
 def fit_call_overhead(passes: Sequence[Pass]) -> float:
     """Seconds of a call beside its modelled time: the mean over passes of (median measured - modelled), at least 0."""
     return max(0.0, mean(median(each.seconds) - each.modelled for each in passes))
-
-
-def fit_gamma(passes: Sequence[Pass], machine: Machine, settings: Settings, ranks: int) -> float:
-    """The gamma from 0 to MOST_GAMMA with which the median ratio of measured over modelled time of passes is 1.
-
-    Threads that send take cores from visits wherever a pass has messages, not only from the visit above them, so that
-    passes tell more than a message under one visit. By bisection: a modelled time never falls with gamma.
-    """
-    low, high = 0.0, MOST_GAMMA
-    while high - low > MOST_GAMMA / 64:
-        gamma = (low + high) / 2
-        changed = [model_pass(each, machine.changed(gamma=gamma), settings, ranks) for each in passes]
-        if median(ratio for each in changed for ratio in each.ratios) > 1:
-            low = gamma
-        else:
-            high = gamma
-    return (low + high) / 2
 
 
 def measure_residuals(ranks: MeasuringRanks, machine: Machine, rows: Sequence[int], settings: Settings) -> list[Pass]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -91,15 +91,9 @@ def measure_passes(
     for case, runs in zip(cases, zip(*rounds, strict=True), strict=True):
         raw, factors = zip(*runs, strict=True)
         corrected = tuple(seconds * factor for seconds, factor in runs)
-        measured = Pass(case, corrected, 0.0, raw if set(factors) != {1.0} else ())
-        passes.append(model_pass(measured, machine, settings, ranks.size))
+        modelled = simulate(case.plan(ranks.size, settings), machine, backward=case.backward)
+        passes.append(Pass(case, corrected, modelled.seconds, raw if set(factors) != {1.0} else ()))
     return passes
-
-
-def model_pass(measured: Pass, machine: Machine, settings: Settings, ranks: int) -> Pass:
-    """A measured pass of so many ranks, modelled on `machine`."""
-    timeline = simulate(measured.case.plan(ranks, settings), machine, backward=measured.case.backward)
-    return replace(measured, modelled=timeline.seconds)
 
 
 def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> tuple[float, float]:
