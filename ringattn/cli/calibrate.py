@@ -106,6 +106,7 @@ def _describe_run(config: CalibrateConfig, team: MeasuringRanks) -> dict[str, An
         "ranks": team.size,
         "ranks_per_node": team.ranks_per_node,
         "threads": torch.get_num_threads(),
+        **({} if team.pace is None else {"pace": team.pace}),
         "kernel": config.kernel.spec,
         "heads": config.heads,
         "head_dim": config.head_dim,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from ..config.checks import SIMULATE_SETTINGS, check_settings
 from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
 from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput
+from ..experiments.calibrate.kernels import make_reference
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..experiments.calibrate.noise import sizes_between
 from ..experiments.calibrate.passes import Pass, measure_passes
@@ -24,11 +24,11 @@ from ..experiments.calibrate.validate import (
     LEVEL,
     Errors,
     held_out,
-    oversubscription,
     summarise_groups,
     validation_cases,
 )
 from ..files import STDOUT, check_json, write_json
+from ..kernels import get_kernel
 from ..machine.file import read_machine, read_record
 from ..machine.kernel_times import BEYOND
 from ..machine.machine import Machine
@@ -134,14 +134,13 @@ def _measure(
     ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any], config: SimulateConfig
 ) -> list[Pass]:
     """The held-out passes on new local ranks, measured and modelled. `made` says how the machine was calibrated."""
-    options, cores = config.validate, os.cpu_count() or 1
+    options = config.validate
     threads = options.threads or made["threads"]
     settings = Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat)
-    slowdown = oversubscription(ranks, threads, cores, (made["ranks"], made["threads"]))
     get_console().print(
         f"measuring {plural(len(validation_cases(rows, ranks)), 'kind')} of passes on {plural(ranks, 'rank')}"
     )
-    arguments = rows, machine, settings, slowdown, options.timeout
+    arguments = rows, machine, settings, made.get("pace"), options.timeout
     passes: list[list[Pass]] = run_local(
         _measure_rank, ranks, *arguments, timeout=math.inf, group_timeout=options.timeout, threads=threads
     )
@@ -149,11 +148,14 @@ def _measure(
 
 
 def _measure_rank(
-    rank: int, rows: Sequence[int], machine: Machine, settings: Settings, slowdown: float, timeout: float
+    rank: int, rows: Sequence[int], machine: Machine, settings: Settings, pace: float | None, timeout: float
 ) -> list[Pass]:
     """What one rank does."""
     team = MeasuringRanks(TorchDist(timeout=timeout), torch.device("cpu"))
-    return measure_passes(team, validation_cases(rows, team.size), machine, settings, slowdown)
+    if pace is not None:
+        heads = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device="cpu")
+        team.keep_pace(make_reference(get_kernel(settings.kernel, heads, heads, heads), settings), pace)
+    return measure_passes(team, validation_cases(rows, team.size), machine, settings)
 
 
 def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:
@@ -163,11 +165,11 @@ def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, E
         interval = machine.interval(one.modelled, LEVEL)
         measured = median(one.seconds)
         bounds = f"{duration(interval[0])} .. {duration(interval[1])}" if interval else "not known"
-        error = f"{one.modelled / measured - 1:+.1%}"
-        rows.append((str(one.case), duration(measured), duration(one.modelled), error, bounds))
+        error, by_clock = (f"{one.modelled / median(t) - 1:+.0%}" for t in (one.seconds, one.raw or one.seconds))
+        rows.append((str(one.case), duration(measured), duration(one.modelled), error, by_clock, bounds))
     get_console().print()
-    header = ("pass", "measured", "modelled", "error", f"{LEVEL:.0%} interval [modelled]")
-    print_grid(f"{ranks} Gloo ranks", header, rows)
+    header = ("pass", "measured", "modelled", "error", "clock", f"{LEVEL:.0%} interval")
+    print_grid(f"{ranks} Gloo ranks; clock: the error by times not corrected for the machine's pace", header, rows)
     get_console().print()
     columns = ("passes", "number", "signed bias", "median error", "P90 error", "largest", f"in {LEVEL:.0%} interval")
     print_grid(

@@ -88,6 +88,13 @@ class Machine:
         example=True,
         measured_by="ranks",
     ).with_default(False)
+    cores: int | None = MachineNumber(
+        unit="ranks",
+        meaning="the number of ranks of one node that compute at full speed at the same time; more share them evenly",
+        example=2,
+        default="by default every rank has cores of its own",
+        measured_by="ranks",
+    ).with_default(None)
     merge: float | None = MachineNumber(
         unit="bytes/s",
         meaning="the rate at which one rank merges partial results, counting bytes read and bytes written",

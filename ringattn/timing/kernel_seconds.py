@@ -35,16 +35,13 @@ def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: boo
 def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:
     seconds = pairs = stray_pairs = 0.0
     largest_stray = (0, 0)
-    overhead = times.overhead[backward] / plan.batch
     ring_plan, _ = plan.ring_plan(0)
     for weight, rank, owner in _sample_visits(ring_plan, ranks):
+        seconds += weight * visit_seconds(ring_plan, times, flops, backward, rank, owner)
         for work in ring_plan.demand.batched(rank, owner):
-            seconds += weight * overhead
             for shape, rows, keys, count in lower_to_tiles(work):
-                grid = times.grid(shape, backward)
-                seconds += weight * count * flops / grid.rate(rows, keys)
                 pairs += weight * count
-                if not grid.covers(rows, keys):
+                if not times.grid(shape, backward).covers(rows, keys):
                     stray_pairs += weight * count
                     largest_stray = max(largest_stray, (rows, keys))
     if not pairs:
@@ -58,6 +55,19 @@ def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bo
             "machine.extrapolate=true"
         )
     return seconds / pairs
+
+
+def visit_seconds(ring_plan: Plan, times: KernelTimes, flops: float, backward: bool, rank: int, owner: int) -> float:
+    """Seconds of the kernel for the visit of a rank's queries to an owner's keys, per element of the batch.
+
+    `flops` are the FLOPs of one pair. The overhead of a call is spread over the batch.
+    """
+    seconds = 0.0
+    for work in ring_plan.demand.batched(rank, owner):
+        seconds += times.overhead[backward] / ring_plan.batch
+        for shape, rows, keys, pairs in lower_to_tiles(work):
+            seconds += pairs * flops / times.grid(shape, backward).rate(rows, keys)
+    return seconds
 
 
 def modelled_seconds_per_pair(
@@ -125,7 +135,9 @@ def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:
         return
     pairs = Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs * repeats
     if work.hi is not None:
-        yield "band", rows, max(pairs // (rows * repeats), 1), pairs
+        # A rate counts the pairs that are seen; what a kernel computes beside them goes with the width of the band.
+        width = pairs // (rows * repeats) if work.lo is None else min(work.hi - work.lo + 1, keys)
+        yield "band", rows, max(width, 1), pairs
         return
     assert work.lo is not None
     # The kernels split the work into the keys that every row sees and a triangle.

@@ -71,8 +71,12 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
         return "both directions share a node's NIC"
     if rates.machine.shared_nic and 1 < rates.machine.ranks_per_node < plan.ranks and rates.backward and not band.dense:
         return "messages of the backward share a node's NIC"
+    if rates.cores is not None:
+        return "the ranks of a node share its cores"
     if band.dense and len(ways) <= 1:
         return _make_dense_problem(rates, faults, band, ways)
+    if rates.one_by_one:
+        return "each visit has the measured seconds of its own tiles"
     if plan.ranks > MOST_RANKS:
         return f"visits that differ are counted for at most {MOST_RANKS:,} ranks"
     counts = BandCounts(rates, faults, band.transposed if rates.turned else band, ways)

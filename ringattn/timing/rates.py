@@ -10,8 +10,10 @@ import numpy as np
 
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
+from ..machine.kernel_times import BACKWARD
 from ..machine.machine import Machine
 from .forecast import pair_seconds
+from .kernel_seconds import visit_seconds
 from .solvers.recurrence import Stall
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ Factors = Mapping[int, float] | Sequence[float] | np.ndarray
 #: How often a merge moves the bytes of a visit's partial (out, lse): it reads the partial, and reads and writes the
 #: accumulator.
 MERGE_PASSES = 3
+#: Ranks up to which the visits of a plan are looked at one by one, where the machine has measured kernel times.
+FEW_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,32 @@ class Rates:
     def pair(self) -> float:
         """Seconds of the kernel per (query, key, head, branch) pair, for the whole batch."""
         return pair_seconds(self.plan, self.machine, self.backward)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each visit has the measured seconds of its own tiles, as in plans of few ranks; else the mean."""
+        return self.machine.kernel is not None and self.plan.ranks <= FEW_RANKS
+
+    def visits(self, ring_plan: Plan, visits: Sequence[tuple[int, int]]) -> float:
+        """Seconds of the kernel for some visits, (rank of the queries, rank of the keys) in `ring_plan`."""
+        per_pair = self.pair  # refuses tiles that are far larger than the measured ones
+        if self.machine.kernel is None or not self.one_by_one:
+            return per_pair * sum(ring_plan.demand.pairs(*visit) for visit in visits)
+        flops = 2 * (self.plan.head_dim + self.plan.value_dim) * (BACKWARD if self.backward else 1.0)
+        each = (visit_seconds(ring_plan, self.machine.kernel, flops, self.backward, *visit) for visit in visits)
+        return self.plan.batch * sum(each)
+
+    @property
+    def cores(self) -> int | None:
+        """The cores that the ranks of a node share; None where every rank has its own."""
+        cores, node = self.machine.cores, min(self.machine.ranks_per_node, self.plan.ranks)
+        return None if cores is None or cores >= node else cores
+
+    @property
+    def call(self) -> float:
+        """Seconds of a call beside its visits and messages, which the cores of a node compute for each of its ranks."""
+        node = min(self.machine.ranks_per_node, self.plan.ranks)
+        return (self.machine.call or 0.0) * node / (self.cores or node)
 
     @property
     def turned(self) -> bool:

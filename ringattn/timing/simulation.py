@@ -126,7 +126,7 @@ def _make_timeline(
     plan, machine, seconds = rates.plan, rates.machine, solved.seconds
     solver, why, interval = solved.solver, solved.why, None
     compute, exposed = solved.loads.causes(seconds, solved.peers)
-    exposed |= {"jitter": 0.0, "host": 0.0, "call": machine.call or 0.0}
+    exposed |= {"jitter": 0.0, "host": 0.0, "call": rates.call}
     if sample is not None:
         # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier
         # with jitter, as it ends with the message; then the time is at least what a rank computes.

@@ -126,6 +126,7 @@ ELSEWHERE = (
     "numerics.threads",
     "study.axes",
     "study.together",
+    "machine.cores",  # has an effect with machine.ranks_per_node
     "machine.ranks_per_node",
     "machine.one_gather",
 )

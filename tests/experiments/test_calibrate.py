@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from measured import ROWS, machine, times
@@ -13,6 +14,7 @@ from ringattn.cli.calibrate import _print as print_calibration
 from ringattn.errors import InvalidInput
 from ringattn.experiments.calibrate import fits, noise, validate
 from ringattn.experiments.calibrate.measure import Calibration, list_measured
+from ringattn.experiments.calibrate.measuring_ranks import MeasuringRanks
 from ringattn.experiments.calibrate.passes import Pass, PassCase
 from ringattn.machine.kernel_times import SHAPES
 
@@ -128,11 +130,19 @@ def test_what_nothing_measures_is_not_said_to_be_measured() -> None:
     assert list_measured(values, 2) == ["flops", "bandwidth", "ranks_per_node", "shared_nic"]
 
 
-def test_oversubscribed_cores_are_shared() -> None:
-    assert validate.oversubscription(4, 1, 2, (2, 1)) == 2.0
-    assert validate.oversubscription(2, 1, 2, (2, 1)) == 1.0
-    assert validate.oversubscription(8, 1, 2, (4, 1)) == 2.0
-    assert validate.oversubscription(2, 1, 16, (2, 1)) == 1.0
+def test_times_are_told_at_one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slows down to a half, and half of the way there."""
+    alone = MeasuringRanks(None, torch.device("cpu"))
+    assert alone.correction(lambda: "result") == ("result", 1.0), "without a reference there is no pace"
+    clock = [2.0]
+    monkeypatch.setattr(alone, "time_call", lambda call: call())
+    alone.keep_pace(lambda: clock[0])
+    assert alone.pace == 2.0
+    clock[0] = 4.0
+    assert alone.correction(lambda: "result") == ("result", 0.5)
+    assert alone.time_repeated(lambda: 12.0, 3) == [6.0] * 3
+    alone.keep_pace(lambda: clock[0], pace=1.0)
+    assert alone.correction(lambda: clock.__setitem__(0, 12.0)) == (None, 0.125)
 
 
 @pytest.mark.parametrize("repeat", [1, 2])

@@ -61,6 +61,8 @@ class EventOracle:
         self.busy = [
             [self._busy(rank, k, by_clock[rank].get(k)) for k in range(self.count)] for rank in range(plan.ranks)
         ]
+        if machine.cores is not None:
+            self._share_cores(machine.cores)
         for stall in faults.get("stalls") or ():
             self.busy[stall.rank][stall.step] += stall.seconds
 
@@ -124,6 +126,22 @@ class EventOracle:
                     go_on(rank, now)
         assert all(one.step == self.count for one in ranks), "ranks are stuck"
         return [one.times[-1] for one in ranks]
+
+    def _share_cores(self, cores: int) -> None:
+        """Serve what the ranks of each node do at a step, from one end of a visit to the next."""
+        for clock in range(self.count):
+            for first in range(0, self.plan.ranks, self.machine.ranks_per_node):
+                node = range(first, min(first + self.machine.ranks_per_node, self.plan.ranks))
+                left = {rank: self.busy[rank][clock] for rank in node if self.busy[rank][clock]}
+                now = 0.0
+                while left:
+                    speed = min(1.0, cores / len(left))
+                    shortest = min(left.values())
+                    now += shortest / speed
+                    for rank in [rank for rank, seconds in left.items() if seconds == shortest]:
+                        self.busy[rank][clock] = now
+                        del left[rank]
+                    left = {rank: seconds - shortest for rank, seconds in left.items()}
 
     def busiest(self) -> float:
         """Seconds for which the busiest rank is busy."""

@@ -71,7 +71,10 @@ def test_tiles_are_one_shape_each_with_every_size_once() -> None:
 
 
 def test_a_plan_takes_as_long_as_its_tiles() -> None:
-    """By hand: causal, contiguous, 2 ranks of n rows: two triangles and one dense block."""
+    """By hand: causal, contiguous, 2 ranks of n rows: two triangles and one dense block.
+
+    `simulate` looks at the visits of few ranks one by one; `predict`, and `simulate` of many ranks, take the mean.
+    """
     n, heads = 128, 2
     plan = ra.make_plan(ra.Causal(), tokens=2 * n, ranks=2, schedule="ring", heads=heads, head_dim=64)
     kernel = times(dense=4e10, triangle=1e10, overhead=1e-5)
@@ -81,7 +84,13 @@ def test_a_plan_takes_as_long_as_its_tiles() -> None:
     assert ra.predict(plan, machine(kernel)).compute == pytest.approx(per_pair * (triangle + square))
     # Rank 1 is the last: it sees itself and rank 0.
     timeline = ra.simulate(plan, machine(kernel))
-    assert timeline.seconds == pytest.approx(per_pair * (triangle + square), rel=1e-6)
+    assert timeline.seconds == pytest.approx(2e-5 + 256 * (triangle / 1e10 + square / 4e10), rel=1e-6)
+    # Its call of a second keeps a core busy: of two ranks on one core both take their turn.
+    shared = ra.simulate(plan, machine(kernel, ranks_per_node=2, cores=1, call=1.0))
+    first, second = 2 * (1e-5 + 256 * triangle / 1e10), 1e-5 + 256 * square / 4e10
+    assert shared.seconds == pytest.approx(2.0 + first + second, rel=1e-6)
+    many = ra.make_plan(ra.Causal(), tokens=66 * n, ranks=66, schedule="ring", heads=heads, head_dim=64)
+    assert ra.simulate(many, machine(kernel)).solver != "events"
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 40])

@@ -67,7 +67,7 @@ def draw(count: int) -> Iterator[Drawn]:
             flops=pick.choice([1e6, 1e7]), latency=pick.choice([0.0, 1e-4]), bandwidth=pick.choice([1e5, 1e6, 1e7]),
             ranks_per_node=pick.choice([1, 2, 3, 4]), node_bandwidth=pick.choice([None, 1e7]),
             node_latency=pick.choice([None, 1e-5]), shared_nic=pick.random() < 0.5,
-            merge=pick.choice([None, 1e7]), gamma=pick.choice([None, 0.2]),
+            merge=pick.choice([None, 1e7]), gamma=pick.choice([None, 0.2]), cores={0: 1, 3: 2}.get(seed % 8),
         )  # fmt: skip
         backward = pick.random() < 0.5
         steps = count_steps(plan, backward)
@@ -125,6 +125,10 @@ def mutated_share(uses: Sequence[CardUse]) -> np.ndarray:
     return np.array([use.gap for use in uses])
 
 
+def mutated_cores(seconds: Sequence[float], cores: int) -> list[float]:
+    return [max(1.0, len(seconds) / cores) * each for each in seconds]
+
+
 def mutated_stalls(faults: Faults, steps: int) -> dict[tuple[int, int], float]:
     return {(stall.rank, max(stall.step - 1, 0)): stall.seconds for stall in faults.stalls}
 
@@ -141,6 +145,7 @@ def mutated_arrivals(state: delay.DelayState, sent: NeighborMessages, slot_free:
     ("owner", "name", "mutated"),
     [
         (event_loop, "share_evenly", mutated_share),
+        (event_loop, "share_cores", mutated_cores),
         (event_loop, "_stalls_by_step", mutated_stalls),
         (Ring, "busy", mutated_busy),
         (delay.DelayState, "_find_arrivals", mutated_arrivals),
@@ -148,8 +153,8 @@ def mutated_arrivals(state: delay.DelayState, sent: NeighborMessages, slot_free:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_solvers_are_noticed(owner: Any, name: str, mutated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card that is not shared, a clock one step off, visits that messages do not slow, links that carry any number
-    of messages at once."""
+    """A card that is not shared, cores that ended visits keep, a clock one step off, visits that messages do not slow,
+    links that carry any number of messages at once."""
     monkeypatch.setattr(owner, name, mutated)
     with pytest.raises(AssertionError):
         check_all(40)
@@ -165,6 +170,19 @@ def test_faster_machines_never_take_longer() -> None:
         faster = replace(machine, **{name: factor * value})
         found = simulate(one.plan, faster, backward=one.backward, **one.faults).seconds
         assert found <= slower * (1 + CLOSE), (name, one)
+
+
+def test_more_cores_never_take_longer_and_enough_cores_change_nothing() -> None:
+    for one in draw(40):
+        ranks = one.plan.ranks
+        machine = replace(one.machine, ranks_per_node=ranks)
+        by_cores = {
+            cores: simulate(one.plan, replace(machine, cores=cores), backward=one.backward, **one.faults).seconds
+            for cores in (*range(1, ranks + 2), None)
+        }
+        assert by_cores[ranks] == by_cores[ranks + 1] == by_cores[None]
+        assert all(by_cores[n] >= by_cores[n + 1] * (1 - CLOSE) for n in range(1, ranks)), one
+        assert by_cores[1] <= ranks * by_cores[None] * (1 + CLOSE), "one core takes turns"
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.floats(0, 9)), min_size=1, max_size=6))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 from ...errors import InvalidInput
 from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
+
+#: Standard deviations of a normal distribution between its first and its third quartile.
+QUARTILES_APART = 1.349
 
 
 @dataclass(frozen=True)
@@ -82,29 +85,28 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
 
 
 def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
-    """The share of a message's time by which the message lengthens the visit that hides it, at least 0.
+    """The share of a message's time by which the message lengthens the visit that hides it, 0 to 1.
 
-    `samples` has, for each size, the seconds of (visits alone, messages alone, visits under a message), repetition by
-    repetition. A size gives the median lengthening over the time that visit and message share; the result is the median
-    over sizes.
+    `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended),
+    repetition by repetition. A message that lacks a core during the visit ends after it, and its rank waits for it. A
+    size gives the median lengthening over the time that visit and message share; the result is the median over sizes.
     """
     shares = [
         median(b - a for a, b in zip(visit, together, strict=True)) / min(median(visit), median(message))
         for visit, message, together in samples
     ]
-    return max(0.0, median(shares))
+    return min(max(0.0, median(shares)), 1.0)
 
 
 def fit_jitter(samples: Sequence[Sequence[float]]) -> float:
-    """Standard deviation over mean of repeated times, pooled over the longer half of the measurements.
+    """Standard deviation over mean of repeated times: the median over the longer half of the measurements.
 
-    Each measurement is relative to its own mean. The shorter half is left out: what interrupts a rank for a moment
-    lasts many times as long as the shortest calls.
+    The deviation is that of a normal distribution with the same quartiles: a moment in which the machine does something
+    else is not what varies from visit to visit. The shorter half is left out, as such moments last many times as long
+    as the shortest calls.
     """
-    longest = sorted(samples, key=median)[len(samples) // 2 :]
-    squares = count = 0.0
-    for seconds in longest:
-        middle = sum(seconds) / len(seconds)
-        squares += sum((t / middle - 1) ** 2 for t in seconds)
-        count += len(seconds) - 1
-    return (squares / count) ** 0.5 if count else 0.0
+    longest = [seconds for seconds in sorted(samples, key=median)[len(samples) // 2 :] if len(seconds) > 1]
+    if not longest:
+        return 0.0
+    quartiles = [quantiles(seconds, n=4, method="inclusive") for seconds in longest]
+    return median((third - first) / (QUARTILES_APART * middle) for first, middle, third in quartiles)

@@ -18,6 +18,9 @@ from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
 from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks, Settings
 
+#: Query rows and keys of the reference tile.
+REFERENCE_ROWS = 256
+
 
 def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
     """One work for each point of the grids: dense rows x keys, causal triangles, and bands of `widths` keys per row."""
@@ -94,6 +97,12 @@ def make_call(
                 accumulate(of_keys, call, batch, *key_parts, by_key=True)
 
     return run_backward if backward else run_forward
+
+
+def make_reference(kernel: Kernel, settings: Settings) -> Callable[[], None]:
+    """The call whose seconds tell how fast the machine is at the moment: a small forward of a dense tile on the CPU."""
+    heads, rows = range(settings.heads), range(REFERENCE_ROWS)
+    return make_call(kernel, Work(heads, heads, rows, (rows,)), settings, torch.device("cpu"), backward=False)
 
 
 def time_overheads(

@@ -77,6 +77,8 @@ class _Calibrator:
         settings, ranks = self.settings, self.ranks
         probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=ranks.device)
         kernel = get_kernel(settings.kernel, probe, probe, probe)
+        if ranks.device.type == "cpu":
+            ranks.keep_pace(kernels.make_reference(kernel, settings))
         kernel_times = self.measure_kernels(kernel)
         self.measure_merging()
         if ranks.size > 1:
@@ -123,6 +125,8 @@ class _Calibrator:
         if ranks.nodes == 1 or ranks.ranks_per_node == 1:  # one kind of links
             self._measure_shift("", within_node=ranks.ranks_per_node > 1)
             self.values["node_latency"] = self.values["node_bandwidth"] = None
+            if ranks.device.type == "cpu":
+                self.values["cores"] = max(ranks.cores, ranks.ranks_per_node)
         else:
             self._measure_shift("", within_node=False)
             self._measure_shift("node_", within_node=True)
@@ -146,7 +150,7 @@ class _Calibrator:
         self.samples["overlap"] = [asdict(overlap) for overlap in overlaps]
         # Without the smallest block, whose message takes longer than its visit: a ring is not meant for such blocks.
         self.values["gamma"] = fit_interference(
-            [(overlap.visit, overlap.message, overlap.together) for overlap in overlaps[1:]]
+            [(overlap.visit, overlap.message, overlap.both) for overlap in overlaps[1:]]
         )
 
     def measure_calls(self, machine: Machine) -> Machine:
@@ -169,12 +173,12 @@ class _Calibrator:
 def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
     """The names of `values` that were measured.
 
-    On one node, nothing measures `ranks_per_node` and `shared_nic`: they are assumed.
+    On one node, nothing measures `ranks_per_node` and `shared_nic`: they are assumed. `cores` are counted.
     """
     return [
         name
         for name, value in values.items()
-        if value is not None and (nodes > 1 or name not in ("ranks_per_node", "shared_nic"))
+        if value is not None and name != "cores" and (nodes > 1 or name not in ("ranks_per_node", "shared_nic"))
     ]
 
 

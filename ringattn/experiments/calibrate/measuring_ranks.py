@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +21,8 @@ T = TypeVar("T")
 ENOUGH, MOST_REPETITIONS = 0.1, 50
 #: A measurement is spread over this many rounds, so that a moment in which the machine is busy spoils only one of them.
 ROUNDS = 3
+#: Runs of the reference call before, and after, what it belongs to.
+REFERENCE_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,40 @@ class MeasuringRanks:
         self.transport, self.device = transport, device
         self.rank, self.size = (0, 1) if transport is None else (transport.rank, transport.size)
         self.ranks_per_node = ranks_per_node or self.size
+        #: Ranks of a node that compute at full speed at the same time.
+        self.cores = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
+        self._reference: Callable[[], Any] | None = None
+        #: Seconds of the reference call while the machine runs as fast as all times are told for; None: not known.
+        self.pace: float | None = None
+
+    def keep_pace(self, reference: Callable[[], Any], pace: float | None = None) -> None:
+        """Tell all later times as if the machine always ran `reference` in `pace` seconds; None: in what it takes now.
+
+        A CPU that is shared with others, or becomes hot, runs slower for minutes: that is not a property of a pass.
+        """
+        self._reference = reference
+        self._time_reference()
+        self.pace = median(self._time_reference() for _ in range(2 * REFERENCE_RUNS)) if pace is None else pace
+
+    def correction(self, call: Callable[[], T]) -> tuple[T, float]:
+        """The result of a call that all ranks begin together, and the factor on seconds measured in it.
+
+        The factor is the pace over the seconds of the reference call right before and after; 1 without a reference.
+        """
+        if self.pace is None:
+            self.barrier()
+            return call(), 1.0
+        before = self._time_reference()
+        result = call()
+        return result, 2 * self.pace / (before + self._time_reference())
+
+    def _time_reference(self) -> float:
+        """Median seconds of the reference call, on as many ranks at once as there are cores."""
+        assert self._reference is not None
+        self.barrier()  # a rank that still computes would slow the reference down
+        busy = self.rank % self.ranks_per_node < self.cores
+        seconds = [self.time_call(self._reference) for _ in range(REFERENCE_RUNS)] if busy else []
+        return median(t for of_rank in self.gather(seconds) for t in of_rank)
 
     @property
     def nodes(self) -> int:
@@ -98,9 +136,8 @@ class MeasuringRanks:
         self.barrier()
         first = max(self.gather(sum(self.time_call(call) for call in calls)))
         count = max(least, min(MOST_REPETITIONS, int(enough / first)))
-        self.barrier()
-        rounds = [[self.time_call(call) for call in calls] for _ in range(count)]
-        return tuple(list(seconds) for seconds in zip(*rounds, strict=True))
+        rounds, factor = self.correction(lambda: [[self.time_call(call) for call in calls] for _ in range(count)])
+        return tuple([factor * t for t in seconds] for seconds in zip(*rounds, strict=True))
 
     def start_messages(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> Any:
         """Start one message to and from each peer, by the peers' ranks; returns a ticket for `finish_messages`."""

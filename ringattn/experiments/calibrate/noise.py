@@ -20,7 +20,7 @@ GRID = (
     ("Causal() & Window(255)", "contiguous"),
 )
 #: Least repetitions of the passes with little work.
-SHORT_REPETITIONS = 20
+SHORT_REPETITIONS = 10
 
 
 def sizes_between(rows: Sequence[int]) -> list[int]:
@@ -40,7 +40,7 @@ def measure_short_passes(
     Passes without any work would take less: where ranks compute, their threads for messages wait for a core.
     """
     often = replace(settings, repeat=max(settings.repeat, SHORT_REPETITIONS))
-    return measure_passes(ranks, list_cases(GRID[:1], rows[:2], ranks.size), machine, often)
+    return measure_passes(ranks, list_cases(GRID, rows[:2], ranks.size), machine, often)
 
 
 def fit_call_overhead(passes: Sequence[Pass]) -> float:

@@ -45,11 +45,15 @@ class PassCase:
 
 @dataclass(frozen=True)
 class Pass:
-    """A measured case: the seconds of each run, and the modelled seconds."""
+    """A measured case: the seconds of each run, corrected for the pace of the machine, and the modelled seconds.
+
+    `raw` are the seconds of each run as the clock told them; () where they are the same.
+    """
 
     case: PassCase
     seconds: tuple[float, ...]
     modelled: float
+    raw: tuple[float, ...] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -59,7 +63,8 @@ class Pass:
     @property
     def record(self) -> dict[str, Any]:
         """The pass as plain data."""
-        return {**asdict(self.case), "seconds": list(self.seconds), "modelled": self.modelled}
+        seconds = {"seconds": list(self.seconds), "raw": list(self.raw or self.seconds)}
+        return {**asdict(self.case), **seconds, "modelled": self.modelled}
 
 
 def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
@@ -73,24 +78,29 @@ def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int)
 
 
 def measure_passes(
-    ranks: MeasuringRanks, cases: Sequence[PassCase], machine: Machine, settings: Settings, slow: float = 1.0
+    ranks: MeasuringRanks, cases: Sequence[PassCase], machine: Machine, settings: Settings
 ) -> list[Pass]:
     """The cases, measured in `settings.repeat` rounds over all cases, and modelled on `machine`. Collective.
 
-    `slow` is a factor on the modelled visits of all ranks. Each run has tensors of its own: where the allocator puts
+    The ranks are those of one node, whose cores they share. Each run has tensors of its own: where the allocator puts
     them affects a short pass strongly.
     """
     rounds = [[_time_pass(ranks, case, settings) for case in cases] for _ in range(settings.repeat)]
+    machine = machine.changed(ranks_per_node=ranks.ranks_per_node)
     passes = []
-    for case, seconds in zip(cases, zip(*rounds, strict=True), strict=True):
-        plan = case.plan(ranks.size, settings)
-        modelled = simulate(plan, machine, backward=case.backward, slow=[slow] * ranks.size)
-        passes.append(Pass(case, seconds, modelled.seconds))
+    for case, runs in zip(cases, zip(*rounds, strict=True), strict=True):
+        raw, factors = zip(*runs, strict=True)
+        corrected = tuple(seconds * factor for seconds, factor in runs)
+        modelled = simulate(case.plan(ranks.size, settings), machine, backward=case.backward)
+        passes.append(Pass(case, corrected, modelled.seconds, raw if set(factors) != {1.0} else ()))
     return passes
 
 
-def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> float:
-    """Seconds of a pass after a warm-up, by the clock of rank 0, between two barriers: the slowest rank counts."""
+def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> tuple[float, float]:
+    """Seconds of a pass after a warm-up, of the slowest rank by its own clock; all ranks begin after a barrier.
+
+    Also the factor on these seconds that corrects them for the pace of the machine.
+    """
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)
     q, k, v, grad = (torch.randn(shape, device=ranks.device).to(settings.torch_dtype) for _ in range(4))
@@ -103,19 +113,17 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> flo
             q, k, v, plan.pattern, layout=plan.layout, schedule="ring", kernel=kernel, transport=transport
         )
 
-    def time_once() -> float:
+    def time_once() -> tuple[float, float]:
         out = attend() if case.backward else None
-        ranks.barrier()
 
         def run() -> None:
             if out is None:
                 attend()
             else:
                 torch.autograd.grad(out, (q, k, v), grad)
-            ranks.synchronize()
-            ranks.barrier()
 
-        return ranks.time_call(run)
+        return ranks.correction(lambda: ranks.time_call(run))
 
     time_once()
-    return ranks.gather(time_once())[0]
+    seconds, factor = time_once()
+    return max(ranks.gather(seconds)), factor

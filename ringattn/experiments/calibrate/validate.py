@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
 
@@ -79,14 +79,10 @@ def summarise_groups(passes: Sequence[Pass], machine: Machine, ranks: int) -> di
     for rows in sorted({each.case.tokens // ranks for each in passes}):
         groups[f"{plural(rows, 'row')} per rank"] = [p for p in passes if p.case.tokens // ranks == rows]
     groups["pattern held out"] = [p for p in passes if p.case.pattern in held]
+    groups["all, pace not corrected"] = [replace(p, seconds=p.raw) for p in passes if p.raw]
     return {name: summarise_errors(group, machine) for name, group in groups.items() if group}
 
 
 def validation_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
     """The cases of a validation on so many ranks: the patterns of a calibration, and those held out."""
     return list_cases((*GRID, *HELD_OUT_GRID), rows, ranks)
-
-
-def oversubscription(ranks: int, threads: int, cores: int, calibrated: tuple[int, int]) -> float:
-    """By which factor visits of `ranks` x `threads` on `cores` are slower than in a calibration of (ranks, threads)."""
-    return max(1.0, ranks * threads / cores) / max(1.0, calibrated[0] * calibrated[1] / cores)

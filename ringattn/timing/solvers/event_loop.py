@@ -24,6 +24,7 @@ from ..resources import Loads, Traffic
 from .base import Solved
 from .jitter import draw_factors
 from .shared_cards import CardUse, share_evenly
+from .shared_cores import share_cores
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
@@ -255,8 +256,29 @@ def _prepare(
             interference = rates.gamma * min(visit, max((message.seconds for message in posts), default=0.0))
             loads.interference[index] += interference
             rank.busy[number] += interference
+    if rates.cores is not None:
+        _share_cores(rates.cores, rates.machine.ranks_per_node, ranks, loads, stalls)
     sizes = [size for size in link_bytes.values() if size]
     return ranks, loads, Traffic(sum(sizes), max(sizes, default=0), len(sizes), message_count)
+
+
+def _share_cores(
+    cores: int, ranks_per_node: int, ranks: list[_RankProgress], loads: Loads, stalls: dict[tuple[int, int], float]
+) -> None:
+    """Lengthen what the ranks of a node do at one step of the pass, but for stalls, as far as they share the cores.
+
+    In the loads, all waiting for a core counts as visits.
+    """
+    at_step: defaultdict[tuple[int, int], list[tuple[int, int, float]]] = defaultdict(list)
+    for index, rank in enumerate(ranks):
+        for number, clock in enumerate(rank.clock):
+            alone = rank.busy[number] - stalls.get((index, clock), 0.0)
+            if alone > 0:
+                at_step[index // ranks_per_node, clock].append((index, number, alone))
+    for works in at_step.values():
+        for (index, number, alone), shared in zip(works, share_cores([work[2] for work in works], cores), strict=True):
+            ranks[index].busy[number] += shared - alone
+            loads.compute[index] += shared - alone
 
 
 def _list_steps(rates: Rates) -> tuple[int, list[tuple[Step, ...]], dict[int, int]]:
@@ -294,7 +316,7 @@ def _busy_seconds(
     """Seconds of the visits of a step, and of merging their results."""
     ring_plan, step_visits = visits(rates.plan, index, step, rates.backward)
     slow = faults.factor(index)
-    compute = slow * rates.pair * sum(ring_plan.demand.pairs(*visit) for visit in step_visits)
+    compute = slow * rates.visits(ring_plan, step_visits)
     if noise is not None and rates.machine.jitter:
         compute *= float(draw_factors(rates.machine.jitter, noise, 1)[0])
     rows = sum(

@@ -124,10 +124,10 @@ def _find_dependence(rates: Rates, size: int) -> int:
     """The distance in ranks up to which a finish may depend on other ranks.
 
     To the distance that chains of messages reach is added: a message's time depends on what both ends, and with a
-    shared card the nodes of both ends, post with it; the posts on what ranks see, and whether ranks see as much as
-    others do on whether the sequence ends where they look.
+    shared card the nodes of both ends, post with it, and a visit on shared cores on the visits of its node; the posts
+    on what ranks see, and whether ranks see as much as others do on whether the sequence ends where they look.
     """
-    nodes = 2 * size if rates.machine.shared_nic else 0  # a period is made of whole nodes
+    nodes = 2 * size if rates.machine.shared_nic or rates.cores else 0  # a period is made of whole nodes
     start = rates.plan.ranks // 2 // size * size
     farthest: defaultdict[int, int] = defaultdict(int)
     reach = 0
