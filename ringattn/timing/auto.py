@@ -76,8 +76,8 @@ def choose(
 ) -> Plan:
     """The best plan of all `layouts` with the schedules `names` (None: those of `auto`), with its `choice`. Pure.
 
-    `make` makes the plan of a layout and a schedule. No clock is read, so that all ranks choose alike. A schedule is
-    taken only where the ring on the same layout was estimated, too, or where the schedule was named.
+    `make` makes the plan of a layout and a schedule. No clock is read, so that all ranks choose alike. A schedule that
+    was not named is taken only where the ring on the same layout was estimated, or was left out by its bound.
     """
     first = make(layouts[0], names[0] if names else "ring")
     reason = _explain_idle(first)
