@@ -184,7 +184,7 @@ class Advice:
             for offer in self.question.offers
             for line in explain_too_large(self.found[offer.name, self.question.gpus], offer)
         ] + [
-            f"{offer.name}: nothing fits on {' or '.join(map(str, none))} GPUs"
+            f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
             for offer in self.question.offers
             if (none := [gpus for gpus in self.question.counts if not self.found[offer.name, gpus].best])
         ]
