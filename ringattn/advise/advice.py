@@ -184,9 +184,9 @@ class Advice:
             for offer in self.question.offers
             for line in explain_too_large(self.found[offer.name, self.question.gpus], offer)
         ] + [
-            f"{name}: nothing fits on {plural(gpus, 'GPU')}"
-            for (name, gpus), found in self.found.items()
-            if not found.best
+            f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
+            for offer in self.question.offers
+            if (none := [gpus for gpus in self.question.counts if not self.found[offer.name, gpus].best])
         ]
 
     @property

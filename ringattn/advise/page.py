@@ -101,7 +101,8 @@ def _pareto(figure: Any, advice: Advice) -> None:
         points = [(one.seconds / 3600, one.cost) for one in advice.all if one.offer.name == name]
         axes.plot(*zip(*points, strict=True), MARKERS[i % len(MARKERS)], color=COLOURS[i % 10], label=name, alpha=0.7)
     front = [(one.seconds / 3600, one.cost) for one in advice.pareto]
-    axes.plot(*zip(*front, strict=True), "--", color=COLOURS[3], label="Pareto front")
+    ring = {"markersize": 9, "markerfacecolor": "none"}  # a front of one point has no line
+    axes.plot(*zip(*front, strict=True), "o--", color=COLOURS[3], label="Pareto front", **ring)
     for candidate in advice.pareto[:4]:
         axes.annotate(f"{candidate.parallel.gpus} GPUs", (candidate.seconds / 3600, candidate.cost), fontsize=7)
     axes.set_xscale("log", base=2)

@@ -15,7 +15,8 @@ from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..models.config import ModelConfig, load_model
 from ..models.inference import InferenceEstimate, decode, prefill
 from ..models.parallel import Parallel
-from ..models.training import StepEstimate, training_step
+from ..models.pipeline import Pipeline, pipelined_step
+from ..models.training import StepEstimate
 from ..progress import listening
 from ..reporting.console import Number, print_grid, print_numbers, print_paragraph
 from ..reporting.progress_bar import show_progress
@@ -25,15 +26,18 @@ from ..timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
 PHASES = ("training", "prefill", "decode")
 #: What no formula of models/ covers.
 NOT_MODELLED = (
-    "pipeline and expert parallelism, gradient accumulation, reading of data, kernels' starts outside attention, "
-    "collectives that slow down each other or the messages of the ring (docs/models_cost.md)"
+    "expert parallelism, gradient accumulation without a pipeline, messages between stages, reading of data, kernels' "
+    "starts outside attention, collectives that slow down each other or the messages of the ring (docs/models_cost.md)"
 )
 
 
 def main(config: SimulateConfig) -> None:
     """Print the tables of a model's phase; write the numbers as JSON to a path."""
     if config.study.axes or config.study.together:
-        raise InvalidInput("model= has no study, and no -m; give one value for each key, or loop over the command")
+        raise InvalidInput(
+            "model= has no study, no experiment of a study, and no -m; give one value for each key and loop over the "
+            "command with --json, or let ringattn advise compare: its page has tokens by GPUs"
+        )
     if config.phase not in PHASES:
         raise InvalidInput(
             f"phase={config.phase}: {did_you_mean(config.phase, PHASES)}expected one of {', '.join(PHASES)}"
@@ -55,9 +59,10 @@ def main(config: SimulateConfig) -> None:
         shard=config.sharding,
         rows=config.batch,
     )
-    machine = config.machine.made(ranks=parallel.gpus)
+    pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
+    machine = config.machine.made(ranks=parallel.gpus * pipeline.stages)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
-        estimate = _estimate(config, model, machine, parallel)
+        estimate = _estimate(config, model, machine, parallel, pipeline)
     if isinstance(estimate, StepEstimate):
         numbers = [*_step_numbers(estimate), *_cost_numbers(estimate)]
     else:
@@ -69,11 +74,11 @@ def main(config: SimulateConfig) -> None:
 
 
 def _estimate(
-    config: SimulateConfig, model: ModelConfig, machine: Machine, parallel: Parallel
+    config: SimulateConfig, model: ModelConfig, machine: Machine, parallel: Parallel, pipeline: Pipeline
 ) -> StepEstimate | InferenceEstimate:
     """What the phase takes."""
     if config.phase == "training":
-        return training_step(model, machine, config.size(), parallel, config.dtype)
+        return pipelined_step(model, machine, config.size(), parallel, pipeline, config.dtype)
     if config.phase == "prefill":
         return prefill(model, machine, config.size(), parallel, config.dtype)
     return decode(model, machine, config.size(), config.batch, parallel, config.dtype)
@@ -89,8 +94,8 @@ def _print(
     """Print the question, the tables of time and memory, and what follows from them."""
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
-        f"{plural(config.size(), 'token')} on {plural(parallel.gpus, 'GPU')} of {_name(config)}, cp={parallel.cp} "
-        f"dp={parallel.dp} tp={parallel.tp}, {config.dtype}"
+        f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {_name(config)}, cp={parallel.cp} "
+        f"dp={parallel.dp} tp={parallel.tp} pp={config.pp}, {config.dtype}"
         + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
     )
     if estimate.plan:
@@ -101,7 +106,11 @@ def _print(
     print_grid("", ("memory of a GPU [modelled]", "bytes"), [*memory, ("sum", size(sum(estimate.memory.values())))])
     counted = Number("parameters", f"{model.parameters:,}, {model.active_parameters:,} with each token", "counted")
     print_numbers("", [counted, *numbers])
-    band = describe_band(estimate.machine.preset, parallel.rows * -(-config.size() // parallel.cp))
+    if model.mlp_item is not None:
+        kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
+        print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
+    rows = parallel.rows // (config.micro_batches or (parallel.rows if config.pp > 1 else 1))
+    band = describe_band(estimate.machine.preset, rows * -(-config.size() // parallel.cp))
     if band and config.phase != "decode":
         print_paragraph(f"note: attention on {band}; all else has no published measurement")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
@@ -180,7 +189,11 @@ def _record(
         "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
         "phase": config.phase,
         "tokens": config.size(),
-        "parallel": {**asdict(parallel), "gpus": parallel.gpus},
+        "parallel": {
+            **asdict(parallel),
+            **{name: getattr(config, name) for name in ("pp", "micro_batches", "interleaved")},
+            "gpus": estimate.gpus,
+        },
         "machine": {
             name: {"value": getattr(estimate.machine, name), "source": estimate.machine.source(name)}
             for name in MACHINE_NUMBERS

@@ -22,7 +22,8 @@ Config = TypeVar("Config", SimulateConfig, CalibrateConfig)
 #: Settings of the timing model.
 _TIMING_KEYS = ("slow", "slow_links", "stalls", "passes", "solver")
 #: Settings of `simulate model=`.
-_MODEL_KEYS = ("phase", "cp", "dp", "tp", "checkpointing", "sharding")
+_PIPELINE_KEYS = ("pp", "micro_batches", "interleaved")
+_MODEL_KEYS = ("phase", "cp", "dp", "tp", "checkpointing", "sharding", *_PIPELINE_KEYS)
 #: The modes of `simulate`, each with the keys that the mode does not read.
 MODES: dict[str, tuple[str, ...]] = {
     "timing": ("validate", "numerics"),
@@ -39,12 +40,12 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 #: Keys that `simulate` does not read beside model=, which has sizes and a mask of its own, and in some phases.
 PLAN_KEYS = (
-    *("mode", "validate", "numerics", "shard", "pattern", "ranks", "heads", "kv_heads", "head_dim"),
+    *("mode", "experiment", "validate", "numerics", "shard", "pattern", "ranks", "heads", "kv_heads", "head_dim"),
     *("comm_dtype", "rotate", "backward", "seed", *_TIMING_KEYS),
 )
 PHASE_KEYS = {
-    "prefill": ("checkpointing", "sharding"),
-    "decode": ("checkpointing", "sharding", "layout", "schedule"),
+    "prefill": ("checkpointing", "sharding", *_PIPELINE_KEYS),
+    "decode": ("checkpointing", "sharding", "layout", "schedule", *_PIPELINE_KEYS),
 }
 #: Keys that mode=validate does not read beside machine.path: the machine file says what was calibrated.
 MACHINE_FILE_KEYS = ("heads", "head_dim", "dtype")

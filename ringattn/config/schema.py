@@ -169,6 +169,9 @@ class SimulateConfig(ProblemSizes):
     cp: int = 1
     dp: int = 1
     tp: int = 1
+    pp: int = 1
+    micro_batches: int | None = None
+    interleaved: int = 1
     checkpointing: str = "full"
     sharding: str = "weights"
     validate: ValidateGroup = field(default_factory=ValidateGroup)

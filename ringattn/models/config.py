@@ -39,6 +39,10 @@ class ModelConfig:
     #: Parameters of a layer beside its matrices (norms, biases, sinks), without those of experts, and of one expert.
     vectors: int = 0
     expert_vectors: int = 0
+    #: Bytes of a weight as stored for inference, of the matrices of experts (of the MLP) and of attention; None: those
+    #: of the activations. Training holds weights in the dtype of the activations.
+    mlp_item: float | None = None
+    attention_item: float | None = None
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "experts_per_token")
@@ -96,6 +100,13 @@ class ModelConfig:
         """All parameters: layers, final norm, embedding, and the output matrix unless it is the embedding."""
         return self.layers * self.layer + self.hidden + self.table * (1 if self.tied else 2)
 
+    def stored_bytes(self, item: int) -> float:
+        """Bytes of all weights as stored for inference; `item` bytes of a weight that is not quantized."""
+        mlp = self.layers * self.experts * (self.expert - self.expert_vectors)
+        attention = self.layers * self.attention_matrices
+        fewer = mlp * (item - (self.mlp_item or item)) + attention * (item - (self.attention_item or item))
+        return item * self.parameters - fewer
+
     @property
     def active_parameters(self) -> int:
         """Parameters that compute with each token: without the embedding's rows, and without experts not chosen."""
@@ -105,12 +116,36 @@ class ModelConfig:
 
 #: Keys of a Hugging Face config that every model needs.
 _NEEDED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+#: What published configs leave out, by model type: the defaults of transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_experts_per_tok": 8},
+}
 #: Keys whose value changes the model in a way that is not modelled, with the values that change nothing.
 _PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu", "gelu", "gelu_pytorch_tanh"),
     "mlp_bias": (None, False),
     "num_shared_experts": (None, 0),
-    "quantization_config": (None,),
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+    "use_bidirectional_attention": (None, False),
+}
+#: By quant_method: bytes of a stored weight of the MLP's matrices and of those of attention.
+_STORED: dict[str, tuple[float | None, float | None]] = {
+    "mxfp4": (17 / 32, None),  # 32 numbers of 4 bits share a scale of 8 bits (OCP Microscaling Formats 1.0)
+    "fp8": (1 + 4 / 128**2, 1 + 4 / 128**2),  # blocks of 128 x 128 share an fp32 scale
+}
+#: Why a model type is not modelled.
+_NOT_MODELLED = {
+    "deepseek_v2": "it has latent attention (MLA) and shared experts",
+    "deepseek_v3": "it has latent attention (MLA) and shared experts",
+    "kimi_k2": "it has latent attention (MLA) and shared experts",
+    "llama4": "it attends within chunks, and has shared experts",
+    "llama4_text": "it attends within chunks, and has shared experts",
+    "qwen2_moe": "it has shared experts",
+    "qwen3_next": "it has linear attention and shared experts",
+    "gemma3n": "its layers have inputs of their own and share keys and values",
 }
 
 
@@ -125,35 +160,58 @@ _VECTORS: dict[str, Callable[[Mapping[str, Any], int, int], int]] = {
     "mistral": lambda c, q, kv: 2 * c["hidden_size"],
     "mixtral": lambda c, q, kv: 2 * c["hidden_size"],
     "qwen2": lambda c, q, kv: 2 * c["hidden_size"] + q + 2 * kv,
+    "phi3": lambda c, q, kv: 2 * c["hidden_size"],
     "qwen3": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["head_dim"],
+    "qwen3_moe": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["head_dim"],
+    "gemma": _llama_vectors,
+    "gemma3_text": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["hidden_size"] + 2 * c["head_dim"],
     "gemma2": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["hidden_size"],
     "gpt_oss": lambda c, q, kv: _llama_vectors(c, q, kv) + c["num_attention_heads"] + c["num_local_experts"],
 }
 #: Types whose models tie the embedding and the output unless their config says otherwise.
-_TIED = ("gemma2",)
+_TIED = ("gemma", "gemma2", "gemma3_text")
 
 
 def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
     """The model of a Hugging Face config.json. Raises InvalidInput for keys that are missing or not modelled."""
-    missing = [key for key in _NEEDED if config.get(key) is None]
-    if missing:
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and config.get("hidden_size") is None:  # a model of texts and images: its text part
+        kind = inner.get("model_type") or f"{config.get('model_type')}_text"
+        quantized = config.get("quantization_config")
+        config = {"quantization_config": quantized, **inner, "model_type": kind}
+    kind = None if config.get("model_type") is None else str(config["model_type"])
+    if kind in _NOT_MODELLED:
         raise InvalidInput(
-            f"model {name}: the config has no {', '.join(missing)}; give the config.json of a decoder-only model, "
-            f"which has {', '.join(_NEEDED)}"
+            f"model {name}: model_type={kind!r} is not modelled, as {_NOT_MODELLED[kind]}; try one of "
+            f"{', '.join(_VECTORS)}"
         )
-    kind = config["model_type"]
-    if kind not in _VECTORS:
+    if kind is not None and kind not in _VECTORS:
         raise InvalidInput(
             f"model {name}: model_type={kind!r} is not modelled; {did_you_mean(kind, _VECTORS)}expected one of "
             f"{', '.join(_VECTORS)}, or make a ringattn.models.config.ModelConfig"
         )
+    config = {**_DEFAULTS.get(kind or "", {}), **{key: value for key, value in config.items() if value is not None}}
+    columns = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    missing = [key for key in (*_NEEDED, columns) if key not in config]
+    if missing or kind is None:
+        raise InvalidInput(
+            f"model {name}: the config has no {', '.join(missing)}; give the config.json of a decoder-only model, "
+            f"which has {', '.join(_NEEDED)}"
+        )
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise InvalidInput(f"model {name}: {key}={config[key]!r} is not modelled; leave it out of the config")
-    heads, experts = config["num_attention_heads"], config.get("num_local_experts") or 1
+    numbers = (*_NEEDED[1:], columns, "num_key_value_heads", "num_local_experts", "num_experts", "head_dim")
+    sizes = [key for key in numbers if key in config]
+    wrong = [key for key in sizes if isinstance(config[key], bool) or not isinstance(config[key], int | float)]
+    if wrong or not config["num_attention_heads"]:
+        key = (wrong or ["num_attention_heads"])[0]
+        raise InvalidInput(f"model {name}: {key}={config[key]!r} must be a whole number >= 1; correct the config")
+    heads, experts = config["num_attention_heads"], config.get("num_local_experts") or config.get("num_experts") or 1
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
     chosen = config.get("num_experts_per_tok") or 1
+    mlp_item, attention_item = _stored_items(config, name)
     vectors = _VECTORS[kind]({**config, "head_dim": head_dim}, heads * head_dim, kv_heads * head_dim)
     return ModelConfig(
         name=name,
@@ -162,7 +220,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp=config["intermediate_size"],
+        mlp=config[columns],
         vocab=config["vocab_size"],
         experts=experts,
         experts_per_token=chosen,
@@ -172,7 +230,23 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         vectors=vectors,
         expert_vectors=2 * config["intermediate_size"] + config["hidden_size"] if kind == "gpt_oss" else 0,
+        mlp_item=mlp_item,
+        attention_item=attention_item,
     )
+
+
+def _stored_items(config: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
+    """Bytes of a stored weight of the MLP's matrices and of those of attention; None: not quantized."""
+    quantized = config.get("quantization_config")
+    if quantized is None:
+        return None, None
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+    if method not in _STORED:
+        raise InvalidInput(
+            f"model {name}: quantization_config with quant_method={method!r} is not modelled; expected one of "
+            f"{', '.join(_STORED)}, or leave quantization_config out for weights in the dtype of the activations"
+        )
+    return _STORED[method]
 
 
 def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
@@ -185,6 +259,9 @@ def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
             return (None,) * layers
         if config["model_type"] in ("gpt_oss", "gemma2"):  # these alternate, and begin with a window
             return tuple(None if layer % 2 else window for layer in range(layers))
+        if config["model_type"] == "gemma3_text":  # every sixth layer sees all tokens
+            every = config.get("sliding_window_pattern", 6)
+            return tuple(None if (layer + 1) % every == 0 else window for layer in range(layers))
         first = config.get("max_window_layers", 0) if qwen else 0
         return tuple(None if layer < first else window for layer in range(layers))
     unknown = sorted({*types} - {"full_attention", "sliding_attention"})
@@ -223,6 +300,7 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
         "num_experts_per_tok": 4,
         "sliding_window": 128,
         "attention_bias": True,
+        "quantization_config": {"quant_method": "mxfp4"},
     }
 
 

@@ -36,8 +36,18 @@ def memory_bandwidth(machine: Machine) -> float:
     return 2 * machine.merge
 
 
-def matmul_seconds(machine: Machine, rows: float, columns: float, inner: float, item: int, count: float = 1) -> float:
+def matmul_seconds(
+    machine: Machine,
+    rows: float,
+    columns: float,
+    inner: float,
+    item: int,
+    count: float = 1,
+    stored: float | None = None,
+) -> float:
     """Seconds of `count` products [rows, inner] x [inner, columns] at once, of operands of `item` bytes.
+
+    `stored` are the bytes of each weight, [inner, columns], in memory; None: `item`.
 
     The longer of computing, 2 rows columns inner / (rate x fill), and of moving both operands and the result through
     memory. `fill` = n / (n + slots / 4) for n tiles of the result, as for the thread blocks of attention.
@@ -47,7 +57,7 @@ def matmul_seconds(machine: Machine, rows: float, columns: float, inner: float, 
     idle = 0.0 if rates is None else rates.slots / 4
     rate = machine.matmul or machine.flops
     computing = 2.0 * count * rows * columns * inner / rate * (1 + idle / max(tiles, 1))
-    moved = count * item * (rows * inner + inner * columns + rows * columns)
+    moved = count * (item * (rows * inner + rows * columns) + (stored or item) * inner * columns)
     return max(computing, moved / memory_bandwidth(machine))
 
 

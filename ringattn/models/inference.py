@@ -139,7 +139,7 @@ def _memory(
     model: ModelConfig, machine: Machine, parallel: Parallel, tokens: int, rows: int, item: int
 ) -> dict[str, int]:
     return {
-        "weights": ceil(item * model.parameters / parallel.tp),
+        "weights": ceil(model.stored_bytes(item) / parallel.tp),
         "keys and values": kv_bytes(model, parallel, tokens, rows, item),
         "reserved": int(RESERVED * (machine.memory or 0)),
     }

@@ -41,15 +41,19 @@ class LayerCosts:
         """Query heads of one rank."""
         return self.model.heads // self.parallel.tp
 
-    def _matmul(self, columns: float, inner: float, rows: float | None = None, count: float = 1) -> float:
-        return matmul_seconds(self.machine, self.rows if rows is None else rows, columns, inner, self.item, count)
+    def _matmul(
+        self, columns: float, inner: float, rows: float | None = None, count: float = 1, stored: float | None = None
+    ) -> float:
+        rows = self.rows if rows is None else rows
+        return matmul_seconds(self.machine, rows, columns, inner, self.item, count, stored)
 
     @cached_property
     def projections(self) -> float:
         """Seconds of the projections to q, k, v and from the output of attention."""
         model = self.model
-        columns = (self.heads + 2 * self.kv_heads) * model.head_dim
-        return self._matmul(columns, model.hidden) + self._matmul(model.hidden, self.heads * model.head_dim)
+        columns, stored = (self.heads + 2 * self.kv_heads) * model.head_dim, model.attention_item
+        out = self._matmul(model.hidden, self.heads * model.head_dim, stored=stored)
+        return self._matmul(columns, model.hidden, stored=stored) + out
 
     @cached_property
     def mlp(self) -> float:
@@ -59,9 +63,10 @@ class LayerCosts:
         chosen = self.rows * model.experts_per_token
         used = min(model.experts, chosen)
         rows = chosen / used
-        wide = self._matmul((2 if model.gated else 1) * columns, model.hidden, rows, used)
+        stored = model.mlp_item
+        wide = self._matmul((2 if model.gated else 1) * columns, model.hidden, rows, used, stored)
         router = self._matmul(model.experts, model.hidden) if model.experts > 1 else 0.0
-        return wide + self._matmul(model.hidden, columns, rows, used) + router
+        return wide + self._matmul(model.hidden, columns, rows, used, stored) + router
 
     @cached_property
     def norms(self) -> float:

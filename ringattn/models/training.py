@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from ..dtypes import ITEM_BYTES
@@ -142,7 +142,8 @@ def step_with_attention(
     layers: list[tuple[int, LayerAttention]],
 ) -> StepEstimate:
     """The step with given (number of layers, attention of such a layer). Neither seconds nor bytes of the step fall
-    where those of the attention rise."""
+    where those of the attention rise. Weights have the dtype of the activations, however they are published."""
+    model = replace(model, mlp_item=None, attention_item=None)
     costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
     sequences = parallel.rows * parallel.dp
     pairs = sum(count * one.pairs for count, one in layers)

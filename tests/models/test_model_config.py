@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ def test_models_have_the_published_parameters() -> None:
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
         ("qwen2", {"use_sliding_window": False}),
         ("qwen3", {"use_sliding_window": False}),
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
         ("gemma2", {"sliding_window": 8}),
+        ("gemma3_text", {"sliding_window": 8}),
+        ("phi3", {"sliding_window": 8}),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     ],
 )
@@ -60,7 +64,27 @@ def test_parameters_are_those_of_transformers(kind: str, more: dict[str, Any]) -
     made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made)
-    assert from_hugging_face(made.to_dict(), kind).parameters == model.num_parameters()
+    ours = from_hugging_face(made.to_dict(), kind)
+    assert ours.parameters == model.num_parameters() and ours.windows == from_hugging_face(config, kind).windows
+
+
+def test_quantized_weights_have_the_published_bytes() -> None:
+    """Checkpoints of 12.8 and 60.8 GiB (arXiv 2508.10925, table 1), which are larger by 16-bit embeddings and norms."""
+    for name, published in (("gpt_oss_20b", 12.8), ("gpt_oss_120b", 60.8)):
+        model = load_model(name)
+        assert model.stored_bytes(2) / 2**30 == pytest.approx(published, rel=0.005)
+        assert replace(model, mlp_item=None).stored_bytes(2) == 2 * model.parameters
+    plain = from_hugging_face(SMALL, "x")
+    fp8 = from_hugging_face({**SMALL, "quantization_config": {"quant_method": "fp8"}}, "x")
+    tables = 2 * 4800 + 48 + 3 * 96
+    assert fp8.stored_bytes(2) == pytest.approx(2 * tables + (1 + 2**-12) * (plain.parameters - tables))
+
+
+def test_the_text_part_of_a_model_of_images_is_read() -> None:
+    """google/gemma-3-4b-it, whose config leaves out what transformers has as a default; 3.88e9 parameters of text."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    model = from_hugging_face({"model_type": "gemma3", "text_config": text, "vision_config": {}}, "gemma")
+    assert model.parameters == pytest.approx(3.88e9, rel=0.001) and model.windows[4:7] == (1024, None, 1024)
 
 
 def test_layers_have_the_windows_of_the_config(tmp_path: Path) -> None:
@@ -85,6 +109,10 @@ def test_configs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None
         ("[]", "expected an object"),
         (json.dumps({"model_type": "llama"}), "no hidden_size, num_hidden_layers"),
         (json.dumps({**SMALL, "model_type": "lama"}), "model_type='lama' .*did you mean 'llama'"),
+        (json.dumps({"model_type": "deepseek_v3"}), "latent attention"),
+        (json.dumps({**SMALL, "model_type": "qwen3_moe"}), "no moe_intermediate_size"),
+        (json.dumps({**SMALL, "num_attention_heads": "6"}), "num_attention_heads='6' must be a whole number"),
+        (json.dumps({**SMALL, "quantization_config": {"quant_method": "awq"}}), "quant_method='awq' is not modelled"),
         (json.dumps({**SMALL, "mlp_bias": True}), "mlp_bias=True is not modelled"),
         (json.dumps({**SMALL, "layer_types": ["conv"] * 3}), "layer_types must be 3 times .* with conv"),
         (json.dumps({**SMALL, "layer_types": ["sliding_attention"] * 3}), "sliding_window=None"),
