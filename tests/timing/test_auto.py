@@ -169,5 +169,5 @@ def fits(schedule: str, ranks: int, kv_heads: int) -> bool:
 def test_lookups_of_plans_with_ulysses_groups_are_counted() -> None:
     plan = make_plan(Causal(), tokens=4096, ranks=64, schedule="ulysses(4)", heads=4)
     lookups = count_lookups(plan, 3)
-    assert lookups is not None and lookups > 50
+    assert lookups is not None and lookups > 10
     assert count_lookups(make_plan(Causal(), tokens=1 << 26, ranks=1 << 16, schedule="ulysses(4)", heads=4), 3) is None
