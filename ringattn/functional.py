@@ -423,7 +423,7 @@ def _make_call(
     options: AttentionKeywords,
     **given: bool,
 ) -> Call:
-    """The arguments of a call; `given` are the other fields of `Call`. Only the names of the options are checked here: `Call.check` reports to all ranks."""
+    """The arguments of a call. Only names of options are checked here: `Call.check` reports the rest to all ranks."""
     check_option_names(options, OPTION_NAMES)
     shared = AttentionOptions(**options)
     scale = _default_scale(q) if shared.scale is None else shared.scale
