@@ -102,7 +102,8 @@ def ring_attention(
     key_padding_mask: bool [B, n] for the local shard, on all ranks or on none; True marks padding. No query attends a
         padded key, whatever the key holds. The mask costs 8 more columns of the head dim.
     sinks: [H], on all ranks or on none: the logit of one more key per head, which every row sees and whose value is 0,
-        as in gpt-oss. Finite and differentiable; not the pattern `Sinks`, which lets rows see first tokens.
+        as in gpt-oss. Differentiable; not the pattern `Sinks`, which lets rows see first tokens. Values are not
+        checked: -inf is a key without weight, inf takes all weight (out is 0), and NaN makes out NaN.
     return_lse: also return the log-sum-exp of the scaled logits, of the sink's among them.
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and
         `dropout`, see `runtime.options.AttentionOptions`.
@@ -119,7 +120,8 @@ def ring_attention(
     ring = _get_transport(group, mesh, transport)
     with Telling(ring, "call"):
         q, k, v = cast_inputs(q, k, v)
-        call = _make_call(q, pattern, layout, options, return_lse=return_lse, sinks=sinks is not None)
+        given = {"return_lse": return_lse, "sinks": sinks is not None, "padded": key_padding_mask is not None}
+        call = _make_call(q, pattern, layout, options, **given)
     floor: float | None = None
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -419,16 +421,14 @@ def _make_call(
     pattern: Pattern | str,
     layout: str | Layout,
     options: AttentionKeywords,
-    *,
-    return_lse: bool = False,
-    sinks: bool = False,
+    **given: bool,
 ) -> Call:
-    """The arguments of a call. Only the names of the options are checked here: `Call.check` reports to all ranks."""
+    """The arguments of a call. Only names of options are checked here: `Call.check` reports the rest to all ranks."""
     check_option_names(options, OPTION_NAMES)
     shared = AttentionOptions(**options)
     scale = _default_scale(q) if shared.scale is None else shared.scale
-    call_options = {**vars(shared), "scale": scale}
-    return Call(pattern=_read_pattern(pattern), layout=layout, return_lse=return_lse, sinks=sinks, **call_options)
+    call_options = {**vars(shared), "scale": scale, **given}
+    return Call(pattern=_read_pattern(pattern), layout=layout, **call_options)
 
 
 def _read_pattern(pattern: Any) -> Any:

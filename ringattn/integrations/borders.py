@@ -10,14 +10,18 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, Mismatch
 from ..functional import exchange
+from ..kernels.dropout import finalize, key_steps
 from ..layout.regular import Layout
 from ..pattern import Documents
 from ..runtime.handshake import compare_records
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
+#: The key of a batch whose tensor, int64 [one per name], stands for the whole batch that all ranks must be given.
+DIGEST = "batch_digest"
+COMPARED = ("input_ids", "labels", "attention_mask", "position_ids", "cu_seqlens")
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
 _borders: Any = WeakIdKeyDictionary()
 
@@ -44,6 +48,11 @@ def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     """Raise InvalidInput for what cannot be cut into shards."""
     unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
+    if "cu_seqlens" in unknown:
+        raise InvalidInput(
+            "cu_seqlens is no tensor of a batch; give the borders beside it, shard_batch(batch, cu_seqlens=...); in "
+            "the batch of a collator their name is cu_seq_lens_q"
+        )
     if unknown:
         raise InvalidInput(f"{sorted(unknown)} cannot be cut into shards; shard these by Layout.shard_tensor")
     if "input_ids" not in batch:
@@ -60,6 +69,35 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     sizes = {name: tuple(x.shape) for name, x in batch.items()}
     if len(set(sizes.values())) > 1:
         raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
+
+
+def digest_batch(batch: Mapping[str, torch.Tensor], documents: Documents | None) -> torch.Tensor:
+    """A number for each of `COMPARED` in a whole batch, int64; 0 for what the batch has not. No wait for a device."""
+    tokens = batch["input_ids"]
+    whole = dict(batch) if documents is None else {**batch, "cu_seqlens": write_borders(documents, tokens)}
+    numbers = [torch.zeros((), dtype=torch.int64, device=tokens.device)] * len(COMPARED)
+    for i, name in enumerate(COMPARED):
+        if name in whole:
+            x = whole[name].to(tokens.device, torch.int64).flatten()
+            numbers[i] = finalize(x + key_steps(torch.arange(len(x), device=x.device))).sum()
+    return torch.stack(numbers)
+
+
+def compare_batches(records: list[list[int]]) -> list[int]:
+    """The rows of each rank, of records [rows, numbers of `digest_batch` or none].
+
+    Raises Mismatch on every rank where numbers differ; ranks without numbers are not compared.
+    """
+    first, *others = [rank for rank, record in enumerate(records) if len(record) > 1] or [0]
+    for rank in others:
+        for name, one, other in zip(COMPARED, records[first][1:], records[rank][1:], strict=True):
+            if one != other:
+                raise Mismatch(
+                    f"{name} of the whole batch are not the same on rank {first} and rank {rank}: ranks of one cp "
+                    "group must read the same batch, of which shard_batch takes their rows; give the sampler the dp "
+                    "rank and the number of dp groups, not the rank and the number of all processes"
+                )
+    return [record[0] for record in records]
 
 
 def gather_rows(logits: torch.Tensor, group: Any) -> list[int]:

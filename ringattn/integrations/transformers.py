@@ -10,6 +10,7 @@ its own attention functions (transformers.AttentionInterface).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -30,13 +31,17 @@ from ..pattern import Causal, Full, Pattern, Window
 from ..plan.message_sizes import check_rotate
 from ..plan.schedules import resolve
 from ..runtime.autograd import compilable
+from ..runtime.handshake import compare_records
 from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup, check_group
 from .borders import (
+    DIGEST,
     check_rows,
+    compare_batches,
     count_from_borders,
     count_positions,
+    digest_batch,
     find_documents,
     gather_rows,
     read_batch,
@@ -73,8 +78,8 @@ class _Ring:
     place: WeakGroup
     layout: str
     options: AttentionOptions
-    #: On CUDA, the shape of the latest position_ids: others of this shape are not copied to the host for a check.
-    checked: list[torch.Size] = field(default_factory=list, compare=False)
+    #: On CUDA, shape of the latest position_ids, and whether with padding: others such are not copied to the host.
+    checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
 
     def check(self) -> None:
         """Raise InvalidInput for a name that no call could use: of a layout, schedule, kernel, machine or rotation."""
@@ -144,7 +149,8 @@ def shard_batch(
 
     The result has `input_ids` and `position_ids` of the rank's rows; `labels` and `shift_labels`, shifted before the
     cut so that no label is lost at a border; `attention_mask` only if some rank has padding; `cu_seq_lens_q` for
-    documents, [B, most borders] with N repeated where the rows differ. Padding has no label (transformers lets the
+    documents, [B, most borders] with N repeated where the rows differ; and `batch_digest`, by which the model compares
+    the whole batches of the ranks, and which it takes away. Padding has no label (transformers lets the
     last padding before a row predict its first token). position_ids count from the first token that is not padding,
     and in each document from 0.
     """
@@ -175,6 +181,7 @@ def shard_batch(
         result["labels"] = result["shift_labels"] = labels.contiguous()
     if documents is not None:
         result["cu_seq_lens_q"] = write_borders(documents, tokens)
+    result[DIGEST] = digest_batch(batch, documents)
     return result
 
 
@@ -216,25 +223,27 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     Two random packed documents of together `tokens` tokens run through the ring, and each document alone through the
     model's own eager attention, which is computed whole on every rank. Takes the memory of two copies of the gradients.
     A sliding window of W keys is tested only where the first document has more than W tokens: raises InvalidInput for
-    fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ by more than rounding.
+    fewer `tokens`. Raises Mismatch on every rank if logits or gradients differ by more than rounding, or if the ranks
+    differ in `tokens` or `seed`.
     """
-    ring = _get_ring(model)
-    long = _longest_window(model)
-    first = max(tokens * 2 // 3, 1)
-    if tokens < 3:
-        raise InvalidInput(f"check: {tokens} tokens are too few for two documents; try tokens=64")
-    if first <= long:
-        raise InvalidInput(
-            f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens; "
-            f"try tokens={3 * (long + 2) // 2 + 1}"
-        )
+    ring, long = _get_ring(model), _longest_window(model)
+    group, first = ring.place.group, max(tokens * 2 // 3, 1)
+    with exchange("check", group=group) as given:
+        if tokens < 3:
+            raise InvalidInput(f"check: {tokens} tokens are too few for two documents; try tokens=64")
+        if first <= long:
+            raise InvalidInput(
+                f"check: a window of {long:,} keys hides nothing in a document of {first:,} tokens; "
+                f"try tokens={3 * (long + 2) // 2 + 1}"
+            )
+        given.mine = json.dumps({"tokens": tokens, "seed": seed}).encode()
+    compare_records(given.records)
     config, device = model.config.get_text_config(), next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
     weights = torch.randn((1, tokens, config.vocab_size), generator=generator, device="cpu").to(device)
     starts = [0, first, tokens]
-    batch = shard_batch({"input_ids": ids}, ring.place.group, layout=ring.layout, cu_seqlens=starts)
-    group = ring.place.group
+    batch = shard_batch({"input_ids": ids}, group, layout=ring.layout, cu_seqlens=starts)
     cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
     with evaluating(model):
         local = model(**batch, use_cache=False).logits
@@ -342,23 +351,26 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where positions are not those of this rank's rows, and where a model is asked for attention weights."""
+def _check_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments without the digest of the batch. Raises for wrong positions, batches, and attention weights."""
     config = cast("PreTrainedModel", model).config
+    digest, kept = kwargs.get(DIGEST), {name: x for name, x in kwargs.items() if name != DIGEST}
     if config._attn_implementation != NAME:
-        return
+        return args, kept
     if kwargs.get("output_attentions", config.output_attentions):
         raise Unsupported(
             "output_attentions=True: no rank holds the attention weights of whole rows; leave it out, or load another "
             "model with attn_implementation='eager'"
         )
-    _check_positions(_get_ring(model), kwargs)
+    _check_positions(_get_ring(model), kept, digest)
+    return args, kept
 
 
-def _check_positions(ring: _Ring, kwargs: dict[str, Any]) -> None:
+def _check_positions(ring: _Ring, kwargs: dict[str, Any], digest: torch.Tensor | None) -> None:
     """Raise InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
 
-    A model without position_ids would count the positions of its rows from 0, whatever the rank. Collective.
+    Raises Mismatch on every rank where digests of whole batches differ. A model without position_ids would count the
+    positions of its rows from 0, whatever the rank. Collective.
     """
     positions = kwargs.get("position_ids")
     if positions is not None and torch.compiler.is_compiling():
@@ -369,15 +381,18 @@ def _check_positions(ring: _Ring, kwargs: dict[str, Any]) -> None:
                 "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
                 "batch that shard_batch or Collator has made"
             )
-        rows.mine = int(positions.shape[-1]).to_bytes(8, "little")
-    tokens = sum(int.from_bytes(raw, "little") for raw in rows.records)
-    known = positions.is_cuda and ring.checked == [positions.shape]
-    if known or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
+        kind = positions.shape, kwargs.get("attention_mask") is not None
+        known = positions.is_cuda and ring.checked == [kind]
+        numbers = [] if digest is None or known else digest.tolist()
+        rows.mine = json.dumps([positions.shape[-1], *numbers]).encode()
+    lengths = compare_batches(list(map(json.loads, rows.records)))
+    ring.checked[:] = [kind]
+    if known or positions.ndim != 2 or kind[1]:
         return  # where padding is, only the whole mask tells positions
-    ring.checked[:] = [positions.shape]
     with telling("call", group=ring.place.group):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
-        place = make_layout(ring.layout, tokens=tokens, ranks=len(rows.records)).positions(rank)
+        tokens = sum(lengths)
+        place = make_layout(ring.layout, tokens=tokens, ranks=len(lengths)).positions(rank)
         for row, given in enumerate(positions.cpu().numpy()):
             expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
             if given.shape != expected.shape:

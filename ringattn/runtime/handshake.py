@@ -80,6 +80,8 @@ class Call(AttentionOptions):
     return_lse: bool = False
     #: Whether every head has one more key with a learned logit.
     sinks: bool = False
+    #: Whether padded keys are hidden, which makes q, k and v wider.
+    padded: bool = False
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
         """The kernel to use. Raises an error that says what is wrong with this rank's arguments."""
@@ -288,6 +290,7 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
     return {
         "rows": q.shape[2],
         "layout_tokens": layout.tokens if isinstance(layout, Layout) else None,
+        "key_padding_mask": "given" if call.padded else "none",
         **describe(q, k, v),
         "device": q.device.type,
         "pattern": _shorten(pattern),
@@ -368,11 +371,13 @@ def _compare(records: list[dict[str, Any]]) -> None:
             continue
         if name == "layout" and _are_undecided(values):
             continue
-        by_value = {value: [r for r, other in enumerate(values) if other == value] for value in values}
-        parts = [
-            f"{value} on rank{'s' if len(ranks) > 1 else ''} {_list_ranks(ranks)}" for value, ranks in by_value.items()
-        ]
-        raise Mismatch(f"the ranks disagree about {name}: {'; '.join(parts)}. Pass the same on all ranks")
+        raise Mismatch(f"the ranks disagree about {name}: {_by_rank(values)}. Pass the same on all ranks")
+
+
+def _by_rank(values: list[Any]) -> str:
+    """The values of all ranks as text, each with the first of its ranks."""
+    ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in values}
+    return "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {_list_ranks(who)}" for value, who in ranks.items())
 
 
 #: Fields of a record that may differ between ranks.
@@ -390,14 +395,14 @@ def _list_ranks(ranks: list[int]) -> str:
 
 
 def _check_rows(plan: Plan, rows: list[int]) -> None:
-    """Raise a Mismatch that names the first rank whose number of rows differs from the layout's."""
+    """Raise a Mismatch that lists the rows of all ranks if a rank's number of rows differs from the layout's."""
     layout = plan.layout.base
     planned = [layout.rows(rank) for rank in range(plan.ranks)]
-    for rank, (actual, expected) in enumerate(zip(rows, planned, strict=True)):
-        if actual != expected:
-            more = ", pattern=..., heads=..." if layout.digest else ""
-            raise Mismatch(
-                f"rank {rank} holds {actual:,} rows, but the layout {layout.name} of {layout.tokens:,} tokens over "
-                f"{plan.ranks} ranks gives it {expected:,}; shard with ringattn.make_layout({layout.name!r}, "
-                f"tokens={layout.tokens}, ranks={plan.ranks}{more}).shard_tensor(x, rank)"
-            )
+    if rows != planned:
+        more = ", pattern=..., heads=..." if layout.digest else ""
+        raise Mismatch(
+            f"the shards do not fit the layout {layout.name}: the ranks hold {_by_rank(rows)}; of these "
+            f"{layout.tokens:,} tokens the layout gives {_by_rank(planned)}. A shard is wrong, or another layout has "
+            f"cut the sequence; shard with ringattn.make_layout({layout.name!r}, tokens=..., ranks={plan.ranks}{more})"
+            ".shard_tensor(x, rank), tokens being those of the whole sequence"
+        )

@@ -187,6 +187,7 @@ def refused_batches(rank: int) -> dict[str, str]:
         "missing": {"labels": ids},
         "no dict": ids,
         "unknown": {"input_ids": ids, "pixels": ids},
+        "inside": {"input_ids": ids, "cu_seqlens": [0, 3, 8]},
     }
     found = {name: told(lambda: shard_batch(batch, layout="zigzag")) for name, batch in wrong.items()}
     first = make("Llama")
@@ -195,7 +196,16 @@ def refused_batches(rank: int) -> dict[str, str]:
     found["config"] = second.config._attn_implementation
     found["logits"] = told(lambda: second(ids))
     found["shape"] = told(lambda: gather_logits(ids if rank else ids[..., None], layout="zigzag"))
-    borders = [0, 4, 9 if rank else 8]
+    text, borders = torch.arange(8).unsqueeze(0), [0, 4, 9 if rank else 8]
+    others = {
+        "input_ids": ({"input_ids": text + rank}, None),
+        "labels": ({"input_ids": text, "labels": text.roll(rank)}, None),
+        "cu_seqlens": ({"input_ids": text}, [0, 5 - rank, 8]),
+        "same": ({"input_ids": text, "labels": text}, [0, 5, 8]),
+    }
+    for name, (batch, starts) in others.items():
+        found[f"other {name}"] = told(lambda: first(**shard_batch(batch, layout="zigzag", cu_seqlens=starts)))
+    found["seed"] = told(lambda: check(first, seed=rank))
     found["borders"] = told(lambda: first(**shard_batch({"input_ids": ids}, layout="zigzag", cu_seqlens=borders)))
     return found
 

@@ -365,7 +365,11 @@ WRONG = (
     ("InvalidInput: q, k and v must have one dtype", "Mismatch: rank 1 cannot take part: q, k and v"),
     ("Mismatch: the ranks disagree about pattern: Causal() on rank 0; Window(left=3, right=0) on rank 1",) * 2,
     ("Mismatch: the ranks disagree about layout: contiguous on rank 0; zigzag on rank 1",) * 2,
-    ("Mismatch: rank 0 holds 4 rows, but the layout zigzag of 9 tokens over 2 ranks gives it",) * 2,
+    (
+        "Mismatch: the shards do not fit the layout zigzag: the ranks hold 4 on rank 0; 5 on rank 1; of these 9 tokens "
+        "the layout gives 5 on rank 0; 4 on rank 1",
+    )
+    * 2,
     ("Mismatch: the ranks disagree about batch: 1 on rank 0; 2 on rank 1",) * 2,
     ("Mismatch: the ranks disagree about dtype: float32 on rank 0; float64 on rank 1",) * 2,
     ("Mismatch: the ranks disagree about requires_grad: False on rank 0; True on rank 1",) * 2,
@@ -378,7 +382,7 @@ WRONG = (
         "InvalidInput: key_padding_mask must be [batch, tokens] = (1, 4)",
         "Mismatch: rank 1 cannot take part: key_padding",
     ),
-    ("Mismatch: the ranks disagree about head_dim: 8 on rank 0; 16 on rank 1",) * 2,
+    ("Mismatch: the ranks disagree about key_padding_mask: none on rank 0; given on rank 1",) * 2,
     (
         "InvalidInput: layout=None: the rows of a shard do not tell",
         "Mismatch: rank 1 cannot take part: layout=None: the",

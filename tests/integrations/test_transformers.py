@@ -90,6 +90,13 @@ def test_batches_that_cannot_be_cut_and_a_config_of_two_models(run_ranks) -> Non
         "missing": "InvalidInput: a batch needs input_ids",
         "no dict": "InvalidInput: a batch is a dict of tensors",
         "unknown": "InvalidInput: ['pixels'] cannot be cut",
+        "inside": "InvalidInput: cu_seqlens is no tensor of a batch; give the borders beside it",
+        **{
+            f"other {name}": f"Mismatch: {name} of the whole batch are not the same on rank 0 and rank 1: ranks"
+            for name in ("input_ids", "labels", "cu_seqlens")
+        },
+        "other same": "no error",
+        "seed": "Mismatch: the ranks disagree about seed: 0 on rank 0; 1 on rank 1",
         "config": "sdpa",
         "logits": "no error",
     }
