@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..machine.bands import describe_band
+from ..machine.presets import CURRENCY
 from ..models.attention import plan_of_widest_layer
 from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, StepEstimate, training_step
@@ -71,7 +72,7 @@ class Advice:
     @property
     def unit(self) -> str:
         """What cost is counted in."""
-        return "GPU hours" if self.best[0].offer.price is None else "in the currency of the price"
+        return "GPU hours" if self.best[0].offer.price is None else f"in the currency of the price, {CURRENCY} in presets"
 
     @property
     def verdict(self) -> str:
@@ -87,7 +88,7 @@ class Advice:
 
     def price(self, cost: float) -> str:
         """A cost of 1e9 tokens in words."""
-        return f"{digits(cost)} GPU hours" if self.best[0].offer.price is None else f"cost {digits(cost)}"
+        return f"{digits(cost)} GPU hours" if self.best[0].offer.price is None else f"cost {digits(cost)} ({CURRENCY} in presets)"
 
     @property
     def changes(self) -> list[str]:

@@ -12,6 +12,7 @@ from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..machine.bands import describe_band
 from ..machine.machine import MACHINE_NUMBERS, Machine
+from ..machine.presets import CURRENCY
 from ..models.config import ModelConfig, load_model
 from ..models.inference import InferenceEstimate, decode, prefill
 from ..models.parallel import Parallel
@@ -149,7 +150,8 @@ def _cost_numbers(step: StepEstimate) -> list[Number]:
     if machine.price is not None:
         cost = machine.price * step.gpus * step.seconds / SECONDS_PER_HOUR
         text = f"{digits(cost)} a step, {digits(step.cost_per_billion_tokens(machine.price))} for 1e9 tokens"
-        numbers.append(Number("cost", f"{text}, at machine.price={machine.price:g}", "modelled"))
+        rate_of_cost = f"at machine.price={machine.price:g} for a GPU hour, {CURRENCY} in presets"
+        numbers.append(Number("cost", f"{text}, {rate_of_cost}", "modelled"))
     if machine.watts is not None:
         energy = machine.watts * step.gpus * step.seconds / JOULES_PER_KWH
         text = f"{digits(energy)} kWh a step, {digits(step.energy_per_billion_tokens(machine.watts))} for 1e9 tokens"

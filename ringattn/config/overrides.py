@@ -170,6 +170,8 @@ def _prepare_group(verb: str, group: str, value: str, folders: ConfigFolders) ->
         return [f"model.spec={value!r}"]
     if value == "null" and group in OPTIONAL_GROUPS:
         return []  # Hydra takes no null, and without an override there is no option
+    if re.search(r"[/.]", value) and "file" in folders.options(group):
+        return [f"{group}=file", f"{group}.path={value!r}"]
     for option in value.split(","):
         if option not in folders.options(group):
             named = offered_options(verb, group, folders)

@@ -202,3 +202,10 @@ def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
         assert words in str(caught.value)
     with pytest.raises(InvalidInput, match="one rank cannot be nodes of 2; try ring"):
         ra.make_plan(ra.Full(), tokens=64, schedule="double_ring(2)", ranks=1)
+
+
+@pytest.mark.parametrize("choice", ["model=my/config.json", "machine=machine.yaml", "input=qkv.npz"])
+def test_a_path_chooses_the_file_of_a_group(choice: str) -> None:
+    group, path = choice.split("=")
+    verb = {"input": "run"}.get(group, "simulate")
+    assert prepare(verb, [choice]) == prepare(verb, [f"{group}=file", f"{group}.path='{path}'"])
