@@ -76,5 +76,6 @@ def did_you_mean(name: object, options: Iterable[str]) -> str:
     options = list(options)
     of_kind = [option for option in options if option.endswith(f":{name}")]  # "aten_cuda:flash" of "flash"
     renamed = [option for option in options if option == RENAMED.get(str(name))]
-    matches = renamed or of_kind or difflib.get_close_matches(str(name), options, n=1)
+    begun = [option for option in options if len(str(name)) > 2 and option.startswith(str(name))]  # "h100"
+    matches = renamed or of_kind or difflib.get_close_matches(str(name), options, n=1) or begun
     return f"did you mean {matches[0]!r}? " if matches and matches[0] != name else ""

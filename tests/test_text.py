@@ -84,6 +84,7 @@ def test_numbers_of_a_machine() -> None:
         ("flash", ["aten_cpu", "aten_cuda:flash"], "did you mean 'aten_cuda:flash'? "),
         ("recent", ["Recent()", "Causal()"], "did you mean 'Recent()'? "),
         ("ring", ["ring"], ""),
+        ("h100", ["cpu", "h100_nvlink_ib"], "did you mean 'h100_nvlink_ib'? "),
     ],
 )
 def test_hints(name: str, options: list[str], hint: str) -> None:

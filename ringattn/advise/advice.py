@@ -98,6 +98,8 @@ class Advice:
 
     def _bandwidth_change(self) -> str:
         best = self.best[0]
+        if best.parallel.gpus <= best.offer.machine.ranks_per_node:
+            return "Bandwidth between nodes: not used, as one node has all GPUs."
         now = best.offer.machine.bandwidth
         for place in sorted(range(len(BANDWIDTHS)), key=lambda i: abs(log(BANDWIDTHS[i]))):
             winner = min(range(len(self.best)), key=lambda i: self.bandwidths[i][place])

@@ -71,6 +71,8 @@ def run_suite(options: BenchOptions, tell: Callable[[str], None]) -> Path:
     if any(case.links for case in cases):
         tell(f"behind {NETWORK}")
     with open_results(options.folder, header, [case.name for case in cases]) as journal:
+        if journal.records:
+            tell(f"what {journal.path} lacks, {len(cases) - len(journal.records)} of {len(cases)} cases")
         for number, case in enumerate(cases, 1):
             if case.name in journal.records:
                 continue
