@@ -72,7 +72,7 @@ class Advice:
     @property
     def unit(self) -> str:
         """What cost is counted in."""
-        return "GPU hours" if self.best[0].offer.price is None else f"in the currency of the price, {CURRENCY} in presets"
+        return "GPU hours" if self.best[0].offer.price is None else f"price's currency, {CURRENCY} in presets"
 
     @property
     def verdict(self) -> str:
@@ -88,7 +88,8 @@ class Advice:
 
     def price(self, cost: float) -> str:
         """A cost of 1e9 tokens in words."""
-        return f"{digits(cost)} GPU hours" if self.best[0].offer.price is None else f"cost {digits(cost)} ({CURRENCY} in presets)"
+        hours = self.best[0].offer.price is None
+        return f"{digits(cost)} GPU hours" if hours else f"cost {digits(cost)} ({CURRENCY} in presets)"
 
     @property
     def changes(self) -> list[str]:
