@@ -239,7 +239,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str, imported: str) -> None:
     """Sent while a package is imported, by the import itself: no wait, and the same moment every time."""
     code = (
-        "import os, sys, builtins\n"
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job inherits SIG_IGN
         "from ringattn.cli.main import main\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
