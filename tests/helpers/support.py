@@ -178,8 +178,8 @@ INTRODUCTION = """# What is tested where
 Each word links to the file of the test that asserts it; a test that goes away takes its word with it. "Virtual ranks"
 run the program of every rank in one process. "CUDA, emulated" runs the CUDA paths on stand-ins of PyTorch's operators
 with their refusals, layouts and misreadings: no GPU has run them. An empty cell says that no test looks at this pair,
-not that it fails. "refused" is an error that says what to try. `tests/helpers/support.py` holds the table and writes
-this page.
+not that it fails. "refused" is an error that says what to try; a double backward is refused by torch.
+`tests/helpers/support.py` holds the table and writes this page.
 """
 
 
