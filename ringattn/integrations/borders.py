@@ -21,6 +21,7 @@ from ..runtime.handshake import compare_records
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 #: The key of a batch whose tensor, int64 [one per name], stands for the whole batch that all ranks must be given.
 DIGEST = "batch_digest"
+#: The tensors of a batch that its digest covers.
 COMPARED = ("input_ids", "labels", "attention_mask", "position_ids", "cu_seqlens")
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
 _borders: Any = WeakIdKeyDictionary()
@@ -72,7 +73,10 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
 
 
 def digest_batch(batch: Mapping[str, torch.Tensor], documents: Documents | None) -> torch.Tensor:
-    """A number for each of `COMPARED` in a whole batch, int64; 0 for what the batch has not. No wait for a device."""
+    """A number for each tensor of a whole batch, int64 [names in `COMPARED`]; 0 for a tensor that the batch lacks.
+
+    The numbers stay on the device of the batch, so that the host does not wait for the device.
+    """
     tokens = batch["input_ids"]
     whole = dict(batch) if documents is None else {**batch, "cu_seqlens": write_borders(documents, tokens)}
     numbers = [torch.zeros((), dtype=torch.int64, device=tokens.device)] * len(COMPARED)
@@ -84,7 +88,7 @@ def digest_batch(batch: Mapping[str, torch.Tensor], documents: Documents | None)
 
 
 def compare_batches(records: list[list[int]]) -> list[int]:
-    """The rows of each rank, of records [rows, numbers of `digest_batch` or none].
+    """The number of rows of each rank. The record of a rank is [rows] or [rows, *numbers of `digest_batch`].
 
     Raises Mismatch on every rank where numbers differ; ranks without numbers are not compared.
     """

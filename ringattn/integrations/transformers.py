@@ -78,7 +78,7 @@ class _Ring:
     place: WeakGroup
     layout: str
     options: AttentionOptions
-    #: On CUDA, shape of the latest position_ids, and whether with padding: others such are not copied to the host.
+    #: On CUDA, the shape of the latest position_ids, and whether padded: the host copies none that equal both again.
     checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
 
     def check(self) -> None:

@@ -55,7 +55,7 @@ def sample_ranks(ranks: int, ranks_per_node: int = 1, most: int = MOST_RANKS) ->
 
 def _predict_rank(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
     """The prediction of one rank."""
-    steps = _steps(plan, rank, backward)
+    steps = rank_steps(plan, rank, backward)
     per_pair = pair_seconds(plan, machine, backward)
     # By step: seconds of its messages by (direction, within a node).
     travel: defaultdict[int, defaultdict[tuple[str, bool], float]] = defaultdict(lambda: defaultdict(float))
@@ -103,7 +103,8 @@ def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, lis
     return ring_plan, [(owner, place) if queries_arrive else (place, owner) for owner in owners]
 
 
-def _steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
+def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
+    """The steps of a rank in one pass of a plan."""
     return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
 
 
@@ -112,7 +113,7 @@ def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterat
 
     The seconds are split evenly over the steps of the message.
     """
-    for index, step in enumerate(_steps(plan, rank, backward)):
+    for index, step in enumerate(rank_steps(plan, rank, backward)):
         for direction, hops in (("send", step.sends), ("recv", step.recvs)):
             for hop in hops:
                 near, latency, bandwidth = machine.link(rank, hop.peer)

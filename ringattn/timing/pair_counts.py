@@ -43,9 +43,10 @@ def count_pairs(pattern: Pattern, layout: Layout) -> list[int] | None:
 
 def _list_operands(pattern: Pattern) -> Iterator[Pattern]:
     """The patterns whose common pairs are those of `pattern`."""
-    for operand in pattern.operands if isinstance(pattern, And) else ():
-        yield from _list_operands(operand)
-    if not isinstance(pattern, And):
+    if isinstance(pattern, And):
+        for operand in pattern.operands:
+            yield from _list_operands(operand)
+    else:
         yield pattern
 
 

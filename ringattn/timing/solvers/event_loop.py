@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import InvalidInput, Unsupported
 from ...plan.steps import Step
 from ...progress import track
-from ..forecast import visits
+from ..forecast import rank_steps, visits
 from ..rates import Faults, Rates
 from ..resources import Loads, Traffic
 from .base import Solved
@@ -27,7 +27,6 @@ from .shared_cards import CardUse, share_evenly
 from .shared_cores import share_cores
 
 if TYPE_CHECKING:
-    from ...plan.plan import Plan
     from ...plan.steps import Hop
 
 #: The most ranks, and the most steps and messages over all ranks: each step and each message is an object of Python.
@@ -176,11 +175,6 @@ def _begin_next_step(index: int, rank: _RankProgress, observe: Observer | None) 
         observe(StepTimes(index, now, rank.begun, rank.busy[rank.step], late_peer, following, then))
     rank.begun, rank.step, rank.done = following, rank.step + 1, None
     return True
-
-
-def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
-    """The steps of a rank in one pass of a plan."""
-    return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
 
 
 def _check_size(rates: Rates, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Seconds of visits that share the cores of a node: what one step has for them, as if they began together.
+"""Seconds of visits that share the cores of a node: the visits of one step are taken to begin together.
 
 As with shared cards, the plan alone says which visits share: those of one step of the pass, on the ranks of one node.
 So the seconds of a visit grow with those of the others and fall with the number of cores, and depend on nothing else.
