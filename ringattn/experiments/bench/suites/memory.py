@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from ..case import BenchCase, BenchSuite, CaseRecord, Claim, compare_with_target
-from ..systems import find_cases, list_long_cases, longest
-from .patterns import make_checkpoint_case
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ....nn import MultiheadRingAttention
+from ....pattern import parse_pattern
+from ....runtime.graph_op import keep_attention
+from ..case import (
+    BenchCase,
+    BenchColumn,
+    BenchSuite,
+    CaseRecord,
+    Claim,
+    Context,
+    Run,
+    compare_with_target,
+    make_settings,
+)
+from ..systems import HEAD_DIM, HEADS, find_cases, list_long_cases, longest
 
 SPARSE = "BlockSparseRingDilatedAttention"
 SYSTEM_NAMES = ("DilatedAttention", SPARSE, "BlockSparseRingMultiheadDilatedAttention")
@@ -12,10 +27,15 @@ LENGTHS = (2048, 8192, 32768, 131072, 1048576)
 #: Of the last system, whose projections in bfloat16 make a call of 131,072 tokens take 25 s.
 SHORT_LENGTHS = LENGTHS[:3]
 #: Bytes per token of q, k, v and the output.
-LEAST = 4 * 8 * 64 * 2
+LEAST = 4 * HEADS * HEAD_DIM * 2
 #: Bytes per token that the peak of the process may take: a quarter more than 4.1 KiB, where the earlier project stated
 #: 4.06 KiB after the call.
 MOST = 1.25 * 4.1 * 1024
+#: Tokens of the steps that recompute.
+CHECKPOINT_TOKENS = 8192
+CHECKPOINT_NOTE = (
+    "checkpoint: forward and backward of 4 layers, formula: input, q, k, v, output and result of every layer"
+)
 
 
 def list_cases() -> list[BenchCase]:
@@ -25,6 +45,48 @@ def list_cases() -> list[BenchCase]:
         *list_long_cases(SYSTEM_NAMES[-1:], SHORT_LENGTHS),
         *(make_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
     ]
+
+
+def make_checkpoint_case(recompute: str) -> BenchCase:
+    """Peak memory of forward and backward of 4 layers that recompute nothing, the projections, or everything.
+
+    The formula is what a stack without recomputation keeps: q, k, v, output and input of all layers.
+    """
+    layers, pattern = 4, "local_window(128, blocks=1) & Causal()"
+
+    def formula(context: Context) -> int:
+        return layers * 6 * context.settings["tokens"] * HEADS * HEAD_DIM * 4
+
+    def make(context: Context) -> Run:
+        torch.manual_seed(0)
+        size = HEADS * HEAD_DIM
+        modules = [MultiheadRingAttention(size, HEADS, parse_pattern(pattern), batch_first=True) for _ in range(layers)]
+        x = torch.randn(1, context.settings["tokens"], size, requires_grad=True, device="cpu")
+
+        def apply_layer(module: torch.nn.Module, y: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.gelu(module(y)[0]) + y
+
+        def run() -> None:
+            y = x
+            for module in modules:
+                if recompute == "none":
+                    y = apply_layer(module, y)
+                elif recompute == "projections":
+                    y = checkpoint(apply_layer, module, y, use_reentrant=False, context_fn=keep_attention)
+                else:
+                    y = checkpoint(apply_layer, module, y, use_reentrant=False)
+            y.square().sum().backward()
+
+        return run
+
+    return BenchCase(
+        f"checkpoint_{recompute}",
+        1,
+        make_settings(HEADS, HEAD_DIM, CHECKPOINT_TOKENS, pattern=pattern, layers=layers, recompute=recompute),
+        (BenchColumn("step", 1, make),),
+        formula_bytes=formula,
+        notes=(CHECKPOINT_NOTE,),
+    )
 
 
 def describe_reuse(records: list[CaseRecord]) -> str:
@@ -58,7 +120,7 @@ SUITE = BenchSuite(
         "Batch 1, 8 heads of 64, bfloat16 storage, two threads, forward without gradients, 2K to 1M tokens. Peaks "
         "are of a run of their own. BlockSparseRingMultiheadDilatedAttention is left out above 32,768 tokens: its "
         "projections in bfloat16 take too long on two cores (25 s a call at 131,072 tokens). The checkpoint rows are a "
-        "step (forward and backward) of 4 layers at 16,384 tokens in fp32.",
+        "step (forward and backward) of 4 layers at 8,192 tokens in fp32.",
     ),
     claims=(
         Claim(

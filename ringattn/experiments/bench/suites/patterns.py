@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from ....dtypes import ITEM_BYTES
 from ....functional import attention
-from ....nn import MultiheadRingAttention
 from ....numerics.row_oracle import oracle_rows_alone, sampled_rows
 from ....pattern import parse_pattern
 from ....planner import make_plan
-from ....runtime.graph_op import keep_attention
 from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error, make_inputs, make_settings
 
 HEADS, HEAD_DIM, TOKENS = 8, 64, 8192
@@ -52,18 +49,14 @@ MEMORY_NOTE = (
     "formula: q, k, v and the output"
 )
 SCALING_NOTE = "linear: time of 8,192 tokens, times the ratio of lengths, over the time of the long sequence"
-CHECKPOINT_NOTE = (
-    "checkpoint: forward and backward of 4 layers, formula: input, q, k, v, output and result of every layer"
-)
 
 
 def list_cases() -> list[BenchCase]:
-    """Rates, scaling, memory and checkpointing; targets are the project's promises."""
+    """Rates, scaling and memory; targets are the project's promises."""
     return [
         *(_rate_case(*row) for row in RATES),
         *(_scaling_case(name, pattern) for name, pattern in LONG[:2]),  # the third would take minutes per round
         *(_memory_case(name, pattern) for name, pattern in LONG),
-        *(make_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
     ]
 
 
@@ -154,48 +147,6 @@ def _memory_case(name: str, pattern: str) -> BenchCase:
         limit=1.25,
         rounds=2,
         notes=(MEMORY_NOTE,),
-    )
-
-
-def make_checkpoint_case(recompute: str) -> BenchCase:
-    """Peak memory of forward and backward of 4 layers that recompute nothing, the projections, or everything.
-
-    The formula is what a stack without recomputation keeps: q, k, v, output and input of all layers.
-    """
-    layers, pattern = 4, "local_window(128, blocks=1) & Causal()"
-
-    def formula(context: Context) -> int:
-        return layers * 6 * context.settings["tokens"] * HEADS * HEAD_DIM * 4
-
-    def make(context: Context) -> Run:
-        torch.manual_seed(0)
-        size = HEADS * HEAD_DIM
-        modules = [MultiheadRingAttention(size, HEADS, parse_pattern(pattern), batch_first=True) for _ in range(layers)]
-        x = torch.randn(1, context.settings["tokens"], size, requires_grad=True, device="cpu")
-
-        def apply_layer(module: torch.nn.Module, y: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.gelu(module(y)[0]) + y
-
-        def run() -> None:
-            y = x
-            for module in modules:
-                if recompute == "none":
-                    y = apply_layer(module, y)
-                elif recompute == "projections":
-                    y = checkpoint(apply_layer, module, y, use_reentrant=False, context_fn=keep_attention)
-                else:
-                    y = checkpoint(apply_layer, module, y, use_reentrant=False)
-            y.square().sum().backward()
-
-        return run
-
-    return BenchCase(
-        f"checkpoint_{recompute}",
-        1,
-        _settings(16384, pattern, layers=layers, recompute=recompute),
-        (BenchColumn("step", 1, make),),
-        formula_bytes=formula,
-        notes=(CHECKPOINT_NOTE,),
     )
 
 
