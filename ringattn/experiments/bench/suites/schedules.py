@@ -66,7 +66,7 @@ def list_cases() -> list[BenchCase]:
         _double_ring_case("double_ring_4", slower_4, 1024, None),
         _double_ring_case("double_ring_4_step", slower_4, 1024, 1.5, backward=True),
         _double_ring_case("double_ring_8", slower_8, 2048, 1.5),
-        _overlap_case("overlap", Links(2, 2, 48e6, 480e6), 16384),
+        _overlap_case("overlap", Links(2, 2, 96e6, 960e6), 8192),
     ]
 
 
