@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ..config.folders import CONFIG_DIR_OPTIONS, config_folders
 from ..config.overrides import explain_refusal, is_offered, is_sweep, prepare
-from ..config.schema import SCHEMAS, conf_dir
+from ..config.schema import SCHEMAS, conf_dir, key_names
 from ..config.verb_help import verb_help
 from ..errors import InvalidInput, RingAttentionError
 from ..text import did_you_mean
@@ -169,6 +169,13 @@ def _expand_report(arguments: list[str]) -> tuple[str, list[str]]:
                 f"each report a command of its own, or name cases: ringattn report {name} 'cases=[...]'"
             )
     if name == "billion":  # a study of the timing model
+        measured = {*key_names(SCHEMAS["report"])} - {*key_names(SCHEMAS["simulate"])}
+        for key in (other.lstrip("+~").partition("=")[0] for other in others):
+            if key in measured:
+                raise InvalidInput(
+                    f"report billion: {key} is a setting of measured reports, and billion is a study of the timing "
+                    "model; it takes the settings of `ringattn simulate`, such as study.execute.budget=5"
+                )
         return "simulate", ["experiment=billion_tokens", *others]
     return "report", [f"suite={name}", *others]
 

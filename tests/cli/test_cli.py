@@ -156,6 +156,7 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("plan", "machine.flops=fast"), 2, "machine.flops=fast: expected a number, or null"),
         (("bench", "cases=x"), 2, "cases=x: unknown; expected some of dense_16384"),  # one name is a list of one
         (("report", "standard", "longg"), 2, "longg is neither key=value nor the report's name, which is standard"),
+        (("report", "billion", "cases=x"), 2, "cases is a setting of measured reports, and billion is a study"),
         (("report", "standrd"), 2, "suite=standrd: unknown; did you mean 'standard'?"),
         (("report", "standard", "memory=8GB"), 2, "memory=8GB: not a whole number"),
         (("report", "compare=[old.jsonl]"), 2, "compare: expected two results"),
