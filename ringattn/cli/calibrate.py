@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,20 @@ def main(config: CalibrateConfig) -> None:
 
 def measure(config: CalibrateConfig) -> None:
     """Measure on local ranks, on the ranks of a launched job, or with transport=none in this process alone."""
-    check_ranks(config, TRANSPORTS["calibrate"])
-    _check(config)  # raises its errors before minutes are spent on measuring
+    check(config)
     if config.transport.spec != "none":
-        start_ranks(config, _measure, "calibrate")
+        start_ranks(config, measure_on, "calibrate")
         return
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput("device=cuda: this process sees no CUDA device (ringattn doctor says why); try device=cpu")
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    _measure(config, None)
+    measure_on(config, None)
+
+
+def check(config: CalibrateConfig) -> None:
+    """Raise the errors of a calibration before minutes are spent on measuring."""
+    check_ranks(config, TRANSPORTS["calibrate"])
+    _check(config)
 
 
 def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
@@ -74,12 +81,19 @@ def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     return sizes, settings, Path(config.output.path)
 
 
-def _measure(config: CalibrateConfig, transport: Transport | None) -> None:
-    """Measure as one rank, or alone where `transport` is None. Rank 0 prints and writes the machine file."""
+def measure_on(
+    config: CalibrateConfig, transport: Transport | None, between: Callable[[MeasuringRanks], None] | None = None
+) -> None:
+    """Measure as one rank, or alone where `transport` is None. Rank 0 prints and writes the machine file.
+
+    `between` is called with the ranks after each round of measurements.
+    """
     device = torch.device(config.device) if transport is None else rank_device(config)
     sizes, settings, path = _check(config)
     launch = detect()
     team = MeasuringRanks(transport, device, None if launch.kind == "none" else launch.local_world)
+    if between is not None:
+        team.between = partial(between, team)
     if team.size % team.ranks_per_node:
         raise InvalidInput(
             f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally "

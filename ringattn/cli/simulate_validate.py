@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..config.checks import SIMULATE_SETTINGS, check_settings
 from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
@@ -19,7 +21,7 @@ from ..errors import InvalidInput
 from ..experiments.calibrate.kernels import make_reference
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..experiments.calibrate.noise import sizes_between
-from ..experiments.calibrate.passes import Pass, measure_passes
+from ..experiments.calibrate.passes import Pass, Runs, model_passes, time_round
 from ..experiments.calibrate.validate import (
     LEVEL,
     Errors,
@@ -45,26 +47,39 @@ def main(config: SimulateConfig) -> None:
     _check(config)
     with tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
         path = Path(config.machine.path or Path(scratch) / "machine.yaml")
+        calibration = made = None
         if config.machine.path is None:
             # Wrong held-out rows raise before minutes are spent on the calibration.
-            _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
-            calibrate.measure(_calibration_config(config, path))
-        machine, made = read_machine(path), read_record(path).get("made", {})
-    if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
-        raise InvalidInput(
-            f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with "
-            "ringattn calibrate transport=gloo, or leave machine out to calibrate now"
-        )
-    rows = _held_out_rows(config, machine.kernel.grid("dense", False).rows)
+            rows = _held_out_rows(config, [parse_size(n, "validate.rows") for n in config.validate.rows])
+            calibration = _calibration_config(config, path)
+            calibrate.check(calibration)
+        else:
+            machine, made = _read(path)
+            assert machine.kernel is not None, "checked"
+            rows = _held_out_rows(config, machine.kernel.grid("dense", False).rows)
+        runs = _measure(rows, made, calibration, config)
+        machine, made = _read(path)
     record: dict[str, Any] = {"kind": "measured", "machine": made, "rows": list(rows), "ranks": []}
     for ranks in config.validate.ranks:
-        passes = _measure(ranks, rows, machine, made, config)
+        cases, on_node = validation_cases(rows, ranks), machine.changed(ranks_per_node=ranks)
+        passes = model_passes(cases, runs[ranks], ranks, on_node, _settings(made, config))
         groups = summarise_groups(passes, machine, ranks)
         _print(ranks, passes, machine, groups)
         errors = {name: asdict(group) for name, group in groups.items()}
         record["ranks"].append({"ranks": ranks, "errors": errors, "passes": [one.record for one in passes]})
     if config.output.path is not None:
         write_json(config.output.path, record)
+
+
+def _read(path: Path) -> tuple[Machine, dict[str, Any]]:
+    """The machine of a file, and how it was made. Raises InvalidInput unless Gloo ranks on CPUs were calibrated."""
+    machine, made = read_machine(path), read_record(path).get("made", {})
+    if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
+        raise InvalidInput(
+            f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with "
+            "ringattn calibrate transport=gloo, or leave machine out to calibrate now"
+        )
+    return machine, made
 
 
 def _check(config: SimulateConfig) -> None:
@@ -130,32 +145,104 @@ def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
     )
 
 
+def _settings(made: dict[str, Any], config: SimulateConfig) -> Settings:
+    """The settings of passes on a machine that was `made` so."""
+    return Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], config.validate.repeat)
+
+
 def _measure(
-    ranks: int, rows: Sequence[int], machine: Machine, made: dict[str, Any], config: SimulateConfig
-) -> list[Pass]:
-    """The held-out passes on new local ranks, measured and modelled. `made` says how the machine was calibrated."""
+    rows: Sequence[int], made: dict[str, Any] | None, calibration: CalibrateConfig | None, config: SimulateConfig
+) -> dict[int, list[Runs]]:
+    """The runs of the held-out passes by number of ranks, measured on new local ranks, and calibrated in between.
+
+    `made` says how the machine was calibrated; None: the ranks do so by `calibration`.
+    """
     options = config.validate
-    threads = options.threads or made["threads"]
-    settings = Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat)
-    get_console().print(
-        f"measuring {plural(len(validation_cases(rows, ranks)), 'kind')} of passes on {plural(ranks, 'rank')}"
+    threads = options.threads or (made or {}).get("threads") or max(1, (os.cpu_count() or 1) // options.ranks[0])
+    count = max(options.ranks)
+    each = plural(len(validation_cases(rows, count)), "kind")
+    get_console().print(f"measuring {each} of passes on {' and '.join(map(str, options.ranks))} ranks")
+    runs: list[dict[int, list[Runs]]] = run_local(
+        _measure_rank,
+        count,
+        *(rows, made, calibration, config),
+        timeout=math.inf,
+        group_timeout=options.timeout,
+        threads=threads,
+        passthrough=(0,),
     )
-    arguments = rows, machine, settings, made.get("pace"), options.timeout
-    passes: list[list[Pass]] = run_local(
-        _measure_rank, ranks, *arguments, timeout=math.inf, group_timeout=options.timeout, threads=threads
-    )
-    return passes[0]
+    return runs[0]
 
 
 def _measure_rank(
-    rank: int, rows: Sequence[int], machine: Machine, settings: Settings, pace: float | None, timeout: float
-) -> list[Pass]:
-    """What one rank does."""
-    team = MeasuringRanks(TorchDist(timeout=timeout), torch.device("cpu"))
-    if pace is not None:
-        heads = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device="cpu")
-        team.keep_pace(make_reference(get_kernel(settings.kernel, heads, heads, heads), settings), pace)
-    return measure_passes(team, validation_cases(rows, team.size), machine, settings)
+    rank: int,
+    rows: Sequence[int],
+    made: dict[str, Any] | None,
+    calibration: CalibrateConfig | None,
+    config: SimulateConfig,
+) -> dict[int, list[Runs]]:
+    """What one rank does: the rounds of the passes, and in between its part of the calibration."""
+    if calibration is None:
+        assert made is not None, "without a calibration there is a machine file"
+        rounds = _Rounds(rows, _settings(made, config), config, made.get("pace"))
+    else:
+        made = {**vars(calibration), "kernel": calibration.kernel.spec}
+        rounds = _Rounds(rows, _settings(made, config), config)
+        if rank < calibration.ranks:
+            calibrate.measure_on(calibration, rounds.teams[calibration.ranks].transport, rounds.measure_between)
+    return rounds.finish()
+
+
+class _Rounds:
+    """Rounds of all held-out passes on every number of ranks. All ranks make the same number of rounds.
+
+    They are spread over the time of the calibration, so that both meet the same machine, which is slower at times.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], settings: Settings, config: SimulateConfig, pace: float | None = None
+    ) -> None:
+        options, device = config.validate, torch.device("cpu")
+        self.rows, self.settings, self.pace = rows, settings, pace
+        self.everyone = MeasuringRanks(TorchDist(timeout=options.timeout), device)
+        #: By number of ranks, the ranks and their rounds; those with this rank.
+        self.teams: dict[int, MeasuringRanks] = {}
+        self.rounds: dict[int, list[Runs]] = {}
+        for count in options.ranks:
+            group = dist.new_group(range(count))
+            if self.everyone.rank < count:
+                self.teams[count] = MeasuringRanks(TorchDist(group, timeout=options.timeout), device)
+                self.rounds[count] = []
+        self.left = settings.repeat
+
+    def measure_between(self, calibrating: MeasuringRanks) -> None:
+        """Measure a round, unless there were enough, at the pace of the ranks that calibrate."""
+        self.pace = calibrating.pace
+        if self.left:
+            self._measure()
+
+    def finish(self) -> dict[int, list[Runs]]:
+        """Measure the rounds that are left; returns the runs of each pass by number of ranks."""
+        while self.left:
+            self._measure()
+        self.everyone.barrier()
+        return {count: list(zip(*rounds, strict=True)) for count, rounds in self.rounds.items()}
+
+    def _measure(self) -> None:
+        pace = self.everyone.gather(self.pace)[0]
+        for count, team in self.teams.items():
+            cases, rounds = validation_cases(self.rows, count), self.rounds[count]
+            if not rounds and pace is not None:
+                heads = torch.zeros(
+                    (1, self.settings.heads, 1, self.settings.head_dim),
+                    dtype=self.settings.torch_dtype,
+                    device=team.device,
+                )
+                team.keep_pace(
+                    make_reference(get_kernel(self.settings.kernel, heads, heads, heads), self.settings), pace
+                )
+            rounds.append(time_round(team, cases, self.settings, warm_up=not rounds))
+        self.left -= 1
 
 
 def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:

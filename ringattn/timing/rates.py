@@ -142,8 +142,12 @@ class Rates:
 
     @property
     def gamma(self) -> float:
-        """The interference: the part of the longest message's time by which a visit takes longer; 0: not modelled."""
-        return self.machine.gamma or 0.0
+        """The interference: the part of the longest message's time by which a visit takes longer; 0: not modelled.
+
+        All of it where ranks share cores: another rank computes on the core that copies a message.
+        """
+        gamma = self.machine.gamma or 0.0
+        return 1.0 if gamma and self.cores is not None else gamma
 
     @property
     def one_gather(self) -> bool:
@@ -180,6 +184,22 @@ class Rates:
             width = plan.head_dim + (plan.head_dim + plan.value_dim) * plan.kv_heads / plan.heads
         size = plan.batch * rows * width * max(ITEM_BYTES[plan.dtype], 4)
         return MERGE_PASSES * size / self.machine.merge
+
+    def merged_rows(self, ring_plan: Plan, queries: int, keys: int) -> int:
+        """(query row, head) that the visit of a rank's queries to a rank's keys merges, or adds gradients to.
+
+        Where visits have seconds of their own, each work of a forward counts: the rows of several works, such as the
+        branches of a dilated mask, are merged as often, and copied to their places even where they are the first.
+        """
+        own = queries == keys
+        if self.machine.merge is None:
+            return 0
+        if self.one_by_one and not self.backward:
+            works = ring_plan.demand.batched(queries, keys)
+            single = own and len(works) == 1
+            return 0 if single else sum(len(work.q) * len(work.heads) * work.repeat for work in works)
+        needed = (range(keys, keys + 1),)
+        return ring_plan.query_demand.count_needed(needed, queries) if self.merges(own) else 0
 
     def merges(self, own: bool | np.ndarray) -> np.ndarray:
         """Whether a visit to the own block (`own`), or to another rank's block, is merged: bool in the shape of `own`.

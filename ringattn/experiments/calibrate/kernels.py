@@ -41,7 +41,7 @@ def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], set
     kinds = [(work, backward) for backward in (False, True) for work in works]
     rounds = [
         [time_work(ranks, kernel, work, settings, backward=backward, rounds=ROUNDS) for work, backward in kinds]
-        for _ in range(ROUNDS)
+        for _ in ranks.rounds(ROUNDS)
     ]
     return [
         replace(samples[0], seconds=tuple(seconds for sample in samples for seconds in sample.seconds))

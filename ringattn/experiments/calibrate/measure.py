@@ -19,7 +19,7 @@ from . import kernels, merge, noise
 from .fits import fit_interference, fit_jitter, fit_kernel_times, fit_link
 from .links import MessageTimes, measure_overlap, time_ping_pong, time_shift
 from .measuring_ranks import MeasuringRanks, Settings
-from .passes import Pass
+from .passes import Pass, list_cases, model_passes, time_passes
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ class _Calibrator:
         machine = base.changed(**self.values, kernel=kernel_times, sources=sources)
         passes: list[Pass] = []
         if ranks.size > 1:
-            machine = self.measure_calls(machine)
-            machine, passes = self.measure_noise(machine)
+            machine, passes = self.measure_passes(machine)
         return Calibration(machine, _plain(self.samples), _plain(self.fits), passes)
 
     def measure_kernels(self, kernel: Kernel) -> KernelTimes:
@@ -153,21 +152,29 @@ class _Calibrator:
             [(overlap.visit, overlap.message, overlap.both) for overlap in overlaps[1:]]
         )
 
-    def measure_calls(self, machine: Machine) -> Machine:
-        """The machine with its `call`, the time of a call beside its work."""
-        self.tell("calls")
-        passes = noise.measure_short_passes(self.ranks, machine, self.sizes.rows, self.settings)
-        self.samples["calls"] = [each.record for each in passes]
-        overhead = noise.fit_call_overhead(passes)
-        return machine.changed(call=overhead, sources=(*machine.sources, ("call", "measured")))
+    def measure_passes(self, machine: Machine) -> tuple[Machine, list[Pass]]:
+        """The machine with its `call` and `residuals`, and the passes behind the residuals.
 
-    def measure_noise(self, machine: Machine) -> tuple[Machine, list[Pass]]:
-        """The machine with its `residuals`, and the passes behind them."""
-        self.tell("noise")
-        passes = noise.measure_residuals(self.ranks, machine, self.sizes.rows, self.settings)
-        self.samples["passes"] = [each.record for each in passes]
+        The time of a call beside its work is that of passes of the two smallest blocks. Passes without any work would
+        take less: where ranks compute, their threads for messages wait for a core.
+        """
+        self.tell("passes")
+        ranks, rows = self.ranks, self.sizes.rows
+        short = list_cases(noise.GRID, rows[:2], ranks.size)
+        cases = short + list_cases(noise.GRID, noise.sizes_between(rows), ranks.size)
+        runs = time_passes(ranks, cases, self.settings)
+
+        def model(begin: int, end: int | None, machine: Machine) -> list[Pass]:
+            machine = machine.changed(ranks_per_node=ranks.ranks_per_node)
+            return model_passes(cases[begin:end], runs[begin:end], ranks.size, machine, self.settings)
+
+        calls = model(0, len(short), machine)
+        sources = (*machine.sources, ("call", "measured"), ("residuals", "measured"))
+        machine = machine.changed(call=noise.fit_call_overhead(calls))
+        passes = model(len(short), None, machine)
+        self.samples["calls"], self.samples["passes"] = ([each.record for each in of] for of in (calls, passes))
         residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
-        return machine.changed(residuals=residuals, sources=(*machine.sources, ("residuals", "measured"))), passes
+        return machine.changed(residuals=residuals, sources=sources), passes
 
 
 def list_measured(values: dict[str, Any], nodes: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
@@ -56,6 +56,8 @@ class MeasuringRanks:
         #: Ranks of a node that compute at full speed at the same time.
         self.cores = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
         self._reference: Callable[[], Any] | None = None
+        #: Called after each round of measurements: what else is to be measured, spread over the same minutes.
+        self.between: Callable[[], None] = lambda: None
         #: Seconds of the reference call while the machine runs as fast as all times are told for; None: not known.
         self.pace: float | None = None
 
@@ -67,6 +69,12 @@ class MeasuringRanks:
         self._reference = reference
         self._time_reference()
         self.pace = median(self._time_reference() for _ in range(2 * REFERENCE_RUNS)) if pace is None else pace
+
+    def rounds(self, count: int) -> Iterator[int]:
+        """The numbers of rounds of measurements; after each, `between` is called."""
+        for number in range(count):
+            yield number
+            self.between()
 
     def correction(self, call: Callable[[], T]) -> tuple[T, float]:
         """The result of a call that all ranks begin together, and the factor on seconds measured in it.

@@ -16,6 +16,9 @@ from ...planner import make_plan
 from ...timing.simulation import simulate
 from .measuring_ranks import MeasuringRanks, Settings
 
+#: (seconds of a run by the clock, factor that corrects them for the pace of the machine), run by run.
+Runs = tuple[tuple[float, float], ...]
+
 
 @dataclass(frozen=True)
 class PassCase:
@@ -77,27 +80,35 @@ def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int)
     ]
 
 
-def measure_passes(
-    ranks: MeasuringRanks, cases: Sequence[PassCase], machine: Machine, settings: Settings
-) -> list[Pass]:
-    """The cases, measured in `settings.repeat` rounds over all cases, and modelled on `machine`. Collective.
+def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings) -> list[Runs]:
+    """The runs of each case, measured in `settings.repeat` rounds over all cases. Collective."""
+    rounds = [time_round(ranks, cases, settings, warm_up=not number) for number in ranks.rounds(settings.repeat)]
+    return list(zip(*rounds, strict=True))
 
-    The ranks are those of one node, whose cores they share. Each run has tensors of its own: where the allocator puts
-    them affects a short pass strongly.
+
+def time_round(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings, *, warm_up: bool) -> Runs:
+    """One run of each case, after another one of the same case with `warm_up`. Collective.
+
+    Each run has tensors of its own: where the allocator puts them affects a short pass strongly.
     """
-    rounds = [[_time_pass(ranks, case, settings) for case in cases] for _ in range(settings.repeat)]
-    machine = machine.changed(ranks_per_node=ranks.ranks_per_node)
+    return tuple(_time_pass(ranks, case, settings, warm_up) for case in cases)
+
+
+def model_passes(
+    cases: Sequence[PassCase], runs_of_cases: Sequence[Runs], ranks: int, machine: Machine, settings: Settings
+) -> list[Pass]:
+    """The measured cases, with their modelled seconds on `machine`, which is the node they ran on."""
     passes = []
-    for case, runs in zip(cases, zip(*rounds, strict=True), strict=True):
+    for case, runs in zip(cases, runs_of_cases, strict=True):
         raw, factors = zip(*runs, strict=True)
         corrected = tuple(seconds * factor for seconds, factor in runs)
-        modelled = simulate(case.plan(ranks.size, settings), machine, backward=case.backward)
+        modelled = simulate(case.plan(ranks, settings), machine, backward=case.backward)
         passes.append(Pass(case, corrected, modelled.seconds, raw if set(factors) != {1.0} else ()))
     return passes
 
 
-def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> tuple[float, float]:
-    """Seconds of a pass after a warm-up, of the slowest rank by its own clock; all ranks begin after a barrier.
+def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, warm_up: bool) -> tuple[float, float]:
+    """Seconds of a pass, of the slowest rank by its own clock; all ranks begin after a barrier.
 
     Also the factor on these seconds that corrects them for the pace of the machine.
     """
@@ -124,6 +135,7 @@ def _time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings) -> tup
 
         return ranks.correction(lambda: ranks.time_call(run))
 
-    time_once()
+    if warm_up:
+        time_once()
     seconds, factor = time_once()
     return max(ranks.gather(seconds)), factor

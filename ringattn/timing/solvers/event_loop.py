@@ -313,11 +313,7 @@ def _busy_seconds(
     compute = slow * rates.visits(ring_plan, step_visits)
     if noise is not None and rates.machine.jitter:
         compute *= float(draw_factors(rates.machine.jitter, noise, 1)[0])
-    rows = sum(
-        ring_plan.query_demand.count_needed((range(keys, keys + 1),), queries)
-        for queries, keys in step_visits
-        if rates.machine.merge is not None and rates.merges(queries == keys)
-    )
+    rows = sum(rates.merged_rows(ring_plan, *visit) for visit in step_visits)
     return compute, slow * rates.merge(rows)
 
 
