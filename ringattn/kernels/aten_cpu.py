@@ -20,6 +20,8 @@ TRIANGLE_ROWS = 128
 #: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
 #: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
+#: The bound on keys times heads of strips in a forward, which allocates nothing for keys in fp32.
+FORWARD_KEYS = 4 * CALL_ROWS
 #: Strips of bands bounded above, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
 FORWARD, BACKWARD = Strips(8, least=32), Strips(2, least=64)
 
@@ -35,10 +37,10 @@ class AtenCpu(Kernel):
     key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
-    name, strips = "aten_cpu", FORWARD
+    name, strips, strip_keys = "aten_cpu", FORWARD, FORWARD_KEYS
 
     def for_backward(self) -> Kernel:
-        return self.derive(strips=BACKWARD)
+        return self.derive(strips=BACKWARD, strip_keys=CALL_ROWS)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if q.device.type != "cpu":
@@ -69,7 +71,8 @@ class AtenCpu(Kernel):
         else:
             for single in work.singles():
                 for part in join_repetitions(self.strips.cut(single)):
-                    yield from part.batches(CALL_ROWS // (part.keys * len(part.heads)))
+                    most = min(CALL_ROWS // len(part.q), self.strip_keys // part.keys)
+                    yield from part.batches(most // len(part.heads))
 
     def op_of(self, call: Work, head_dim: int) -> str:
         kind = "dense" if call.dense else "causal" if is_causal(call) else "masked"
