@@ -20,8 +20,6 @@ TRIANGLE_ROWS = 128
 #: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
 #: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
-#: The bound on keys times heads of strips in a forward, which allocates nothing for keys in fp32.
-FORWARD_KEYS = 4 * CALL_ROWS
 #: Strips of bands bounded above, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
 FORWARD, BACKWARD = Strips(8, least=32), Strips(2, least=64)
 
@@ -37,7 +35,8 @@ class AtenCpu(Kernel):
     key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
-    name, strips, strip_keys = "aten_cpu", FORWARD, FORWARD_KEYS
+    #: `strip_keys`: the bound on keys times heads of strips. A forward allocates nothing for keys, unless in 16 bit.
+    name, strips, strip_keys = "aten_cpu", FORWARD, 4 * CALL_ROWS
 
     def for_backward(self) -> Kernel:
         return self.derive(strips=BACKWARD, strip_keys=CALL_ROWS)
@@ -70,9 +69,8 @@ class AtenCpu(Kernel):
                 yield from self.split(work.narrow((corner, rows), (shared, keys)))
         else:
             for single in work.singles():
-                for part in join_repetitions(self.strips.cut(single)):
-                    most = min(CALL_ROWS // len(part.q), self.strip_keys // part.keys)
-                    yield from part.batches(most // len(part.heads))
+                for x in join_repetitions(self.strips.cut(single)):
+                    yield from x.batches(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
 
     def op_of(self, call: Work, head_dim: int) -> str:
         kind = "dense" if call.dense else "causal" if is_causal(call) else "masked"

@@ -107,8 +107,7 @@ def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int)
     batch_stride, head_stride, row_stride, *last = x.stride()
     if repeat != 1:
         count, batch_stride = repeat, shift * row_stride
-    # One call of torch: slices of heads and of rows would be a view each.
-    return x.as_strided(
+    return x.as_strided(  # one call of torch
         (count, len(heads), len(rows), *width),
         (batch_stride, heads.step * head_stride, rows.step * row_stride, *last),
         x.storage_offset() + heads.start * head_stride + rows.start * row_stride,
