@@ -35,10 +35,11 @@ class AtenCpu(Kernel):
     key/value heads itself. A value head dim that differs from the head dim of q is padded, which changes no number.
     """
 
-    name, strips = "aten_cpu", FORWARD
+    #: `strip_keys`: the bound on keys times heads of strips. A forward allocates nothing for keys, unless in 16 bit.
+    name, strips, strip_keys = "aten_cpu", FORWARD, 4 * CALL_ROWS
 
     def for_backward(self) -> Kernel:
-        return self.derive(strips=BACKWARD)
+        return self.derive(strips=BACKWARD, strip_keys=CALL_ROWS)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if q.device.type != "cpu":
@@ -68,8 +69,8 @@ class AtenCpu(Kernel):
                 yield from self.split(work.narrow((corner, rows), (shared, keys)))
         else:
             for single in work.singles():
-                for part in join_repetitions(self.strips.cut(single)):
-                    yield from part.batches(CALL_ROWS // (part.keys * len(part.heads)))
+                for x in join_repetitions(self.strips.cut(single)):
+                    yield from x.batches(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
 
     def op_of(self, call: Work, head_dim: int) -> str:
         kind = "dense" if call.dense else "causal" if is_causal(call) else "masked"

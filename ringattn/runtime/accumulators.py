@@ -101,15 +101,17 @@ class KernelInputs:
 
 def _select(x: torch.Tensor, heads: range, rows: range, repeat: int, shift: int) -> torch.Tensor:
     """The view of x [B, H, n, ...] at these heads and rows; see `RowViews.select`."""
-    _, all_heads, all_rows, *_ = x.shape
-    row_stride = 0 if repeat == 1 else x.stride(2)
-    if len(heads) != all_heads:
-        x = x[:, heads.start : heads.stop : heads.step]
-    if len(rows) != all_rows:
-        x = x[:, :, rows.start : rows.stop : rows.step]
-    if repeat == 1:
+    count, all_heads, all_rows, *width = x.shape
+    if repeat == 1 and (len(heads), len(rows)) == (all_heads, all_rows):
         return x
-    return x.as_strided((repeat, *x.shape[1:]), (shift * row_stride, *x.stride()[1:]))
+    batch_stride, head_stride, row_stride, *last = x.stride()
+    if repeat != 1:
+        count, batch_stride = repeat, shift * row_stride
+    return x.as_strided(  # one call of torch
+        (count, len(heads), len(rows), *width),
+        (batch_stride, heads.step * head_stride, rows.step * row_stride, *last),
+        x.storage_offset() + heads.start * head_stride + rows.start * row_stride,
+    )
 
 
 def accumulate(sums: RowViews, work: Work, batch: slice | None, *parts: torch.Tensor, by_key: bool = False) -> None:
