@@ -31,7 +31,8 @@ def count_pairs(pattern: Pattern, layout: Layout) -> list[int] | None:
     borders = np.array(packings[0].starts if packings else (0, tokens))
     rank, start, stop = np.array([(rank, part.start, part.stop) for rank, part in ranges]).T
     # Between two cuts the queries belong to one rank, and see the keys of one document.
-    cuts = np.unique(np.concatenate((borders, start, stop)))
+    cuts = np.sort(np.concatenate((borders, start, stop)))
+    cuts = cuts[np.append(True, cuts[1:] > cuts[:-1])]  # np.unique would load numpy.ma in the first plan of a process
     document = np.searchsorted(borders, cuts[:-1], side="right") - 1
     queries, keys = (cuts[:-1], cuts[1:] - 1), (borders[document], borders[document + 1] - 1)
     pairs = _count_at_most(queries, keys, max(high, low - 1)) - _count_at_most(queries, keys, low - 1)
