@@ -74,11 +74,14 @@ def _predict_rank(plan: Plan, machine: Machine, rank: int, backward: bool) -> Pr
     return Prediction(total, compute, total - compute, sent_bytes, len(hops))
 
 
-def pair_seconds(plan: Plan, machine: Machine, backward: bool, most: int = MOST_RANKS) -> float:
+def pair_seconds(
+    plan: Plan, machine: Machine, backward: bool, most: int = MOST_RANKS, enough: int | None = None
+) -> float:
     """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
 
     By measured kernel times where the machine has them, else by modelled rates, both averaged over the visits of at
-    most `most` sampled ranks, and else by its flops: 2 (D + Dv) FLOPs per pair in a forward.
+    most `most` sampled ranks (the rates over no more of these visits than have `enough` works), and else by its flops:
+    2 (D + Dv) FLOPs per pair in a forward.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     if machine.kernel is not None:
@@ -87,7 +90,9 @@ def pair_seconds(plan: Plan, machine: Machine, backward: bool, most: int = MOST_
     if machine.kernel_rates is not None:
         ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
         gathered = machine.one_gather and plan.schedule == "allgather"
-        return plan.batch * modelled_seconds_per_pair(plan, machine.kernel_rates, gathered, backward, ring_ranks)
+        return plan.batch * modelled_seconds_per_pair(
+            plan, machine.kernel_rates, gathered, backward, ring_ranks, enough
+        )
     return plan.batch * flops / machine.flops
 
 

@@ -71,15 +71,16 @@ def visit_seconds(ring_plan: Plan, times: KernelTimes, flops: float, backward: b
 
 
 def modelled_seconds_per_pair(
-    plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Sequence[int]
+    plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Sequence[int], enough: int | None = None
 ) -> float:
     """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
 
-    `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows.
+    `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows. Visits
+    that follow after `enough` works are left out: visits of that many works are much alike.
     """
 
     def compute() -> float:
-        seconds, pairs, item = 0.0, 0.0, ITEM_BYTES[plan.dtype]
+        seconds, pairs, item, seen_works = 0.0, 0.0, ITEM_BYTES[plan.dtype], 0
         dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
         visit = rates.visit if ring_plan.ranks > 1 and not gathered else 0.0
         for weight, rank, owner in _sample_visits(ring_plan, ranks):
@@ -87,6 +88,7 @@ def modelled_seconds_per_pair(
             works = [
                 (work, len(work.heads) * work.repeat * plan.batch) for work in ring_plan.demand.batched(rank, owner)
             ]
+            seen_works += len(works)
             # One call computes the works of a visit.
             blocks = sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
             for work, heads in works:
@@ -103,10 +105,12 @@ def modelled_seconds_per_pair(
                 rows = sum(heads * len(work.q) for work, heads in works)
                 start = rates.start_seconds(rows, dims=dims, backward=backward, item=item)
                 seconds += weight * (start + visit)
+            if enough is not None and seen_works >= enough:
+                break
         return seconds / pairs if pairs else 0.0
 
     # Plans that share their answers, with other schedules, share this one.
-    key = modelled_seconds_per_pair, rates, gathered, backward, plan.sizes, *ranks
+    key = modelled_seconds_per_pair, rates, gathered, backward, enough, plan.sizes, *ranks
     return plan.ring_plan(0)[0].demand.cache.answer(key, compute)
 
 
