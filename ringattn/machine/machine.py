@@ -17,7 +17,7 @@ SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "kernel_rates", "residuals")
 #: Runs of a calibration whose residuals make an interval: those of about one size of its default passes.
-NEAREST_RUNS = 40
+NEAREST_RUNS = 80
 #: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
 BESIDE_BANDS = {"peak", "matmul", "memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 

@@ -7,7 +7,7 @@ from functools import partial
 from ..case import BenchSuite, CaseRecord, Claim
 from ..systems import SYSTEMS, find_cases, list_system_cases
 
-LENGTHS = (8192,)
+LENGTHS = (4096,)
 RANKS = (1, 2, 4)
 
 

@@ -54,8 +54,8 @@ def list_cases() -> list[BenchCase]:
     Targets are the project's promises.
     """
     table = (
-        ("dense_8192", 8192, False, False, 0.97),
-        ("causal_8192", 8192, True, False, 0.95),
+        ("dense_4096", 4096, False, False, 0.97),
+        ("causal_4096", 4096, True, False, 0.95),
         ("dense_4096_backward", 4096, False, True, 0.96),
         ("causal_4096_backward", 4096, True, True, 0.96),
     )

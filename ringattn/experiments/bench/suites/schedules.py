@@ -61,7 +61,6 @@ def list_cases() -> list[BenchCase]:
         _local_case("window", slow, "Causal() & Window(255)"),
         _local_case("documents", slow, documents),
         _local_case("window_step", slow, "Causal() & Window(255)", backward=True),
-        _local_case("documents_step", slow, documents, backward=True),
         _local_case("documents_zigzag", slow, documents, layout="zigzag", ring_target=None),
         _double_ring_case("double_ring_4", slower_4, 1024, None),
         _double_ring_case("double_ring_4_step", slower_4, 1024, 1.5, backward=True),
