@@ -154,7 +154,7 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("simulate", "backward=maybe"), 2, "ringattn: backward=maybe: expected true or false; try backward=false"),
         (("calibrate", "rows=5"), 2, "rows=5: expected a list; try 'rows=[64,256,1024,4096]'"),
         (("plan", "machine.flops=fast"), 2, "machine.flops=fast: expected a number, or null"),
-        (("bench", "cases=x"), 2, "cases=x: unknown; expected some of dense_16384"),  # one name is a list of one
+        (("bench", "cases=x"), 2, "cases=x: unknown; expected some of dense_4096"),  # one name is a list of one
         (("report", "standard", "longg"), 2, "longg is neither key=value nor the report's name, which is standard"),
         (("report", "billion", "cases=x"), 2, "cases is a setting of measured reports, and billion is a study"),
         (("report", "standrd"), 2, "suite=standrd: unknown; did you mean 'standard'?"),
