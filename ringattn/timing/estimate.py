@@ -38,8 +38,8 @@ COUNTED = 16
 ALL = 8
 #: Where more blocks than this come to a rank, about this many of its steps are looked at.
 SAMPLED_STEPS = 16
-#: The seconds of a pair are taken from no more visits than have so many works.
-ENOUGH_WORKS = 256
+#: The seconds of a pair are taken from no more visits than have so many tiles.
+ENOUGH_TILES = 1024
 #: Cycles of a double ring that are looked at, and steps of each cycle.
 CYCLES, INSIDE = 4, 4
 #: Ranks of a node that are looked at where all of them share one NIC.
@@ -196,7 +196,7 @@ class _RingEstimate:
         self.route: Route = schedule
         self.row_bytes = plan.part_bytes(Part("kv", 0, ONE_ROW))
         self.rates = Rates(plan, machine, backward=False)
-        self.pair_seconds = pair_seconds(plan, machine, backward=False, most=FEWEST_RANKS, enough=ENOUGH_WORKS)
+        self.pair_seconds = pair_seconds(plan, machine, backward=False, most=FEWEST_RANKS, enough=ENOUGH_TILES)
         self.edge_bytes: dict[Edge, int] = {}
         #: By (rank, step).
         self.times: dict[tuple[int, int], _StepTime] = {}

@@ -76,11 +76,11 @@ def modelled_seconds_per_pair(
     """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
 
     `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows. Visits
-    that follow after `enough` works are left out: visits of that many works are much alike.
+    that follow after `enough` tiles are left out: visits of that many tiles are much alike.
     """
 
     def compute() -> float:
-        seconds, pairs, item, seen_works = 0.0, 0.0, ITEM_BYTES[plan.dtype], 0
+        seconds, pairs, item, tiles = 0.0, 0.0, ITEM_BYTES[plan.dtype], 0
         dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
         visit = rates.visit if ring_plan.ranks > 1 and not gathered else 0.0
         for weight, rank, owner in _sample_visits(ring_plan, ranks):
@@ -88,7 +88,7 @@ def modelled_seconds_per_pair(
             works = [
                 (work, len(work.heads) * work.repeat * plan.batch) for work in ring_plan.demand.batched(rank, owner)
             ]
-            seen_works += len(works)
+            tiles += sum(len(work.k) * work.repeat for work, _ in works)
             # One call computes the works of a visit.
             blocks = sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
             for work, heads in works:
@@ -105,7 +105,7 @@ def modelled_seconds_per_pair(
                 rows = sum(heads * len(work.q) for work, heads in works)
                 start = rates.start_seconds(rows, dims=dims, backward=backward, item=item)
                 seconds += weight * (start + visit)
-            if enough is not None and seen_works >= enough:
+            if enough is not None and tiles >= enough:
                 break
         return seconds / pairs if pairs else 0.0
 
