@@ -171,7 +171,7 @@ def _virtual_case(name: str, causal: bool, target: float) -> BenchCase:
     return BenchCase(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
 
 
-def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 2048) -> BenchCase:
+def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> BenchCase:
     """Peak memory of contiguous dense attention with `rows` tokens per rank, forward; with `rotate`, also backward.
 
     The peak must be what the model of memory predicts, and must not grow with the ranks.
@@ -204,6 +204,7 @@ def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 2048) -> 
         (BenchColumn("ring", 1, make),),
         formula_bytes=formula,
         limit=1.1,
+        rounds=2,
         notes=(MEMORY_NOTE,),
     )
 
