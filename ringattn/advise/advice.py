@@ -14,11 +14,22 @@ from ..machine.bands import describe_band
 from ..machine.presets import CURRENCY
 from ..models.attention import plan_of_widest_layer
 from ..models.parallel import CHECKPOINTING
-from ..models.training import ATTENTION_PARTS, StepEstimate, training_step
+from ..models.training import ATTENTION_PARTS, PUBLISHED_STEPS
 from ..progress import Listener
 from ..text import did_you_mean, digits, duration, plural, rate, size
 from ..timing.simulation import simulate
-from .search import EQUAL, SHOWN, Found, Offer, Question, TrainingCandidate, least_step, list_spreads, search
+from .search import (
+    EQUAL,
+    SHOWN,
+    Found,
+    Offer,
+    Question,
+    TrainingCandidate,
+    least_step,
+    list_spreads,
+    search,
+    simulate_step,
+)
 
 #: What candidates are sorted by: the time, or the cost, of a token.
 ORDERS = ("time", "cost")
@@ -27,7 +38,7 @@ BANDWIDTHS, LENGTHS, SLOWNESS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0), (1.0, 1.1, 
 #: The longest sequences that the frontier of tokens looks at.
 MOST_TOKENS = 1 << 30
 #: Categories of memory that are states of the weights, and parts of a step that are traffic outside attention.
-STATES, TRAFFIC = ("weights", "gradients", "optimizer"), ("tp", "fsdp")
+STATES, TRAFFIC = ("weights", "gradients", "optimizer"), ("tp", "fsdp", "pp")
 #: The least part of the time for which more memory is named.
 WORTH = 0.03
 #: A GPU whose memory is fuller than this is said to be nearly full.
@@ -43,7 +54,7 @@ class Advice:
     found: dict[tuple[str, int], Found]
     #: The best candidates of different shapes, best first; at most SHOWN.
     best: list[TrainingCandidate]
-    #: Seconds of 1e9 tokens of each of `best` at each of BANDWIDTHS.
+    #: Seconds of 1e9 tokens of each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
     bandwidths: list[list[float]]
     #: Factors on the step of the best candidate where one GPU takes each of SLOWNESS times as long.
     stragglers: list[float]
@@ -76,14 +87,14 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """The best candidate, in one sentence."""
+        """The best candidate and the bandwidth that would change it, in one sentence."""
         best, step, model = self.best[0], self.best[0].step, self.question.model
         mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
         return (
             f"{'Fastest' if self.by == 'time' else 'Cheapest'} for {model.name} on sequences of "
             f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
-            f"tokens take {duration(best.seconds)} and {self.price(best.cost)} [modelled]."
+            f"tokens take {duration(best.seconds)} and {self.price(best.cost)} [modelled]{self._bandwidth_change()}."
         )
 
     def price(self, cost: float) -> str:
@@ -93,25 +104,21 @@ class Advice:
 
     @property
     def changes(self) -> list[str]:
-        """What would change the verdict, a sentence each."""
-        lines = [self._bandwidth_change(), *self._length_changes(), self._memory_change(), *self._price_changes()]
-        return [line for line in lines if line]
+        """What else would change the verdict, a sentence each."""
+        return [*self._length_changes(), self._memory_change(), *self._price_changes()]
 
     def _bandwidth_change(self) -> str:
-        best = self.best[0]
-        if best.parallel.gpus <= best.offer.machine.ranks_per_node:
-            return "Bandwidth between nodes: not used, as one node has all GPUs."
-        now = best.offer.machine.bandwidth
+        """The end of the verdict; "" where no bandwidths were compared."""
+        if not self.bandwidths:
+            return ""
+        now = self.best[0].offer.machine.bandwidth
         for place in sorted(range(len(BANDWIDTHS)), key=lambda i: abs(log(BANDWIDTHS[i]))):
             winner = min(range(len(self.best)), key=lambda i: self.bandwidths[i][place])
             if self.bandwidths[winner][place] < self.bandwidths[0][place] * (1 - EQUAL):
                 changed = rate(now * BANDWIDTHS[place], "B/s")
-                return (
-                    f"Bandwidth between nodes: at {changed} instead of {rate(now, 'B/s')}, "
-                    f"{self.best[winner].name} is faster than {best.name}."
-                )
+                return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {self.best[winner].name} is faster"
         low, high = (rate(now * factor, "B/s") for factor in (BANDWIDTHS[0], BANDWIDTHS[-1]))
-        return f"Bandwidth between nodes: from {low} to {high}, none of the others shown becomes faster."
+        return f"; at {low} to {high} between nodes, none of the others shown becomes faster"
 
     def _length_changes(self) -> list[str]:
         best, lines = self.best[0], []
@@ -128,19 +135,14 @@ class Advice:
     def _memory_change(self) -> str:
         """The least memory with which something else could be faster."""
         best = self.best[0]
-        faster = [
-            (sum(step.memory.values()), parallel, step)
-            for parallel, step in self.found[best.offer.name, best.parallel.gpus].too_large
-            if step.seconds / step.tokens < best.step.seconds / best.step.tokens * (1 - WORTH)
-        ]
+        too_large = self.found[best.offer.name, best.step.gpus].too_large
+        faster = [one for one in too_large if one.seconds < best.seconds * (1 - WORTH)]
         if not faster:
             return f"Memory: more of it would not help, as nothing that does not fit could take {WORTH:.0%} less time."
-        count, parallel, step = min(faster, key=lambda entry: entry[0])
-        gain = 1 - step.seconds / step.tokens * best.step.tokens / best.step.seconds
-        other = TrainingCandidate(best.offer, parallel, step, 0.0)
+        other = min(faster, key=lambda one: one.bytes)
         return (
-            f"Memory: with {size(count)} on each GPU, {other.name}, {other.choices}, could fit, and take up to "
-            f"{gain:.0%} less time."
+            f"Memory: with {size(other.bytes)} on each GPU, {other.name}, {other.choices}, could fit, and take up to "
+            f"{1 - other.seconds / best.seconds:.0%} less time."
         )
 
     def _price_changes(self) -> list[str]:
@@ -166,19 +168,18 @@ class Advice:
         lines = []
         for name in dict.fromkeys(candidate.offer.name for candidate in self.best):
             one = next(candidate for candidate in self.best if candidate.offer.name == name)
-            rows = one.parallel.rows * -(-self.question.tokens // one.parallel.cp)
-            band = describe_band(one.offer.machine.preset, rows)
+            rows = one.parallel.rows // one.pipeline.count(one.parallel.rows)
+            band = describe_band(one.offer.machine.preset, rows * -(-self.question.tokens // one.parallel.cp))
             lines.append(f"Attention on {band or f'{name}: no published measurement of this machine'}.")
         low, high = span(best)
         if low == high:
-            return [*lines, "Without a band nothing says how sure the order is."]
+            return [*lines, "Without a band nothing says how sure the order is.", f"{PUBLISHED_STEPS}."]
         close = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if place > 1 and span(one)[0] <= high]
         if close:
             lines.append(
                 f"Their bands overlap with that of the first, so that they may be as fast: {', '.join(close)}."
             )
-        lines.append("All else in a step (products, optimiser, collectives) has no published measurement here.")
-        return lines
+        return [*lines, f"{PUBLISHED_STEPS}."]
 
     @property
     def not_fitting(self) -> list[str]:
@@ -216,7 +217,7 @@ class Advice:
 
 def describe_place(candidate: TrainingCandidate) -> str:
     """The GPUs of a candidate in words."""
-    return f"{plural(candidate.parallel.gpus, 'GPU')} of {candidate.offer.name}"
+    return f"{plural(candidate.step.gpus, 'GPU')} of {candidate.offer.name}"
 
 
 def span(candidate: TrainingCandidate) -> tuple[float, float]:
@@ -227,16 +228,17 @@ def span(candidate: TrainingCandidate) -> tuple[float, float]:
 
 
 def shares(candidate: TrainingCandidate) -> dict[str, float]:
-    """Shares of a step: attention that computes, all else of attention, products and norms, traffic of tp and fsdp."""
+    """Shares of a step: attention that computes, all else of attention, products and norms, traffic, and the bubble."""
     parts, seconds = candidate.step.parts, candidate.step.seconds
     attention = sum(parts[name] for name in ATTENTION_PARTS)
-    traffic = sum(parts[name] for name in TRAFFIC)
+    traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
     least = min(candidate.least_attention, attention)
     return {
         "attention computes": least / seconds,
         "attention waits, merges and starts": (attention - least) / seconds,
-        "products, norms and optimiser": (seconds - attention - traffic) / seconds,
-        "exposed traffic of tp and fsdp": traffic / seconds,
+        "products, norms and optimiser": (seconds - attention - traffic - bubble) / seconds,
+        f"exposed traffic of {', '.join(TRAFFIC)}": traffic / seconds,
+        "bubble of the pipeline": bubble / seconds,
     }
 
 
@@ -259,21 +261,19 @@ def explain_too_large(found: Found, offer: Offer) -> list[str]:
     has = offer.machine.memory
     if has is None:
         return []
-    groups: dict[str, list[tuple[int, tuple[int, int], StepEstimate]]] = {}
-    for parallel, step in found.too_large:
-        states = sum(step.memory[name] for name in STATES) > has / 2
-        setting = f"sharding={parallel.shard}" if states else f"checkpointing={parallel.checkpointing}"
-        entry = (sum(step.memory.values()), (parallel.cp, parallel.tp), step)
-        groups.setdefault(setting, []).append(entry)
+    groups: dict[str, list[TrainingCandidate]] = {}
+    for one in found.too_large:
+        states = sum(one.step.memory[name] for name in STATES) > has / 2
+        setting = f"sharding={one.parallel.shard}" if states else f"checkpointing={one.parallel.checkpointing}"
+        groups.setdefault(setting, []).append(one)
     lines = []
     for setting, entries in groups.items():
-        shapes = sorted({shape for _, shape, _ in entries}, key=lambda shape: (shape[0] * shape[1], shape))
-        first = min((entry for entry in entries if entry[1] == shapes[-1]), key=lambda entry: entry[0])
-        category = max(first[2].memory, key=lambda name: first[2].memory[name])
-        cp, tp = shapes[-1]
+        first = min(entries, key=lambda one: one.bytes)
+        memory = first.step.memory
+        category = max(memory, key=lambda name: memory[name])
         lines.append(
-            f"{setting}, up to cp={cp} tp={tp}: there the least need is {size(first[0])} of {size(has)}, of which "
-            f"{category} {size(first[2].memory[category])} ({plural(len(entries), 'candidate')})"
+            f"{setting}: the least need is {size(first.bytes)} of {size(has)}, of {first.name}, of which {category} "
+            f"{size(memory[category])} ({plural(len(entries), 'candidate')})"
         )
     return lines
 
@@ -306,8 +306,8 @@ def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[
 
 def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
     return any(
-        least_step(question, offer.machine, parallel)[0].fits is not False
-        for parallel in list_spreads(question, offer.machine, gpus)
+        least_step(question, offer.machine, parallel, pipeline).fits is not False
+        for parallel, pipeline in list_spreads(question, offer.machine, gpus)
         if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none")
     )
 
@@ -330,7 +330,8 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
     if not best:
         raise _nothing_fits(question, found)
     tell(len(tasks), len(tasks) + 3, "other bandwidths")
-    bandwidths = [_vary_bandwidth(question, candidate) for candidate in best]
+    far = best[0].step.gpus > best[0].offer.machine.ranks_per_node
+    bandwidths = [_vary_bandwidth(question, candidate) for candidate in best] if far else []
     tell(len(tasks) + 1, len(tasks) + 3, "slow GPUs")
     stragglers = _slow_down(question, best[0])
     tell(len(tasks) + 2, len(tasks) + 3, "other lengths")
@@ -351,7 +352,7 @@ def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandid
 def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> InvalidInput:
     lines = [line for offer in question.offers for line in explain_too_large(found[offer.name, question.gpus], offer)]
     refused = [reason for one in found.values() for reason in one.refused]
-    why = "; ".join([*lines, *refused][:3]) or "no cp x dp x tp has this number of GPUs and this batch"
+    why = "; ".join([*lines, *refused][:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
     return InvalidInput(
         f"{question.model.name} with {question.tokens:,} tokens fits on no number of GPUs up to {question.gpus}: {why};"
         " try more GPUs, fewer tokens, or machines with more memory"
@@ -364,7 +365,7 @@ def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[fl
     seconds = []
     for factor in BANDWIDTHS:
         changed = machine if factor == 1 else replace(machine, bandwidth=factor * machine.bandwidth)
-        step = training_step(question.model, changed, question.tokens, candidate.parallel, question.dtype)
+        step = simulate_step(question, changed, candidate)
         seconds.append(1e9 / step.tokens * step.seconds)
     return seconds
 
@@ -382,9 +383,10 @@ def _slow_down(question: Question, candidate: TrainingCandidate) -> list[float]:
         for slow in SLOWNESS
     ]
     attention = sum(candidate.step.parts[name] for name in ATTENTION_PARTS)
-    rest = candidate.step.seconds - attention
+    bubble = candidate.step.parts["bubble"]  # all other stages take as long as before
+    rest = candidate.step.seconds - attention - bubble
     return [
-        (attention * seconds / times[0] + rest * slow) / candidate.step.seconds
+        (attention * seconds / times[0] + rest * slow + bubble) / candidate.step.seconds
         for slow, seconds in zip(SLOWNESS, times, strict=True)
     ]
 
@@ -395,13 +397,13 @@ def _vary_length(
     """The fastest candidate with another length on the GPUs of the best, with the plans that were best before."""
     other = replace(question, tokens=max(int(question.tokens * factor), 1))
     known: dict[tuple[int, int], tuple[str, str]] = {}
-    for one in found[best.offer.name, best.parallel.gpus].best:
+    for one in found[best.offer.name, best.step.gpus].best:
         # What `auto` took before is not chosen again.
         plan, _ = plan_of_widest_layer(
             question.model, best.offer.machine, question.tokens, one.parallel, question.dtype
         )
         known.setdefault((one.parallel.cp, one.parallel.tp), (one.parallel.layout, plan.schedule))
-    fastest = search(other, best.offer, best.parallel.gpus, 1, known).best
+    fastest = search(other, best.offer, best.step.gpus, 1, known).best
     return fastest[0] if fastest else None
 
 
@@ -429,6 +431,7 @@ def record(advice: Advice) -> dict[str, Any]:
         "bandwidth": [
             {"factor": factor, "seconds": [line[place] for line in advice.bandwidths]}
             for place, factor in enumerate(BANDWIDTHS)
+            if advice.bandwidths
         ],
         "stragglers": dict(zip(map(str, SLOWNESS), advice.stragglers, strict=True)),
         "frontier": advice.frontier,
@@ -440,8 +443,10 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
     low, high = span(candidate)
     return {
         "machine": candidate.offer.name,
-        "gpus": parallel.gpus,
+        "gpus": step.gpus,
         **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "layout", "schedule", "checkpointing")},
+        "pp": candidate.pipeline.stages,
+        "interleaved": candidate.pipeline.interleaved,
         "sharding": parallel.shard,
         "batch": parallel.rows * parallel.dp,
         "plan": step.plan,
@@ -463,7 +468,7 @@ def tabulate(candidates: Sequence[TrainingCandidate]) -> tuple[list[str], list[l
     header = ["candidate", "1e9 tokens", "step", "cost of 1e9", "MFU", "memory"]
     rows = [
         [
-            f"{place}. {candidate.offer.name} x {candidate.parallel.gpus}: {candidate.name}",
+            f"{place}. {candidate.offer.name} x {candidate.step.gpus}: {candidate.name}",
             duration(candidate.seconds),
             duration(candidate.step.seconds),
             f"{digits(candidate.cost)}" + (" GPU h" if candidate.offer.price is None else ""),

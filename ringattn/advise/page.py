@@ -45,10 +45,16 @@ def render(advice: Advice) -> str:
             if isinstance(timeline, StepWindow)
             else []
         ),
-        (
-            "Bandwidth between nodes",
-            _draw(_bandwidth, advice),
-            "The candidates of the table with the plans that they have now.",
+        *(
+            [
+                (
+                    "Bandwidth between nodes",
+                    _draw(_bandwidth, advice),
+                    "The candidates of the table with the plans that they have now.",
+                )
+            ]
+            if advice.bandwidths
+            else []
         ),
         (
             "One slow GPU",
@@ -103,8 +109,11 @@ def _pareto(figure: Any, advice: Advice) -> None:
     front = [(one.seconds / 3600, one.cost) for one in advice.pareto]
     ring = {"markersize": 9, "markerfacecolor": "none"}  # a front of one point has no line
     axes.plot(*zip(*front, strict=True), "o--", color=COLOURS[3], label="Pareto front", **ring)
-    for candidate in advice.pareto[:4]:
-        axes.annotate(f"{candidate.parallel.gpus} GPUs", (candidate.seconds / 3600, candidate.cost), fontsize=7)
+    # Below and to the left of a point of the front there is no other point.
+    place = {"xytext": (-6, -6), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 7}
+    for candidate in {one.step.gpus: one for one in reversed(advice.pareto)}.values():
+        axes.annotate(f"{candidate.step.gpus} GPUs", (candidate.seconds / 3600, candidate.cost), **place)
+    axes.margins(0.2)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
     axes.set(xlabel="hours of 1e9 tokens, modelled", ylabel=f"cost of 1e9 tokens\n({advice.unit})")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from math import ceil, inf, log
 
 from ..dtypes import ITEM_BYTES
@@ -15,7 +16,8 @@ from ..machine.machine import Machine
 from ..models.attention import LayerAttention
 from ..models.config import ModelConfig
 from ..models.parallel import CHECKPOINTING, SHARDS, Parallel
-from ..models.training import StepEstimate, step_with_attention, training_step
+from ..models.pipeline import Pipeline, pipelined_step
+from ..models.training import ATTENTION_PARTS, StepEstimate
 from ..pattern import Causal, Pattern, Window
 from ..plan.schedules import split_ulysses
 
@@ -27,6 +29,8 @@ SMALL = 16
 SHOWN = 5
 #: Times within this part are equal: the candidate with fewer bytes is the better one.
 EQUAL = 1e-3
+#: Numbers of GPUs: cp, dp, tp and pp.
+Shape = tuple[int, int, int, int]
 #: (layout, schedule) by (cp, tp).
 KnownPlans = Mapping[tuple[int, int], tuple[str, str]]
 #: Categories of memory that are states of the weights.
@@ -46,7 +50,7 @@ class Offer:
 class Question:
     """What is asked: training `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of the offers.
 
-    `batch` are the sequences of a step; None: one for each data-parallel group. Raises InvalidInput.
+    `batch` are the sequences of a step; None: one for each stage of each data-parallel group. Raises InvalidInput.
     """
 
     model: ModelConfig
@@ -79,14 +83,15 @@ class TrainingCandidate:
 
     offer: Offer
     parallel: Parallel
+    pipeline: Pipeline
     step: StepEstimate
     #: Seconds of attention at the rate of a full GPU, without messages: less than these no schedule takes.
     least_attention: float
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """cp, dp and tp."""
-        return self.parallel.cp, self.parallel.dp, self.parallel.tp
+    def shape(self) -> Shape:
+        """cp, dp, tp and pp."""
+        return shape_of(self.parallel, self.pipeline)
 
     @property
     def seconds(self) -> float:
@@ -110,14 +115,25 @@ class TrainingCandidate:
 
     @property
     def name(self) -> str:
-        """cp x dp x tp in words, as far as they are not 1."""
-        parts = [f"{name}={getattr(self.parallel, name)}" for name in ("cp", "dp", "tp")]
-        return " ".join(part for part in parts if not part.endswith("=1")) or "one GPU"
+        """The shape in words."""
+        return describe_shape(self.shape)
 
     @property
     def choices(self) -> str:
-        """Checkpointing and sharding in words."""
-        return f"checkpointing={self.parallel.checkpointing}, sharding={self.parallel.shard}"
+        """Checkpointing, sharding and the parts of a stage in words."""
+        parts = f", interleaved={self.pipeline.interleaved}" if self.pipeline.interleaved > 1 else ""
+        return f"checkpointing={self.parallel.checkpointing}, sharding={self.parallel.shard}{parts}"
+
+
+def shape_of(parallel: Parallel, pipeline: Pipeline) -> Shape:
+    """The shape of a way to spread a model."""
+    return parallel.cp, parallel.dp, parallel.tp, pipeline.stages
+
+
+def describe_shape(shape: Shape) -> str:
+    """A shape in words, as far as its numbers are not 1."""
+    parts = [f"{name}={number}" for name, number in zip(("cp", "dp", "tp", "pp"), shape, strict=True) if number > 1]
+    return " ".join(parts) or "one GPU"
 
 
 def order_of(step: StepEstimate) -> int:
@@ -133,15 +149,15 @@ class Found:
     best: list[TrainingCandidate] = field(default_factory=list)
     #: Numbers of candidates: too large, slower, simulated, refused.
     counts: Counter[str] = field(default_factory=Counter)
-    #: What is too large: the spread, and the least step.
-    too_large: list[tuple[Parallel, StepEstimate]] = field(default_factory=list)
+    #: What is too large: with the least step.
+    too_large: list[TrainingCandidate] = field(default_factory=list)
     #: Refused candidates by reason.
     refused: Counter[str] = field(default_factory=Counter)
 
-    def add_too_large(self, parallel: Parallel, step: StepEstimate) -> None:
+    def add_too_large(self, candidate: TrainingCandidate) -> None:
         """Note a candidate that does not fit."""
         self.counts["too large"] += 1
-        self.too_large.append((parallel, step))
+        self.too_large.append(candidate)
 
 
 def search(question: Question, offer: Offer, gpus: int, shown: int, known: KnownPlans | None = None) -> Found:
@@ -151,25 +167,27 @@ def search(question: Question, offer: Offer, gpus: int, shown: int, known: Known
     one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others the ring;
     None: all are.
     """
-    found, best = Found(), dict[tuple[int, int, int], TrainingCandidate]()
-    waiting: list[tuple[int, int, Parallel, float]] = []
-    for parallel in list_spreads(question, offer.machine, gpus):
-        least: dict[tuple[str, int], tuple[StepEstimate, float]] = {}
+    found, best = Found(), dict[Shape, TrainingCandidate]()
+    waiting: list[tuple[int, int, TrainingCandidate]] = []
+    for parallel, pipeline in list_spreads(question, offer.machine, gpus):
+        least: dict[tuple[str, int], StepEstimate] = {}
         for layout, schedule in list_plans(offer.machine, question.model, parallel, known):
             spread, kind = replace(parallel, layout=layout, schedule=schedule), (layout, split_ulysses(schedule)[0])
             if kind not in least:
-                least[kind] = least_step(question, offer.machine, spread)
-            step, attention = least[kind]
+                least[kind] = least_step(question, offer.machine, spread, pipeline)
+            step = least[kind]
+            attention = sum(step.parts[name] for name in ATTENTION_PARTS)
+            bound = TrainingCandidate(offer, spread, pipeline, step, attention)
             if step.fits is False:
-                found.add_too_large(spread, step)
+                found.add_too_large(bound)
             else:
-                waiting.append((order_of(step), len(waiting), spread, attention))
-    waiting.sort()
-    for order, _, spread, attention in waiting:
+                waiting.append((order_of(step), len(waiting), bound))
+    waiting.sort(key=lambda entry: entry[:2])
+    for order, _, bound in waiting:
         if len(best) >= shown and order > sorted(one.order[0] for one in best.values())[shown - 1]:
             found.counts["slower"] += 1
             continue
-        candidate = _simulate(question, offer, spread, attention, found)
+        candidate = _simulate(question, bound, found)
         if candidate is not None and candidate.order < _order(best.get(candidate.shape)):
             best[candidate.shape] = candidate
     found.best = sorted(best.values(), key=lambda one: one.order)
@@ -180,41 +198,52 @@ def _order(candidate: TrainingCandidate | None) -> tuple[float, float]:
     return (inf, 0.0) if candidate is None else candidate.order
 
 
-def _simulate(
-    question: Question, offer: Offer, parallel: Parallel, attention: float, found: Found
-) -> TrainingCandidate | None:
-    """The simulated candidate; None, noted in `found`, where it is refused or does not fit."""
+def _simulate(question: Question, bound: TrainingCandidate, found: Found) -> TrainingCandidate | None:
+    """The candidate simulated; None, noted in `found`, where it is refused or does not fit."""
     try:
-        step = training_step(question.model, offer.machine, question.tokens, parallel, question.dtype)
+        candidate = replace(bound, step=simulate_step(question, bound.offer.machine, bound))
     except RingAttentionError as error:
         found.counts["refused"] += 1
         found.refused[str(error)] += 1
         return None
-    if step.fits is False:
-        found.add_too_large(parallel, step)
+    if candidate.step.fits is False:
+        found.add_too_large(candidate)
         return None
     found.counts["simulated"] += 1
-    return TrainingCandidate(offer, parallel, step, attention)
+    return candidate
 
 
-def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:
-    """Every cp x dp x tp = `gpus` with each checkpointing and sharding; tp lies in a node and divides K/V heads."""
+def simulate_step(question: Question, machine: Machine, candidate: TrainingCandidate) -> StepEstimate:
+    """The step of a candidate, simulated on `machine`."""
+    parallel, pipeline = candidate.parallel, candidate.pipeline
+    return pipelined_step(question.model, machine, question.tokens, parallel, pipeline, question.dtype)
+
+
+def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
+    """Every cp x dp x tp x pp = `gpus` with each checkpointing and sharding.
+
+    tp lies in a node and divides K/V heads. Stages have one part, or as many as they have layers, where that is not
+    worse for sure: with at most as many micro-batches as stages it keeps no more and waits less.
+    """
     model = question.model
-    for tp in _divisors(gpus):
+    for tp, cp, pp in product(_divisors(gpus), repeat=3):
+        dp = gpus // (tp * cp * pp)
         if (
-            tp > machine.ranks_per_node
+            tp * cp * pp * dp != gpus
+            or tp > machine.ranks_per_node
             or machine.ranks_per_node % tp
             or any(count % tp for count in (model.heads, model.kv_heads, model.mlp))
+            or cp > question.tokens
+            or pp > model.layers
+            or (question.batch is not None and question.batch % dp)
         ):
             continue
-        for cp in _divisors(gpus // tp):
-            dp = gpus // tp // cp
-            if cp > question.tokens or (question.batch is not None and question.batch % dp):
-                continue
-            rows = 1 if question.batch is None else question.batch // dp
-            for checkpointing in CHECKPOINTING:
-                for shard in SHARDS if cp * dp > 1 else SHARDS[:1]:
-                    yield Parallel(cp, dp, tp, checkpointing=checkpointing, shard=shard, rows=rows)
+        rows = pp if question.batch is None else question.batch // dp
+        parts = {1} if rows % pp else {1, model.layers // pp} if rows > pp else {model.layers // pp}
+        for checkpointing, interleaved in product(CHECKPOINTING, sorted(parts) if pp > 1 else (1,)):
+            for shard in SHARDS if cp * dp > 1 else SHARDS[:1]:
+                parallel = Parallel(cp, dp, tp, checkpointing=checkpointing, shard=shard, rows=rows)
+                yield parallel, Pipeline(pp, interleaved=interleaved)
 
 
 def _divisors(number: int) -> list[int]:
@@ -250,27 +279,35 @@ def list_plans(
     return [(layout, schedule) for layout in LAYOUTS for schedule in schedules]
 
 
-def least_step(question: Question, machine: Machine, parallel: Parallel) -> tuple[StepEstimate, float]:
-    """A step in which neither seconds nor bytes of any schedule can be less, and its seconds of attention.
+def least_step(question: Question, machine: Machine, parallel: Parallel, pipeline: Pipeline) -> StepEstimate:
+    """A step in which neither seconds nor bytes of any schedule can be less."""
+    return pipelined_step(
+        question.model, machine, question.tokens, parallel, pipeline, question.dtype, least_attention_of_layers
+    )
+
+
+def least_attention_of_layers(
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+) -> list[tuple[int, LayerAttention]]:
+    """(number of layers, attention of such a layer) that no schedule is faster or smaller than.
 
     Attention computes the visible pairs at the rate of a full GPU, on ranks that are equally busy but for contiguous
     layouts, and holds what every schedule holds. Without messages: they only add to both.
     """
-    model, rows = question.model, parallel.rows * ceil(question.tokens / parallel.cp)
-    heads, item = model.heads // parallel.tp, ITEM_BYTES[question.dtype]
+    rows, item = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype]
     wide = max(item, 4)
-    output = heads * model.head_dim
+    output = model.heads // parallel.tp * model.head_dim
     inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim
     # The gradient of the output; accumulators and gradients of q, k and v; the gradients of one visit.
     buffers = rows * (output * item + inputs * (2 * wide + (item if item != wide else 0)))
     layers = []
     for window, count in Counter(model.windows).items():
-        busy = _busiest_pairs(window, question.tokens, parallel, machine)
-        forward, backward = (_least_pass(question, machine, parallel, busy, direction) for direction in (False, True))
-        layers.append((count, LayerAttention(forward, backward, _count_pairs(window, question.tokens), buffers, "")))
-    step = step_with_attention(model, machine, question.tokens, parallel, question.dtype, layers)
-    again = 2 if parallel.checkpointing == "full" else 1
-    return step, sum(count * (again * one.forward + one.backward) for count, one in layers)
+        busy = _busiest_pairs(window, tokens, parallel, machine)
+        forward, backward = (
+            _least_pass(model, machine, tokens, parallel, item, busy, direction) for direction in (False, True)
+        )
+        layers.append((count, LayerAttention(forward, backward, _count_pairs(window, tokens), buffers, "")))
+    return layers
 
 
 @lru_cache(maxsize=4096)
@@ -297,22 +334,28 @@ def _largest_group(machine: Machine, parallel: Parallel) -> int:
     return min(node if node > 1 else parallel.cp, parallel.cp)
 
 
-def _least_pass(question: Question, machine: Machine, parallel: Parallel, pairs: float, backward: bool) -> float:
+def _least_pass(
+    model: ModelConfig,
+    machine: Machine,
+    tokens: int,
+    parallel: Parallel,
+    item: int,
+    pairs: float,
+    backward: bool,
+) -> float:
     """Seconds that attention of one layer takes at least, where the busiest rank computes `pairs` pairs of a head.
 
     0 by measured kernel times, whose best rate is at no known size.
     """
-    model, rates = question.model, machine.kernel_rates
-    heads = model.heads // parallel.tp
+    rates, heads = machine.kernel_rates, model.heads // parallel.tp
     if machine.kernel is not None:
         return 0.0
     computed = parallel.rows * heads * pairs
     if rates is None:
         return computed * 4 * model.head_dim * (BACKWARD if backward else 1.0) / machine.flops
-    rows = ceil(question.tokens / parallel.cp)
+    rows = ceil(tokens / parallel.cp)
     # A zigzag shard has two pieces, each with a thread block that is not full.
     blocks = parallel.rows * heads * (rows / BLOCK + 2)
-    item = ITEM_BYTES[question.dtype]
     seconds = computed * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)
     group = _largest_group(machine, parallel)
     if group == parallel.cp or machine.one_gather:

@@ -17,7 +17,7 @@ from ..models.config import ModelConfig, load_model
 from ..models.inference import InferenceEstimate, decode, prefill
 from ..models.parallel import Parallel
 from ..models.pipeline import Pipeline, pipelined_step
-from ..models.training import StepEstimate
+from ..models.training import PUBLISHED_STEPS, StepEstimate
 from ..progress import listening
 from ..reporting.console import Number, print_grid, print_numbers, print_paragraph
 from ..reporting.progress_bar import show_progress
@@ -110,10 +110,13 @@ def _print(
     if model.mlp_item is not None:
         kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
         print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
-    rows = parallel.rows // (config.micro_batches or (parallel.rows if config.pp > 1 else 1))
+    training = isinstance(estimate, StepEstimate)
+    pipeline = Pipeline(config.pp, config.micro_batches, config.interleaved)
+    rows = parallel.rows // pipeline.count(parallel.rows)
     band = describe_band(estimate.machine.preset, rows * -(-config.size() // parallel.cp))
     if band and config.phase != "decode":
-        print_paragraph(f"note: attention on {band}; all else has no published measurement")
+        print_paragraph(f"note: attention on {band}")
+    print_paragraph(f"note: {PUBLISHED_STEPS if training else f'a {config.phase} has no published measurement here'}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
 
 

@@ -79,3 +79,15 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
         bandwidth *= inside / node if machine.shared_nic else inside
         bandwidth = min(bandwidth, machine.rates(True)[1]) if inside > 1 else bandwidth
     return latency * ceil(log2(ranks)) + size * (ranks - 1) / ranks / bandwidth
+
+
+def message_seconds(machine: Machine, size: float, stride: int, ranks: int) -> float:
+    """Seconds in which each of `ranks` ranks, `stride` apart, sends `size` bytes to the next one; 0 for one rank.
+
+    Between nodes all ranks of a node send at once, over one card where there is only one.
+    """
+    if ranks == 1:
+        return 0.0
+    near = ranks * stride <= machine.ranks_per_node
+    latency, bandwidth = machine.rates(near)
+    return latency + size * (1 if near or not machine.shared_nic else min(stride, machine.ranks_per_node)) / bandwidth

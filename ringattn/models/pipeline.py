@@ -10,10 +10,11 @@ from ..errors import InvalidInput
 from ..machine.machine import Machine
 from .attention import attention_of_layers
 from .config import ModelConfig
+from .hardware import message_seconds
 from .layer import LayerCosts
 from .memory import OPTIMIZER
 from .parallel import Parallel
-from .training import StepEstimate, training_step
+from .training import Attend, StepEstimate, training_step
 
 #: Parts of a step that are not repeated in each layer.
 BESIDE_LAYERS = ("loss", "optimiser", "fsdp")
@@ -40,6 +41,10 @@ class Pipeline:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
 
+    def count(self, rows: int) -> int:
+        """Micro-batches of a step in which a dp group has `rows` sequences."""
+        return self.micro_batches or (rows if self.stages > 1 else 1)
+
     def check(self, model: ModelConfig, rows: int) -> None:
         """Raise InvalidInput where the layers or the `rows` sequences of a dp group cannot be cut like this."""
         if self.stages * self.interleaved > model.layers:
@@ -52,10 +57,10 @@ class Pipeline:
                 f"micro_batches={self.micro_batches} must divide the batch={rows} sequences of a dp group; try "
                 f"batch={self.micro_batches}"
             )
-        if self.interleaved > 1 and (self.micro_batches or rows) % self.stages:
+        if self.interleaved > 1 and self.count(rows) % self.stages:
             raise InvalidInput(
                 f"interleaved={self.interleaved} needs a multiple of pp={self.stages} micro-batches, and there are "
-                f"{self.micro_batches or rows}; try batch={self.stages}"
+                f"{self.count(rows)}; try batch={self.stages}"
             )
 
 
@@ -66,6 +71,7 @@ def pipelined_step(
     parallel: Parallel,
     pipeline: Pipeline,
     dtype: str = "bfloat16",
+    attend: Attend = attention_of_layers,
 ) -> StepEstimate:
     """The modelled step where `parallel` spreads each stage, and `parallel.rows` sequences are cut into micro-batches.
 
@@ -73,13 +79,16 @@ def pipelined_step(
     output matrix has one layer fewer, and its loss counts as far as it takes longer than a layer. The first
     micro-batch fills the pipeline and the last one drains it: stages - 1 micro-batches more than there are, divided by
     the interleaved parts (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", 2021, section 2.2). Raises as `training_step`.
+    Megatron-LM", 2021, section 2.2). Messages between stages add what takes longer than computing the part of a stage
+    beside them. Arguments and errors are those of `training_step`.
     """
     pipeline.check(model, parallel.rows)
-    count = pipeline.micro_batches or (parallel.rows if pipeline.stages > 1 else 1)
+    count = pipeline.count(parallel.rows)
     micro = replace(parallel, rows=parallel.rows // count)
     stage = _busiest_stage(model, pipeline.stages, tokens)
-    one = training_step(stage, machine, tokens, micro, dtype)
+    one = training_step(stage, machine, tokens, micro, dtype, attend)
+    if pipeline.stages == count == 1:
+        return replace(one, parts={**one.parts, "pp": 0.0, "bubble": 0.0})
     if model.layers % pipeline.stages:
         layer = sum(seconds for name, seconds in one.parts.items() if name not in BESIDE_LAYERS) / stage.layers
         one.parts["loss"] = max(one.parts["loss"] - layer, 0.0)
@@ -87,12 +96,14 @@ def pipelined_step(
     once = ("optimiser",) if parallel.shard == "weights" else ("optimiser", "fsdp")
     parts = {name: seconds if name in once else count * seconds for name, seconds in one.parts.items()}
     repeated = sum(seconds for name, seconds in one.parts.items() if name not in once)
-    parts["bubble"] = (pipeline.stages - 1) / pipeline.interleaved * repeated
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
+    sent = message_seconds(machine, costs.input_bytes, parallel.gpus, pipeline.stages)
+    parts["pp"] = count * max(2 * pipeline.interleaved * sent - repeated, 0.0)
+    parts["bubble"] = (pipeline.stages - 1) / pipeline.interleaved * repeated
     again = 0 if parallel.checkpointing == "none" else costs.activation_bytes
     memory = {**one.memory, "activations": again + ceil(_kept(pipeline, count) * (one.memory["activations"] - again))}
     gpus, sequences = pipeline.stages * parallel.gpus, parallel.rows * parallel.dp
-    pairs = sum(layers * each.pairs for layers, each in attention_of_layers(model, machine, tokens, micro, dtype))
+    pairs = sum(layers * each.pairs for layers, each in attend(model, machine, tokens, micro, dtype))
     return replace(
         one,
         gpus=gpus,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 import ringattn as ra
 from ringattn import InvalidInput
 from ringattn.advise.advice import advise, span
-from ringattn.advise.search import Offer, Question, least_step, search
-from ringattn.models.config import ModelConfig
+from ringattn.advise.search import Offer, Question, least_step, list_spreads, search
+from ringattn.models.config import ModelConfig, load_model
 from ringattn.models.parallel import Parallel
-from ringattn.models.training import StepEstimate, training_step
+from ringattn.models.pipeline import Pipeline, pipelined_step
+from ringattn.models.training import ATTENTION_PARTS, StepEstimate
 
 MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 256, 512, windows=(64, None))
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=2, memory=1.1e7)
@@ -24,13 +26,14 @@ def ask(**more: Any) -> Question:
     return Question(**{"model": MODEL, "offers": (Offer("small", machine, 2.0),), "tokens": 4096, "gpus": 4, **more})
 
 
-def try_all(question: Question) -> list[tuple[Parallel, StepEstimate]]:
-    """Every candidate on all GPUs, by loops of its own."""
-    tried = []
-    for tp in (1, 2):  # divides the 2 key/value heads and the node of 2
+def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]:
+    """Every candidate on all GPUs, by loops of its own: a stage of two has one layer, and a sequence for each."""
+    tried, machine = [], question.offers[0].machine
+    for tp, pp in product((1, 2), (1, 2)):  # divides the 2 key/value heads and the node of 2; the 2 layers
         for cp in (1, 2, 4):
-            if 4 % (cp * tp):
+            if 4 % (cp * tp * pp):
                 continue
+            dp = 4 // cp // tp // pp
             plans = [(layout, name) for layout in ("zigzag", "contiguous") for name in ("ring", "allgather", "direct")]
             if tp == 1:  # groups within a node, and key/value heads for each rank of them
                 plans += [(layout, "ulysses(2, ring)") for layout in ("zigzag", "contiguous")]
@@ -38,21 +41,21 @@ def try_all(question: Question) -> list[tuple[Parallel, StepEstimate]]:
                 plans += [(layout, "double_ring(2)") for layout in ("zigzag", "contiguous")]
             for layout, schedule in plans if cp > 1 else [("contiguous", "ring")]:
                 for checkpointing in ("none", "attention", "full"):
-                    for shard in ("none", "optimizer", "gradients", "weights"):
-                        parallel = Parallel(cp, 4 // cp // tp, tp, layout, schedule, checkpointing, shard)
-                        machine = question.offers[0].machine
-                        tried.append((parallel, training_step(MODEL, machine, question.tokens, parallel)))
+                    for shard in ("none", "optimizer", "gradients", "weights") if cp * dp > 1 else ("none",):
+                        parallel = Parallel(cp, dp, tp, layout, schedule, checkpointing, shard, rows=pp)
+                        step = pipelined_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
+                        tried.append((parallel, Pipeline(pp), step))
     return tried
 
 
 def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
     question = ask()
     tried, offer = try_all(question), question.offers[0]
-    fitting = [(step.seconds / step.tokens, parallel) for parallel, step in tried if step.fits]
+    fitting = [(step.seconds / step.tokens, parallel, pipeline) for parallel, pipeline, step in tried if step.fits]
     assert 0 < len(fitting) < len(tried)  # the memory decides for some of them
     best: dict[tuple[int, ...], float] = {}
-    for seconds, parallel in fitting:
-        shape = (parallel.cp, parallel.dp, parallel.tp)
+    for seconds, parallel, pipeline in fitting:
+        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages)
         best[shape] = min(seconds, best.get(shape, seconds))
     for shown in (1, 3):
         found = search(question, offer, 4, shown)
@@ -67,10 +70,25 @@ def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
 def test_nothing_is_faster_or_smaller_than_the_least_step(tokens: int, flops: float | None) -> None:
     machine = MACHINE if flops is None else MACHINE.changed(flops=flops)
     question = ask(tokens=tokens, machine=machine)
-    for parallel, step in try_all(question):
-        least, attention = least_step(question, machine, parallel)
-        assert least.seconds <= step.seconds * (1 + 1e-9) and attention < least.seconds
+    for parallel, pipeline, step in try_all(question):
+        least = least_step(question, machine, parallel, pipeline)
+        assert least.seconds <= step.seconds * (1 + 1e-9)
+        assert all(least.parts[name] <= step.parts[name] * (1 + 1e-9) for name in ATTENTION_PARTS)
         assert all(count <= step.memory[name] for name, count in least.memory.items())
+
+
+def test_pipelines_answer_where_weights_are_too_many_for_a_node() -> None:
+    """Few sequences, slow links and no stages: the gathers of weights take most of the time."""
+    machine = ra.get_machine("a100_nvlink_ib").changed(memory=4e10, bandwidth=1e9)
+    question = Question(load_model("llama3_405b"), (Offer("a100_40gb", machine, 1.0),), 8192, 512, 64)
+    best = search(question, question.offers[0], 512, 1, {}).best[0]
+    alone = [
+        pipelined_step(question.model, machine, 8192, parallel, pipeline)
+        for parallel, pipeline in list_spreads(question, machine, 512)
+        if pipeline.stages == 1 and parallel.cp == 1
+    ]
+    assert best.pipeline.stages > 1 and best.step.fits
+    assert best.seconds < min(1e9 / one.tokens * one.seconds for one in alone if one.fits)
 
 
 def test_bands_decide_how_sure_the_order_is() -> None:

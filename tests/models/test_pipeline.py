@@ -23,7 +23,7 @@ def test_without_stages_a_pipeline_is_the_step() -> None:
         training_step(MODEL, MACHINE, 512, parallel),
         pipelined_step(MODEL, MACHINE, 512, parallel, Pipeline()),
     )
-    assert piped.parts == {**plain.parts, "bubble": 0.0}
+    assert piped.parts == {**plain.parts, "pp": 0.0, "bubble": 0.0}
     assert (piped.memory, piped.flops, piped.gpus) == (plain.memory, plain.flops, 2)
 
 
@@ -35,9 +35,12 @@ def test_stages_repeat_and_wait(interleaved: int, kept: float) -> None:
     stage = replace(MODEL, layers=2, windows=(100, None), tied=True)
     micro = training_step(stage, MACHINE, 512, replace(parallel, rows=1))
     again = micro.seconds - micro.parts["optimiser"] - micro.parts["fsdp"]
+    sent = 1e-5 + 2 * 512 * 256 / 1e8  # the activations of a micro-batch, forward and backward for each part
+    assert one.parts["pp"] == pytest.approx(8 * max(2 * interleaved * sent - again, 0))
     assert one.parts["fsdp"] == micro.parts["fsdp"] and one.parts["mlp"] == 8 * micro.parts["mlp"]
     assert one.parts["bubble"] == pytest.approx(3 / interleaved * again)
-    assert one.seconds == pytest.approx((8 + 3 / interleaved) * again + micro.parts["optimiser"] + micro.parts["fsdp"])
+    others = micro.parts["optimiser"] + micro.parts["fsdp"] + one.parts["pp"]
+    assert one.seconds == pytest.approx((8 + 3 / interleaved) * again + others)
     assert one.memory["activations"] == kept * micro.memory["activations"]
     assert one.memory["weights"] == micro.memory["weights"] < 2 * MODEL.parameters / 3
     assert one.gpus == 8 and one.tokens == 2 * 8 * 512
@@ -45,6 +48,18 @@ def test_stages_repeat_and_wait(interleaved: int, kept: float) -> None:
     parallel = replace(parallel, shard="weights")
     micro = training_step(stage, MACHINE, 512, replace(parallel, rows=1))
     assert pipelined_step(MODEL, MACHINE, 512, parallel, Pipeline(4)).parts["fsdp"] == 8 * micro.parts["fsdp"]
+
+
+def test_messages_between_stages_are_exposed_where_they_take_longer_than_computing() -> None:
+    parallel = Parallel(tp=2, rows=2, checkpointing="none")
+    slow = replace(MACHINE, bandwidth=1e5, ranks_per_node=2, node_bandwidth=1e9, shared_nic=True)
+    one, near = (
+        pipelined_step(MODEL, machine, 512, parallel, Pipeline(2))
+        for machine in (slow, replace(slow, ranks_per_node=4))
+    )
+    repeated = one.parts["bubble"]  # what a stage repeats for each micro-batch
+    assert one.parts["pp"] == pytest.approx(2 * (2 * (1e-5 + 2 * 512 * 256 / 1e5) - repeated)), "two ranks share a card"
+    assert near.parts["pp"] == 0.0
 
 
 def test_the_stage_with_the_output_matrix_has_one_layer_fewer_where_layers_are_left_over() -> None:
