@@ -33,8 +33,8 @@ def test_intervals_are_order_statistics() -> None:
 
 def test_intervals_are_those_of_passes_of_about_that_size() -> None:
     """Short passes take 2 to 3 times as long as modelled, long ones as long as modelled; each interval is its own."""
-    short = tuple((1e-3 * (1 + i / 100), 2 + i / 59) for i in range(60))
-    long = tuple((1.0 + i / 100, 0.99 + i / 3000) for i in range(60))
+    short = tuple((1e-3 * (1 + i / 200), 2 + i / 119) for i in range(120))
+    long = tuple((1.0 + i / 200, 0.99 + i / 6000) for i in range(120))
     found = machine(residuals=short + long)
     low, high = found.interval(1e-3)
     assert 2e-3 <= low < high <= 3e-3
