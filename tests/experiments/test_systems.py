@@ -96,7 +96,7 @@ def test_suites_have_the_rows_of_the_reports() -> None:
     suites = ("standard", "extreme", "comprehensive", "memory", "blocksparse")
     names = {suite: [case.name for case in get_cases(suite)] for suite in suites}
     assert len(names["standard"]) == 2 * len(SYSTEMS) and "MultiheadDilatedAttention_2048" in names["standard"]
-    assert {f"{name}_8192{ranks}" for name in SYSTEMS for ranks in ("", "_2_ranks", "_4_ranks")} <= {
+    assert {f"{name}_4096{ranks}" for name in SYSTEMS for ranks in ("", "_2_ranks", "_4_ranks")} <= {
         *names["comprehensive"]
     }
     assert {"RingDilatedAttentionProduction_r16_1048576", "BlockSparse_LocalWindow_0.95_4194304"} <= {*names["extreme"]}
@@ -113,7 +113,7 @@ def test_a_case_that_would_take_too_long_is_not_tried(tmp_path: Path) -> None:
     """From 1 s and 16 s at 4K and 16K tokens follow 256 s at 64K; from 16 s alone, 64 s. Nothing is started."""
     options = runner.BenchOptions("blocksparse", None, 5, tmp_path)
     short, middle, long_case = (
-        get_cases("blocksparse", [f"BlockSparseHierarchical_{n}"])[0] for n in (4096, 16384, 65536)
+        get_cases("blocksparse", [f"BlockSparseAdaptive_{n}"])[0] for n in (4096, 16384, 65536)
     )
     done = {
         case.name: runner.summarise_case(case, [{"times": {"forward": [seconds] * 5}, "errors": {}}])
