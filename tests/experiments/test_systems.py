@@ -101,7 +101,7 @@ def test_suites_have_the_rows_of_the_reports() -> None:
     }
     assert {"RingDilatedAttentionProduction_r16_1048576", "BlockSparse_LocalWindow_0.95_4194304"} <= {*names["extreme"]}
     assert [name for suite in suites[3:] for name in names[suite] if name.endswith("_1048576")] == [
-        "DilatedAttention_1048576", "BlockSparseRingDilatedAttention_1048576"
+        "BlockSparseRingDilatedAttention_1048576"
     ]  # fmt: skip
     assert "BlockSparseRingMultiheadDilatedAttention_131072" not in names["memory"]
     cases = {case.name: case for case in get_cases("extreme")}
@@ -112,9 +112,7 @@ def test_suites_have_the_rows_of_the_reports() -> None:
 def test_a_case_that_would_take_too_long_is_not_tried(tmp_path: Path) -> None:
     """From 1 s and 16 s at 4K and 16K tokens follow 256 s at 64K; from 16 s alone, 64 s. Nothing is started."""
     options = runner.BenchOptions("blocksparse", None, 5, tmp_path)
-    short, middle, long_case = (
-        get_cases("blocksparse", [f"BlockSparseAdaptive_{n}"])[0] for n in (4096, 16384, 65536)
-    )
+    short, middle, long_case = (get_cases("blocksparse", [f"BlockSparseAdaptive_{n}"])[0] for n in (4096, 16384, 65536))
     done = {
         case.name: runner.summarise_case(case, [{"times": {"forward": [seconds] * 5}, "errors": {}}])
         for case, seconds in ((short, 1.0), (middle, 16.0))
