@@ -18,7 +18,7 @@ from ..config.checks import SIMULATE_SETTINGS, check_settings
 from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
 from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput
-from ..experiments.calibrate.kernels import make_reference
+from ..experiments.calibrate.kernels import find_kernel, make_reference
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..experiments.calibrate.noise import sizes_between
 from ..experiments.calibrate.passes import Pass, Runs, model_passes, time_round
@@ -30,7 +30,6 @@ from ..experiments.calibrate.validate import (
     validation_cases,
 )
 from ..files import STDOUT, check_json, write_json
-from ..kernels import get_kernel
 from ..machine.file import read_machine, read_record
 from ..machine.kernel_times import BEYOND
 from ..machine.machine import Machine
@@ -233,14 +232,7 @@ class _Rounds:
         for count, team in self.teams.items():
             cases, rounds = validation_cases(self.rows, count), self.rounds[count]
             if not rounds and pace is not None:
-                heads = torch.zeros(
-                    (1, self.settings.heads, 1, self.settings.head_dim),
-                    dtype=self.settings.torch_dtype,
-                    device=team.device,
-                )
-                team.keep_pace(
-                    make_reference(get_kernel(self.settings.kernel, heads, heads, heads), self.settings), pace
-                )
+                team.keep_pace(make_reference(find_kernel(self.settings, team.device), self.settings), pace)
             rounds.append(time_round(team, cases, self.settings, warm_up=not rounds))
         self.left -= 1
 

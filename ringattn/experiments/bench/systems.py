@@ -5,7 +5,7 @@ Suites choose systems, lengths and settings; how a system is made, run and check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -124,18 +124,19 @@ def list_system_cases(
     until_failure: bool = False,
     settings: dict[str, Any] | None = None,
     label: str | None = None,
+    most: Mapping[str, int] | None = None,
 ) -> list[BenchCase]:
     """A case for each system, number of ranks and length, in this order.
 
     A name may end in "_r4": 4 virtual ranks. `settings` replace those of the systems that have them. With
     `until_failure` a failure is a result, and no longer length of the system is tried after it. `label`: as for
-    `make_system_case`.
+    `make_system_case`. `most` are the most tokens of the systems that end before the others.
     """
     cases = []
     for name in names:
         for count in ranks:
             after = None
-            for tokens in lengths:
+            for tokens in (x for x in lengths if x <= (most or {}).get(name, x)):
                 own = {key: value for key, value in (settings or {}).items() if key in SYSTEMS[_kind(name)].settings}
                 case = make_system_case(
                     name, tokens, count, dtype, timeout, label=label, may_fail=until_failure, after=after, settings=own

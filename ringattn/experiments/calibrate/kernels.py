@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from ...kernels import get_kernel
 from ...kernels.base import Kernel, hide_bad_keys, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
@@ -97,6 +98,12 @@ def make_call(
                 accumulate(of_keys, call, batch, *key_parts, by_key=True)
 
     return run_backward if backward else run_forward
+
+
+def find_kernel(settings: Settings, device: torch.device) -> Kernel:
+    """The kernel of these settings on a device."""
+    probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=device)
+    return get_kernel(settings.kernel, probe, probe, probe)
 
 
 def make_reference(kernel: Kernel, settings: Settings) -> Callable[[], None]:

@@ -8,10 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import torch
-
 from ...errors import InvalidInput
-from ...kernels import get_kernel
 from ...kernels.base import Kernel
 from ...machine.kernel_times import KernelTimes
 from ...machine.machine import Machine
@@ -75,8 +72,7 @@ class _Calibrator:
 
     def run(self, base: Machine) -> Calibration:
         settings, ranks = self.settings, self.ranks
-        probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=ranks.device)
-        kernel = get_kernel(settings.kernel, probe, probe, probe)
+        kernel = kernels.find_kernel(settings, ranks.device)
         if ranks.device.type == "cpu":
             ranks.keep_pace(kernels.make_reference(kernel, settings))
         kernel_times = self.measure_kernels(kernel)

@@ -25,8 +25,7 @@ SPARSE = {
 
 def list_cases() -> list[BenchCase]:
     """The rows of the report, and the lengths that it did not reach."""
-    shorter = [tokens for tokens in LENGTHS if tokens <= MOST_OF_OTHERS]
-    cases = [*list_long_cases([LONGEST], LENGTHS), *list_long_cases(OTHERS, shorter)]
+    cases = list_long_cases((LONGEST, *OTHERS), LENGTHS, most=dict.fromkeys(OTHERS, MOST_OF_OTHERS))
     for label, (blocks, lengths) in SPARSE.items():
         settings = {"pattern": f"local_window(64, blocks={blocks})"}
         cases += list_long_cases(["BlockSparseRingDilatedAttention"], lengths, settings=settings, label=label)

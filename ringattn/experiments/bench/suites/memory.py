@@ -41,12 +41,7 @@ CHECKPOINT_NOTE = (
 def list_cases() -> list[BenchCase]:
     """Lengths, and 4 layers that recompute nothing, the projections, or everything."""
     return [
-        *list_long_cases([SPARSE], LENGTHS),
-        *(
-            case
-            for name, most in MOST_OF_OTHERS.items()
-            for case in list_long_cases([name], [x for x in LENGTHS if x <= most])
-        ),
+        *list_long_cases((SPARSE, *MOST_OF_OTHERS), LENGTHS, most=MOST_OF_OTHERS),
         *(make_checkpoint_case(recompute) for recompute in ("none", "projections", "all")),
     ]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ....dtypes import ITEM_BYTES
 from ....functional import attention
 from ....numerics.row_oracle import oracle_rows_alone, sampled_rows
 from ....pattern import parse_pattern
@@ -15,7 +16,7 @@ from ....planner import make_plan
 from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error, make_inputs, make_settings
 
 HEADS, HEAD_DIM, TOKENS = 8, 64, 8192
-#: Tokens of the cases that measure how time scales.
+#: Tokens of the cases that measure how time and memory scale.
 MOST_TOKENS = 1 << 18
 #: Work of a backward in units of its forward: five matrix products against two.
 BACKWARD_WORK = 2.5
@@ -42,14 +43,19 @@ RATE_NOTE = (
     "backward: 2.5 times the time of its forward over its own time, five matrix products against two; column backward: "
     "the backward alone, of a graph that is kept"
 )
+MEMORY_NOTE = (
+    "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds; "
+    "formula: q, k, v and the output"
+)
 SCALING_NOTE = "linear: time of 8,192 tokens, times the ratio of lengths, over the time of the long sequence"
 
 
 def list_cases() -> list[BenchCase]:
-    """Rates and scaling; targets are the project's promises."""
+    """Rates, scaling and memory; targets are the project's promises."""
     return [
         *(_rate_case(*row) for row in RATES),
         *(_scaling_case(name, pattern) for name, pattern in LONG),
+        *(_memory_case(name, pattern) for name, pattern in LONG),
     ]
 
 
@@ -119,6 +125,27 @@ def _scaling_case(name: str, pattern: str) -> BenchCase:
         (Ratio("short", "long", 0.9, work=MOST_TOKENS / TOKENS),),
         rounds=3,
         notes=(SCALING_NOTE,),
+    )
+
+
+def _memory_case(name: str, pattern: str) -> BenchCase:
+    def formula(context: Context) -> int:
+        settings = context.settings
+        return 4 * settings["tokens"] * HEADS * HEAD_DIM * ITEM_BYTES[settings["dtype"]]
+
+    def make(context: Context) -> Run:
+        q, k, v = make_inputs(context.settings, 3)
+        return lambda: attention(q, k, v, parse_pattern(pattern))
+
+    return BenchCase(
+        f"memory_{name}",
+        1,
+        _settings(MOST_TOKENS, pattern, "bfloat16"),
+        (BenchColumn("forward", 1, make),),
+        formula_bytes=formula,
+        limit=1.25,
+        rounds=2,
+        notes=(MEMORY_NOTE,),
     )
 
 
