@@ -205,11 +205,16 @@ class Plan(Value):
         return sum(len(step.sends) for step in self._steps(rank, backward))
 
     def full_ring_bytes(self, *, backward: bool = False) -> int:
-        """Bytes that a ring sends which skips no rows: every block to every other rank."""
+        """Bytes that a ring of all ranks sends which skips no rows: every block to every other rank."""
         kinds: tuple[Kind, ...] = ("kv",)
         if backward:
             kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
-        return (self.ranks - 1) * sum(self.part_bytes(Part(kind, rank)) for kind in kinds for rank in range(self.ranks))
+        blocks = (
+            self.sizes.block_bytes(kind, self.part_heads(kind) * self.layout.rows(rank), as_sent=True)
+            for kind in kinds
+            for rank in range(self.ranks)
+        )
+        return (self.ranks - 1) * sum(blocks)
 
     def pairs(self, rank: int | None = None) -> int:
         """(query, key, head, branch) pairs that a rank (None: all) computes. Counted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,16 @@ def test_run_on_local_ranks_equals_torchrun_and_virtual(inside: Inside, tmp_path
     assert outs["local"]["out"].shape == (1, 4, 600, 8)
     runs = [p for p in tmp_path.glob("outputs/**/.hydra")]
     assert len(runs) == 3, "one run directory per job, whatever the launcher"
+
+
+@pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses(2, ring)", "ulysses(4, ring)"])
+def test_run_and_plan_tell_the_bytes_of_every_schedule(schedule: str, inside: Inside, tmp_path: Path) -> None:
+    sizes = ("ranks=4", "tokens=200", "heads=4", "kv_heads=4", "pattern=full", "layout=contiguous")
+    planned = inside("plan", *sizes, f"schedule={schedule}", "output.path=p.json", cwd=tmp_path)
+    ran = inside("run", *sizes, f"schedule={schedule}", "transport=virtual", "repeat=1", cwd=tmp_path)
+    assert planned.returncode == ran.returncode == 0, planned.stderr + ran.stderr
+    sent = re.search(r"forward sends +\S+ \S+ = ([\d.]+) of a full ring", planned.stdout)
+    assert sent and f"as planned; {float(sent[1]):.3f}"[:-1] in ran.stdout
 
 
 def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

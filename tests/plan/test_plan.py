@@ -94,6 +94,15 @@ def test_edited_json_is_refused() -> None:
             Plan.from_json(wrong)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_full_ring_bytes_do_not_depend_on_the_schedule(backward: bool) -> None:
+    sizes = dict(tokens=515, ranks=4, heads=8, kv_heads=4, head_dim=16, dtype="bfloat16", rotate="keys")
+    tensors = {False: 2 * 2, True: 2 * 2 + 2 * 4}[backward]  # bytes of k and v, and of their gradients in fp32
+    expected = 3 * 515 * 4 * 16 * tensors
+    for schedule in ("ring", "allgather", "ulysses(2, ring)", "ulysses(4, ring)"):
+        assert make_plan(Causal(), schedule=schedule, **sizes).full_ring_bytes(backward=backward) == expected
+
+
 def test_causal_contiguous_sends_half() -> None:
     plan = make_plan(Causal(), tokens=512, ranks=8)
     assert plan.bytes_sent() / plan.full_ring_bytes() == 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 
@@ -19,6 +20,8 @@ from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
 from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks, Settings
 
+#: Most bytes of the tensors of works that take turns.
+TOGETHER = 1 << 30
 #: Query rows and keys of the reference tile.
 REFERENCE_ROWS = 256
 
@@ -38,10 +41,14 @@ def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterat
 
 
 def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings) -> list[Sample]:
-    """A sample of each work, forward and then backward, measured in rounds over all works."""
-    kinds = [(work, backward) for backward in (False, True) for work in works]
+    """A sample of each work, forward and then backward, measured in rounds over all works.
+
+    Works of one shape take turns. A small call that is repeated by itself takes up to half less time than in a pass,
+    where other calls and their data lie between.
+    """
+    groups = [(group, backward) for backward in (False, True) for group in _group(works, settings)]
     rounds = [
-        [time_work(ranks, kernel, work, settings, backward=backward, rounds=ROUNDS) for work, backward in kinds]
+        [sample for group, backward in groups for sample in _time_group(ranks, kernel, group, settings, backward)]
         for _ in ranks.rounds(ROUNDS)
     ]
     return [
@@ -50,15 +57,33 @@ def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], set
     ]
 
 
-def time_work(
-    ranks: MeasuringRanks, kernel: Kernel, work: Work, settings: Settings, *, backward: bool, rounds: int = 1
-) -> Sample:
-    """Seconds of all ranks for one work, which all ranks compute at the same time; in one of `rounds` rounds."""
-    call = make_call(kernel, work, settings, ranks.device, backward=backward)
-    seconds = ranks.time_on_all(call, -(-settings.repeat // rounds), ENOUGH / ROUNDS)
-    ((shape, rows, keys, pairs),) = lower_to_tiles(work)
-    flops = pairs * 4 * settings.head_dim * (BACKWARD if backward else 1.0)
-    return Sample(shape, backward, rows, keys, flops, tuple(seconds))
+def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
+    """The works of each shape; where the tensors of a shape are large, parts of them that fit into TOGETHER bytes."""
+    item = 4 * settings.head_dim * max(settings.torch_dtype.itemsize, 4)
+    for _, of_shape in groupby(works, lambda work: next(lower_to_tiles(work))[0]):
+        group, size = [], 0
+        for work in of_shape:
+            nbytes = item * len(work.heads) * (len(work.q) + work.keys)
+            if group and size + nbytes > TOGETHER:
+                yield group
+                group, size = [], 0
+            group.append(work)
+            size += nbytes
+        yield group
+
+
+def _time_group(
+    ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings, backward: bool
+) -> list[Sample]:
+    """Seconds of all ranks for works that take turns, which all ranks compute at the same time; in one of the rounds."""
+    calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
+    seconds = ranks.time_alternating(calls, -(-settings.repeat // ROUNDS), len(calls) * ENOUGH / ROUNDS)
+    samples = []
+    for work, of_ranks in zip(works, zip(*ranks.gather(seconds), strict=True), strict=True):
+        ((shape, rows, keys, pairs),) = lower_to_tiles(work)
+        flops = pairs * 4 * settings.head_dim * (BACKWARD if backward else 1.0)
+        samples.append(Sample(shape, backward, rows, keys, flops, tuple(t for of_rank in of_ranks for t in of_rank)))
+    return samples
 
 
 def make_call(
@@ -117,7 +142,6 @@ def time_overheads(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work."""
     work = Work(range(1), range(1), range(1), (range(1),))
-    forward, backward = (
-        time_work(ranks, kernel, work, settings, backward=backward).seconds for backward in (False, True)
-    )
+    calls = (make_call(kernel, work, settings, ranks.device, backward=backward) for backward in (False, True))
+    forward, backward = (tuple(ranks.time_on_all(call, settings.repeat)) for call in calls)
     return forward, backward
