@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -131,6 +131,15 @@ class KernelTimes(Value):
     def grid(self, shape: str, backward: bool) -> TimeGrid:
         """The measured rates of a tile shape in one direction."""
         return self._grids[shape, backward]
+
+    def slowed(self, forward: float, backward: float) -> KernelTimes:
+        """These times with all calls of a forward, and of a backward, taking so many times as long."""
+        factors = forward, backward
+        grids = tuple(
+            replace(grid, rates=tuple(tuple(rate / factors[grid.backward] for rate in row) for row in grid.rates))
+            for grid in self.grids
+        )
+        return replace(self, overhead=(self.overhead[0] * forward, self.overhead[1] * backward), grids=grids)
 
     def check(self, dtype: str, head_dim: int) -> None:
         """Raise Unsupported where the dtype or the head dim of a plan is far from the measured one."""

@@ -136,6 +136,14 @@ class Machine:
         cause="call",
         measured_by="ranks",
     ).with_default(None)
+    call_backward: float | None = MachineNumber(
+        unit="s",
+        meaning="the same seconds of a backward, which has no handshake",
+        example=5e-4,
+        may_be_zero=True,
+        default="by default the same as call",
+        measured_by="ranks",
+    ).with_default(None)
     host: float | None = MachineNumber(
         unit="s",
         meaning="the seconds that the host takes to start a step, while a GPU works on the steps before: a pass takes "

@@ -133,7 +133,9 @@ class Rates:
     def call(self) -> float:
         """Seconds of a call beside its visits and messages, which the cores of a node compute for each of its ranks."""
         node = min(self.machine.ranks_per_node, self.plan.ranks)
-        return (self.machine.call or 0.0) * node / (self.cores or node)
+        machine = self.machine
+        seconds = machine.call_backward if self.backward and machine.call_backward is not None else machine.call
+        return (seconds or 0.0) * node / (self.cores or node)
 
     @property
     def turned(self) -> bool:

@@ -62,6 +62,7 @@ OTHERS: dict[str, Any] = {
     "machine.gamma": 0.5,
     "machine.jitter": 0.5,
     "machine.call": 1.0,
+    "machine.call_backward": 1.0,
     "machine.host": 1.0,
     "machine.host_call": 1.0,
     "machine.memory": 1e6,

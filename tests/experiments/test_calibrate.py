@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured import ROWS, machine, times
 
+import ringattn as ra
 from ringattn.cli.calibrate import _print as print_calibration
 from ringattn.errors import InvalidInput
-from ringattn.experiments.calibrate import fits, noise, validate
+from ringattn.experiments.calibrate import fits, kernels, noise, validate
 from ringattn.experiments.calibrate.measure import Calibration, list_measured
-from ringattn.experiments.calibrate.measuring_ranks import MeasuringRanks
+from ringattn.experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ringattn.experiments.calibrate.passes import Pass, PassCase
 from ringattn.machine.kernel_times import SHAPES
 
@@ -75,6 +76,59 @@ def test_kernel_times_recover_overhead_and_rates() -> None:
                     assert grid.rate(rows, keys) == pytest.approx(peak * rows / (rows + 50), rel=1e-2)
     with pytest.raises(InvalidInput, match="missing"):
         fits.fit_kernel_times([s for s in samples if (s.rows, s.keys) != (256, 64)], t0, 64, "float32")
+
+
+@given(st.floats(1.0, 2.0), st.floats(0.0, 1e-2))
+def test_passes_recover_their_factor_and_call(factor: float, call: float) -> None:
+    rest = [1e-4 * (i % 3) for i in range(12)]
+    visits = [1e-3 * 2 ** (i % 5) for i in range(12)]
+    samples = [(call + factor * x + r, x, r) for x, r in zip(visits, rest, strict=True)]
+    assert fits.fit_passes(samples) == pytest.approx((factor, call), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("most_bytes", "orders"), [(1 << 30, [[0, 1, 0, 1]]), (1, [[0, 0], [1, 1]])])
+def test_works_of_one_shape_take_turns(
+    most_bytes: int, orders: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated by itself, a call would find its data in the caches; where works are too large together, it is."""
+    called: list[int] = []
+    works = list(kernels.list_works([8, 16], [4], heads=1))
+    monkeypatch.setattr(kernels, "TOGETHER", most_bytes)
+    monkeypatch.setattr(kernels, "make_call", lambda _, work, *__, **___: lambda: called.append(works.index(work)))
+    monkeypatch.setattr(kernels, "ENOUGH", 0.0)
+    settings = Settings(heads=1, head_dim=8, dtype="float32", kernel="aten_cpu", repeat=2 * kernels.ROUNDS)
+    samples = kernels.time_works(MeasuringRanks(None, torch.device("cpu")), None, works, settings)  # type: ignore[arg-type]
+    assert [sample.rows for sample in samples] == 2 * [len(work.q) for work in works]
+    assert all(len(sample.seconds) == 2 * kernels.ROUNDS for sample in samples)
+    first = works.index(next(work for work in works if work.hi is not None))  # bands: two works
+    bands = [index - first for index in called if index >= first]
+    # A warm-up of each group, then its turns; forward and backward, in every round.
+    expected = [i for order in orders for i in (*dict.fromkeys(order), *order)] * 2 * kernels.ROUNDS
+    assert bands == expected
+
+
+def test_passes_that_take_less_than_their_visits_slow_nothing() -> None:
+    assert fits.fit_passes([(0.8 * x + 1e-3, x, 0.0) for x in (1e-3, 1e-2, 1e-1)])[0] == 1.0
+    assert fits.fit_passes([(9.0 * x, x, 0.0) for x in (1e-3, 1e-2, 1e-1)])[0] == fits.MOST_FACTOR
+    assert fits.fit_passes([(1.5 * x - 1e-3, x, 0.0) for x in (1e-2, 1e-1)])[1] == 0.0
+    # Visits of one length: what is left is the call's.
+    assert fits.fit_passes([(0.03, 0.01, 0.005)] * 3) == pytest.approx((1.0, 0.015))
+
+
+def test_slowed_kernel_times_take_so_many_times_as_long() -> None:
+    plain = times(1e10, 1e-5)
+    slow = machine(plain.slowed(1.5, 2.0))
+    plan = ra.make_plan(ra.Causal(), tokens=512, ranks=2, heads=2)
+    for backward, factor in ((False, 1.5), (True, 2.0)):
+        seconds = [ra.simulate(plan, m, backward=backward).compute for m in (machine(plain), slow)]
+        assert seconds[1] == pytest.approx(factor * seconds[0], rel=1e-9)
+
+
+def test_a_backward_has_a_call_of_its_own() -> None:
+    plan = ra.make_plan(ra.Full(), tokens=4096, ranks=2)
+    for values, expected in (({"call": 0.5}, 0.5), ({"call": 0.5, "call_backward": 0.25}, 0.25)):
+        calls = [ra.simulate(plan, machine(**values), backward=way).exposed["call"] for way in (False, True)]
+        assert calls == [0.5, expected]
 
 
 def test_jitter_is_recovered_and_its_scale_does_not_matter() -> None:

@@ -11,6 +11,8 @@ from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
 
 #: Standard deviations of a normal distribution between its first and its third quartile.
 QUARTILES_APART = 1.349
+#: Most times as long as by itself that a visit may take in a pass.
+MOST_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,24 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
         for visit, message, together in samples
     ]
     return min(max(0.0, median(shares)), 1.0)
+
+
+def fit_passes(passes: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """(factor on visits, seconds of a call) by which whole passes are told best; of one direction.
+
+    `passes` has (measured seconds, modelled seconds of visits, modelled seconds of all else). The seconds of a call
+    s >= 0 and the factor f, 1 to MOST_FACTOR, have the least sum of squared relative errors of s + f visits + rest:
+    weighted linear least squares, with f at its bound where it would lie beyond.
+    """
+    weighted = [(1 / t**2, visits, t - rest) for t, visits, rest in passes]
+    w, wx, wxx = (sum(weight * visits**power for weight, visits, _ in weighted) for power in (0, 1, 2))
+    wy, wxy = (sum(weight * visits**power * left for weight, visits, left in weighted) for power in (0, 1))
+    spread = w * wxx - wx * wx  # 0 where all visits take the same time: nothing tells a factor from a call
+    factor = (w * wxy - wx * wy) / spread if spread > 1e-9 * w * wxx else 1.0
+    if wy < factor * wx:
+        factor = wxy / wxx
+    factor = min(max(factor, 1.0), MOST_FACTOR)
+    return factor, max(0.0, (wy - factor * wx) / w)
 
 
 def fit_jitter(samples: Sequence[Sequence[float]]) -> float:

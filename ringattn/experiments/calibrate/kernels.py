@@ -75,7 +75,7 @@ def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
 def _time_group(
     ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings, backward: bool
 ) -> list[Sample]:
-    """Seconds of all ranks for works that take turns, which all ranks compute at the same time; in one of the rounds."""
+    """Samples of works that take turns, which all ranks compute at the same time, in one of the rounds."""
     calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
     seconds = ranks.time_alternating(calls, -(-settings.repeat // ROUNDS), len(calls) * ENOUGH / ROUNDS)
     samples = []

@@ -13,10 +13,13 @@ from ...kernels.base import Kernel
 from ...machine.kernel_times import KernelTimes
 from ...machine.machine import Machine
 from . import kernels, merge, noise
-from .fits import fit_interference, fit_jitter, fit_kernel_times, fit_link
+from .fits import fit_interference, fit_jitter, fit_kernel_times, fit_link, fit_passes
 from .links import MessageTimes, measure_overlap, time_ping_pong, time_shift
 from .measuring_ranks import MeasuringRanks, Settings
 from .passes import Pass, list_cases, model_passes, time_passes
+
+#: A factor on kernel times, near enough to 1 that messages hide as they do without it.
+SLOWED = 1.05
 
 
 @dataclass(frozen=True)
@@ -149,10 +152,11 @@ class _Calibrator:
         )
 
     def measure_passes(self, machine: Machine) -> tuple[Machine, list[Pass]]:
-        """The machine with its `call` and `residuals`, and the passes behind the residuals.
+        """The machine as passes show it, and the passes behind its `residuals`.
 
-        The time of a call beside its work is that of passes of the two smallest blocks. Passes without any work would
-        take less: where ranks compute, their threads for messages wait for a core.
+        A visit takes longer in a pass than its kernel by itself, as it shares caches, cores and memory with all else:
+        the factor of each direction slows the kernel times. What a call takes beside its visits and messages is that of
+        the same passes; passes without any work would take less, as threads for messages find a core then.
         """
         self.tell("passes")
         ranks, rows = self.ranks, self.sizes.rows
@@ -160,17 +164,36 @@ class _Calibrator:
         cases = short + list_cases(noise.GRID, noise.sizes_between(rows), ranks.size)
         runs = time_passes(ranks, cases, self.settings)
 
-        def model(begin: int, end: int | None, machine: Machine) -> list[Pass]:
-            machine = machine.changed(ranks_per_node=ranks.ranks_per_node)
-            return model_passes(cases[begin:end], runs[begin:end], ranks.size, machine, self.settings)
+        def model(machine: Machine) -> list[Pass]:
+            return model_passes(
+                cases, runs, ranks.size, machine.changed(ranks_per_node=ranks.ranks_per_node), self.settings
+            )
 
-        calls = model(0, len(short), machine)
-        sources = (*machine.sources, ("call", "measured"), ("residuals", "measured"))
-        machine = machine.changed(call=noise.fit_call_overhead(calls))
-        passes = model(len(short), None, machine)
-        self.samples["calls"], self.samples["passes"] = ([each.record for each in of] for of in (calls, passes))
-        residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
-        return machine.changed(residuals=residuals, sources=sources), passes
+        times = machine.kernel
+        assert times is not None, "kernels are measured before passes"
+        plain, slow = model(machine), model(machine.changed(kernel=times.slowed(SLOWED, SLOWED)))
+        factors, calls = zip(*(fit_passes(_split(plain, slow, backward)) for backward in (False, True)), strict=True)
+        self.fits["passes"] = {"factor on visits": factors, "call": calls, "unit": "1, s", "of": "forward, backward"}
+        sources = (*machine.sources, *((name, "measured") for name in ("call", "call_backward", "residuals")))
+        machine = machine.changed(kernel=times.slowed(*factors), call=calls[0], call_backward=calls[1])
+        passes = model(machine)
+        self.samples["calls"] = [each.record for each in passes[: len(short)]]
+        self.samples["passes"] = [each.record for each in passes[len(short) :]]
+        residuals = tuple((each.modelled, ratio) for each in passes[len(short) :] for ratio in each.ratios)
+        return machine.changed(residuals=residuals, sources=sources), passes[len(short) :]
+
+
+def _split(plain: Sequence[Pass], slow: Sequence[Pass], backward: bool) -> list[tuple[float, float, float]]:
+    """(measured seconds, modelled seconds of visits, modelled seconds of all else) of the passes of a direction.
+
+    `slow` are the same passes with kernels that take SLOWED times as long.
+    """
+    split = []
+    for one, other in zip(plain, slow, strict=True):
+        visits = (other.modelled - one.modelled) / (SLOWED - 1)
+        if one.case.backward == backward:
+            split.append((median(one.seconds), visits, one.modelled - visits))
+    return split
 
 
 def list_measured(values: dict[str, Any], nodes: int) -> list[str]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import mean, median
-
-from .passes import Pass
 
 #: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the
 #: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.
@@ -25,8 +22,3 @@ def sizes_between(rows: Sequence[int]) -> list[int]:
     """
     means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
     return means[1:] or means
-
-
-def fit_call_overhead(passes: Sequence[Pass]) -> float:
-    """Seconds of a call beside its modelled time: the mean over passes of (median measured - modelled), at least 0."""
-    return max(0.0, mean(median(each.seconds) - each.modelled for each in passes))
