@@ -209,11 +209,7 @@ class Plan(Value):
         kinds: tuple[Kind, ...] = ("kv",)
         if backward:
             kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
-        blocks = (
-            self.sizes.block_bytes(kind, self.part_heads(kind) * self.layout.rows(rank), as_sent=True)
-            for kind in kinds
-            for rank in range(self.ranks)
-        )
+        blocks = (self.sizes.block_bytes(kind, self.part_heads(kind) * self.tokens, as_sent=True) for kind in kinds)
         return (self.ranks - 1) * sum(blocks)
 
     def pairs(self, rank: int | None = None) -> int:
