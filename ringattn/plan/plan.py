@@ -207,7 +207,7 @@ class Plan(Value):
     def full_ring_bytes(self, *, backward: bool = False) -> int:
         """Bytes that a ring of all ranks sends which skips no rows: every block to every other rank."""
         keys_travel = not backward or self.rotates == "keys"
-        kinds: tuple[Kind, ...] = ("kv", "grad")[: 1 + backward] if keys_travel else ("q", "row", "dq")
+        kinds: list[Kind] = ["kv", "grad"][: 1 + backward] if keys_travel else ["q", "row", "dq"]
         blocks = (self.sizes.block_bytes(kind, self.part_heads(kind) * self.tokens, as_sent=True) for kind in kinds)
         return (self.ranks - 1) * sum(blocks)
 

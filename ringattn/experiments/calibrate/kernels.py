@@ -61,7 +61,8 @@ def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
     """The works of each shape; where the tensors of a shape are large, parts of them that fit into TOGETHER bytes."""
     item = 4 * settings.head_dim * max(settings.torch_dtype.itemsize, 4)
     for _, of_shape in groupby(works, lambda work: next(lower_to_tiles(work))[0]):
-        group, size = [], 0
+        group: list[Work] = []
+        size = 0
         for work in of_shape:
             nbytes = item * len(work.heads) * (len(work.q) + work.keys)
             if group and size + nbytes > TOGETHER:
