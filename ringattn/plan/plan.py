@@ -188,11 +188,8 @@ class Plan(Value):
             return self.sizes.exchange_bytes(part.kind, self.layout.rows(part.owner), self.ulysses_size)
         if self.ulysses_size > 1:  # the part travels between the groups
             return self.ring_plan(0)[0].part_bytes(part, as_sent=as_sent)
-        row_set = part.row_set
-        if isinstance(row_set, RowSet):
-            count = row_set.size
-        else:
-            count = self.sizes.heads_of(part.kind) * self.layout.rows(part.owner)
+        rows, heads = part.row_set, self.part_heads(part.kind)
+        count = rows.size if isinstance(rows, RowSet) else heads * self.layout.rows(part.owner)
         return self.sizes.block_bytes(part.kind, count, as_sent=as_sent)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
@@ -206,8 +203,9 @@ class Plan(Value):
 
     def full_ring_bytes(self, *, backward: bool = False) -> int:
         """Bytes that a ring of all ranks sends which skips no rows: every block to every other rank."""
-        keys_travel = not backward or self.rotates == "keys"
-        kinds: list[Kind] = ["kv", "grad"][: 1 + backward] if keys_travel else ["q", "row", "dq"]
+        kinds: tuple[Kind, ...] = ("kv",)
+        if backward:
+            kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
         blocks = (self.sizes.block_bytes(kind, self.part_heads(kind) * self.tokens, as_sent=True) for kind in kinds)
         return (self.ranks - 1) * sum(blocks)
 
