@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -210,15 +211,25 @@ class KeyDemand(BlockDemand):
         q_rows, k_rows = self.layout.shard(rank), self.layout.shard(owner)
         if q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MAX_SYMBOLIC and self._dense(q_rows, k_rows):
             return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
-        works = []
-        for tile in _join_tiles(list(self._local_tiles(rank, owner))):
+        return tuple(self._lower(_join_tiles(list(self._local_tiles(rank, owner)))))
+
+    @cached
+    def first_works(self, rank: int, owner: int, most: int) -> tuple[Work, ...]:
+        """As `batched`; of a visit of more than `most` tiles, the works of its first `most` tiles alone."""
+        tiles = list(islice(self._local_tiles(rank, owner), most + 1))
+        if len(tiles) <= most:
+            return self.batched(rank, owner)
+        return tuple(join_repetitions(join_keys(self._lower(tiles[:most]))))
+
+    def _lower(self, tiles: Iterable[Tile]) -> Iterator[Work]:
+        """The works of tiles in local row indices."""
+        for tile in tiles:
             for heads, kv in split_heads(tile.heads, self.group):
                 base = 0 if tile.dense else tile.q.start - tile.k.start
                 step = tile.q.step
                 lo = None if tile.lo is None else ceil_div(tile.lo - base, step)
                 hi = None if tile.hi is None else (tile.hi - base) // step
-                works.append(Work(heads, kv, tile.q, (tile.k,), lo, hi))
-        return tuple(works)
+                yield Work(heads, kv, tile.q, (tile.k,), lo, hi)
 
     @cached
     def _dense_works(self, rows: int, keys: int) -> tuple[Work, ...]:

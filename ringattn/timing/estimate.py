@@ -39,7 +39,7 @@ ALL = 8
 #: Where more blocks than this come to a rank, about this many of its steps are looked at.
 SAMPLED_STEPS = 16
 #: The seconds of a pair are taken from no more visits than have so many tiles.
-ENOUGH_TILES = 1024
+ENOUGH_TILES = 256
 #: Cycles of a double ring that are looked at, and steps of each cycle.
 CYCLES, INSIDE = 4, 4
 #: Ranks of a node that are looked at where all of them share one NIC.

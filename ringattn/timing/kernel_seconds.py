@@ -75,8 +75,9 @@ def modelled_seconds_per_pair(
 ) -> float:
     """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
 
-    `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows. Visits
-    that follow after `enough` tiles are left out: visits of that many tiles are much alike.
+    `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows. The first
+    `enough` tiles of a visit stand for the others, and visits that follow after as many are left out: tiles of one
+    pattern are much alike.
     """
 
     def compute() -> float:
@@ -84,25 +85,22 @@ def modelled_seconds_per_pair(
         dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
         visit = rates.visit if ring_plan.ranks > 1 and not gathered else 0.0
         for weight, rank, owner in _sample_visits(ring_plan, ranks):
-            once = rank == owner or not gathered
-            works = [
-                (work, len(work.heads) * work.repeat * plan.batch) for work in ring_plan.demand.batched(rank, owner)
-            ]
-            tiles += sum(len(work.k) * work.repeat for work, _ in works)
+            demand = ring_plan.demand
+            listed = demand.batched(rank, owner) if enough is None else demand.first_works(rank, owner, enough)
+            works = [(work, len(work.heads) * work.repeat * plan.batch) for work in listed]
+            seen = [heads * _pairs_per_head(work) for work, heads in works]
+            found = sum(len(work.k) * work.repeat for work in listed)
+            tiles += found
+            # The whole visit over what is listed of it.
+            share = 1.0 if enough is None or found < enough else plan.batch * demand.pairs(rank, owner) / sum(seen)
             # One call computes the works of a visit.
-            blocks = sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
-            for work, heads in works:
-                seen = heads * len(work.q) * work.keys
-                if not work.dense:
-                    seen = heads * Tile(range(1), range(len(work.q)), range(work.keys), work.lo, work.hi).pairs
-                pairs += weight * seen
-                seconds += (
-                    weight
-                    * seen
-                    * rates.pair_seconds(blocks, dense=work.dense, dims=dims, backward=backward, item=item)
-                )
-            if works and once:
-                rows = sum(heads * len(work.q) for work, heads in works)
+            blocks = share * sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
+            pairs += weight * share * sum(seen)
+            for (work, _), count in zip(works, seen, strict=True):
+                rate = rates.pair_seconds(blocks, dense=work.dense, dims=dims, backward=backward, item=item)
+                seconds += weight * share * count * rate
+            if works and (rank == owner or not gathered):
+                rows = round(share * sum(heads * len(work.q) for work, heads in works))
                 start = rates.start_seconds(rows, dims=dims, backward=backward, item=item)
                 seconds += weight * (start + visit)
             if enough is not None and tiles >= enough:
@@ -131,13 +129,19 @@ def _sample_visits(plan: Plan, ranks: Iterable[int]) -> Iterator[tuple[float, in
                 yield weight, rank, owner
 
 
+def _pairs_per_head(work: Work) -> int:
+    """(query, key) pairs of one head and one repetition of a work."""
+    rows, keys = len(work.q), work.keys
+    return rows * keys if work.dense else Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs
+
+
 def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:
     """(shape, rows, keys, pairs) of the tiles that kernels make of a work; pairs are over all heads and repetitions."""
     rows, keys, repeats = len(work.q), work.keys, len(work.heads) * work.repeat
     if work.dense:
         yield "dense", rows, keys, rows * keys * repeats
         return
-    pairs = Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs * repeats
+    pairs = _pairs_per_head(work) * repeats
     if work.hi is not None:
         # A rate counts the pairs that are seen; what a kernel computes beside them goes with the width of the band.
         width = pairs // (rows * repeats) if work.lo is None else min(work.hi - work.lo + 1, keys)
