@@ -208,8 +208,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         key = (wrong or ["num_attention_heads"])[0]
         raise InvalidInput(f"model {name}: {key}={config[key]!r} must be a whole number >= 1; correct the config")
     heads, experts = config["num_attention_heads"], config.get("num_local_experts") or config.get("num_experts") or 1
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    kv_heads = config.get("num_key_value_heads", heads)
     chosen = config.get("num_experts_per_tok") or 1
     mlp_item, attention_item = _stored_items(config, name)
     vectors = _VECTORS[kind]({**config, "head_dim": head_dim}, heads * head_dim, kv_heads * head_dim)

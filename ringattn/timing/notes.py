@@ -13,16 +13,26 @@ if TYPE_CHECKING:
 
 
 def note_assumptions(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """One sentence for each assumption about the speed of a plan's kernel, and one for the error band of a preset."""
-    band = describe_band(machine.preset, plan.batch * -(-plan.tokens // plan.ranks))
+    """One sentence for each assumption about the speed of a plan's kernel, and one for the error band of a preset.
+
+    All published passes behind the bands have 16-bit inputs.
+    """
+    rows = plan.batch * -(-plan.tokens // plan.ranks)
+    band = describe_band(machine.preset, rows) if ITEM_BYTES[plan.dtype] == 2 else None
     return (*_note_kernel(plan, machine), *([band] if band else []))
 
 
 def _note_kernel(plan: Plan, machine: Machine) -> tuple[str, ...]:
     """One sentence for each assumption about the speed of the kernel; dtypes of one size are taken to be alike."""
     times = machine.kernel
-    if machine.kernel_rates is not None and times is None:
-        return ()
+    rates = machine.kernel_rates
+    if rates is not None and times is None:
+        if ITEM_BYTES[plan.dtype] == 2:
+            return ()
+        return (
+            f"kernel rates of {rates.library} are those of 16-bit inputs, and a pair of {plan.dtype} is taken to take "
+            f"{rates.wide:g} times as long [assumed]; no published pass says how near that is; try dtype=bfloat16",
+        )
     if times is None:
         if machine.flops_dtype is None or ITEM_BYTES[machine.flops_dtype] == ITEM_BYTES[plan.dtype]:
             return ()

@@ -81,3 +81,15 @@ def test_a_kernel_by_library() -> None:
     assert ra.simulate(plan(), fast).compute < ra.simulate(plan(), slow).compute
     with pytest.raises(ra.InvalidInput, match="did you mean 'fa2'"):
         get_machine("a100_nvlink_ib/fa22")
+
+
+def test_a_preset_tells_that_its_rates_and_band_are_of_16_bit_inputs() -> None:
+    machine = ra.get_machine("h100_nvlink_ib")
+    plans = {
+        dtype: ra.make_plan(ra.Causal(), tokens=65536, ranks=8, heads=8, head_dim=128, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+    }
+    notes = {dtype: " ".join(ra.simulate(plan, machine).notes) for dtype, plan in plans.items()}
+    assert "published passes took" in notes["bfloat16"] and "16-bit" not in notes["bfloat16"]
+    assert "published passes took" not in notes["float32"]
+    assert "those of 16-bit inputs, and a pair of float32 is taken to take 8 times as long" in notes["float32"]

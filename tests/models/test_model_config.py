@@ -117,6 +117,8 @@ def test_configs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None
         (json.dumps({**SMALL, "layer_types": ["conv"] * 3}), "layer_types must be 3 times .* with conv"),
         (json.dumps({**SMALL, "layer_types": ["sliding_attention"] * 3}), "sliding_window=None"),
         (json.dumps({**SMALL, "num_key_value_heads": 4}), "6 heads cannot share 4"),
+        (json.dumps({**SMALL, "num_key_value_heads": 0}), "kv_heads=0 must be a whole number >= 1"),
+        (json.dumps({**SMALL, "head_dim": 0}), "head_dim=0 must be a whole number >= 1"),
         (json.dumps({**SMALL, "vocab_size": 1.5}), "vocab=1.5 must be a whole number"),
         (json.dumps({**SMALL, "num_experts_per_tok": 2}), "experts_per_token=2 of 1"),
     ]

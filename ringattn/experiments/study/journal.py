@@ -42,7 +42,7 @@ def read_journal(path: Path) -> tuple[Record | None, dict[str, Record]]:
             raise InvalidInput(
                 f"{path}: line {number} is no record; remove this line, and the same command computes its point again"
                 if records
-                else f"{path}: line 1 is not that of a study or suite; give another path, or empty this file"
+                else f"{path}: line 1 is not that of a study or suite; give another path"
             )
         records.append(record)
     return records[0] if records else None, {record["key"]: record for record in records[1:]}
