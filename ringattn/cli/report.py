@@ -29,7 +29,7 @@ def _compare(config: ReportConfig) -> None:
         raise InvalidInput("compare: expected two results, such as 'compare=[old.jsonl,new.jsonl]'")
     if not config.noise >= 0:
         raise InvalidInput(f"noise={config.noise:g}: must be at least 0; 0.1 allows medians to differ by 10 %")
-    old, new = (read_results(Path(path)) for path in config.compare)
+    old, new = (read_results(Path(path), "compare") for path in config.compare)
     table = compare(old, new, config.noise)
     print_grid(table.title, table.header, table.rows)
     for name in ("suite", "repeat", "memory"):

@@ -41,12 +41,12 @@ def _without_date(header: dict[str, Any]) -> dict[str, Any]:
     return {**header, "machine": {**header["machine"], "date": None}}
 
 
-def read_results(path: Path) -> dict[str, Any]:
+def read_results(path: Path, setting: str = "results") -> dict[str, Any]:
     """The record of a suite: its header, "cases", and "mixed" where the code changed during the run.
 
-    Raises InvalidInput where the file is no result of a suite.
+    Raises InvalidInput, naming the setting, where the file cannot be read or is no result of a suite.
     """
-    check_readable(path, "results")
+    check_readable(path, setting)
     header, records = _read(path)
     cases = list(records.values())
     mixed = any(case.get("source", header["machine"]["source"]) != header["machine"]["source"] for case in cases)

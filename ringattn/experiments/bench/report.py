@@ -77,7 +77,7 @@ class BenchReport:
         done = len(self.record["cases"])
         planned = self.record.get("planned", done)  # results of earlier versions do not say
         missing = (
-            f"Incomplete: {done} of {planned} cases. The same command measures the others." if done < planned else ""
+            f"Incomplete: {done} of {planned} cases; to measure the others: {self.command}" if done < planned else ""
         )
         return [warning for warning in (MIXED if self.record["mixed"] else "", missing) if warning]
 

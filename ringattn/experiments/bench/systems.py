@@ -303,7 +303,8 @@ def longest(records: list[CaseRecord], system: str) -> str:
     """The longest sequence that a system computed, its time and its memory, in words."""
     done = find_cases(records, system)
     if not done:
-        return f"{system}: no length was computed"
+        asked = any(str(x["settings"].get("system", "")).startswith(system) for x in records)
+        return f"{system}: {'no length was computed' if asked else 'not among these cases'}"
     best = max(done, key=lambda record: record["settings"]["tokens"])
     column, tokens = best["columns"]["forward"], best["settings"]["tokens"]
     kept, most = (column["peaks"][name] / tokens for name in ("after", "tensors"))
