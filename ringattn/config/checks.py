@@ -88,7 +88,10 @@ _LINKS = tuple(name for name, number in MACHINE_NUMBERS.items() if number.measur
 #: The settings of each mode of `simulate` that apply in some cases only.
 SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
     "timing": (
-        ConditionalSetting("rotate", lambda config: config.backward, "without backward=true"),
+        *(
+            ConditionalSetting[SimulateConfig](name, lambda config: config.backward, "without backward=true")
+            for name in ("rotate", "machine.call_backward")
+        ),
         ConditionalSetting(
             "seed",
             lambda config: bool(config.machine.made().jitter),
