@@ -214,12 +214,12 @@ class KeyDemand(BlockDemand):
         return tuple(self._lower(_join_tiles(list(self._local_tiles(rank, owner)))))
 
     @cached
-    def first_works(self, rank: int, owner: int, most: int) -> tuple[Work, ...]:
-        """As `batched`; of a visit of more than `most` tiles, the works of its first `most` tiles alone."""
-        tiles = list(islice(self._local_tiles(rank, owner), most + 1))
-        if len(tiles) <= most:
-            return self.batched(rank, owner)
-        return tuple(join_repetitions(join_keys(self._lower(tiles[:most]))))
+    def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
+        """(`batched` works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
+        tiles = [] if most is None else list(islice(self._local_tiles(rank, owner), most + 1))
+        if most is None or len(tiles) <= most:
+            return self.batched(rank, owner), True
+        return tuple(join_repetitions(join_keys(self._lower(tiles[:most])))), False
 
     def _lower(self, tiles: Iterable[Tile]) -> Iterator[Work]:
         """The works of tiles in local row indices."""

@@ -85,14 +85,12 @@ def modelled_seconds_per_pair(
         dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
         visit = rates.visit if ring_plan.ranks > 1 and not gathered else 0.0
         for weight, rank, owner in _sample_visits(ring_plan, ranks):
-            demand = ring_plan.demand
-            listed = demand.batched(rank, owner) if enough is None else demand.first_works(rank, owner, enough)
+            listed, whole = ring_plan.demand.first_works(rank, owner, enough)
             works = [(work, len(work.heads) * work.repeat * plan.batch) for work in listed]
             seen = [heads * _pairs_per_head(work) for work, heads in works]
-            found = sum(len(work.k) * work.repeat for work in listed)
-            tiles += found
+            tiles += sum(len(work.k) * work.repeat for work in listed)
             # The whole visit over what is listed of it.
-            share = 1.0 if enough is None or found < enough else plan.batch * demand.pairs(rank, owner) / sum(seen)
+            share = 1.0 if whole else plan.batch * ring_plan.demand.pairs(rank, owner) / sum(seen)
             # One call computes the works of a visit.
             blocks = share * sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
             pairs += weight * share * sum(seen)

@@ -10,6 +10,8 @@ import ringattn as ra
 from ringattn.machine.file import read_machine, write_machine
 from ringattn.machine.kernel_times import BACKWARD, KernelRates
 from ringattn.machine.presets import get_machine
+from ringattn.pattern import parse_pattern
+from ringattn.timing.kernel_seconds import modelled_seconds_per_pair
 
 RATES = KernelRates("fa2", forward=1e12, backward=5e11, softmax=100.0, slots=64, memory=1e11, launch=1e-5, visit=1e-4)
 MACHINE = ra.Machine(flops=1.0, latency=1e-5, bandwidth=1e9, merge=1e10, gamma=0.05, kernel_rates=RATES)
@@ -93,3 +95,17 @@ def test_a_preset_tells_that_its_rates_and_band_are_of_16_bit_inputs() -> None:
     assert "published passes took" in notes["bfloat16"] and "16-bit" not in notes["bfloat16"]
     assert "published passes took" not in notes["float32"]
     assert "those of 16-bit inputs, and a pair of float32 is taken to take 8 times as long" in notes["float32"]
+
+
+@pytest.mark.parametrize("pattern", ["strided_blocks(128, stride=8)", "Causal() & Documents([256, 768] * 32)"])
+def test_the_first_tiles_of_a_visit_stand_for_the_others(pattern: str) -> None:
+    written = pattern.replace("[256, 768] * 32", str([256, 768] * 32))
+    plan = ra.make_plan(
+        parse_pattern(written), tokens=32768, ranks=2, layout="contiguous", schedule="ulysses(2, ring)", heads=8
+    )
+    demand = plan.ring_plan(0)[0].demand
+    every, some = demand.first_works(0, 0, None), demand.first_works(0, 0, 32)
+    assert every == (demand.batched(0, 0), True) and not some[1]
+    assert sum(len(work.k) * work.repeat for work in some[0]) <= 32 < sum(len(w.k) * w.repeat for w in every[0])
+    exact, near = (modelled_seconds_per_pair(plan, RATES, False, False, [0], enough) for enough in (None, 32))
+    assert near == pytest.approx(exact, rel=0.02)
