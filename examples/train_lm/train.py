@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import hydra
 import torch
@@ -37,6 +38,18 @@ from model import Decoder
 from text import Text, shift
 
 
+def _read(state: dict[str, Any], checkpoint: Path) -> None:
+    """Fill `state` from the files of a checkpoint. Collective."""
+    try:
+        dcp.load(state, checkpoint_id=checkpoint)
+    except dcp.CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise ra.InvalidInput(
+            f"{checkpoint} cannot be read ({cause}); remove this folder, and the run continues from the "
+            "checkpoint before it"
+        ) from error
+
+
 class Run:
     """A training run on this rank: model, optimizer, and the files of the run."""
 
@@ -48,6 +61,9 @@ class Run:
                 f"dp={cfg.dp} cp={cfg.cp} rows={cfg.rows}: dp * cp must be the {self.ranks} ranks of torchrun "
                 "(--nproc-per-node), and rows a multiple of dp"
             )
+        for name in ("rows", "tokens", "steps", "checkpoint_every", "evaluate_every"):
+            if not isinstance(cfg[name], int) or cfg[name] < 1:
+                raise ra.InvalidInput(f"{name}={cfg[name]}: expected a whole number >= 1")
         mesh = init_device_mesh("cpu", (cfg.dp, cfg.cp), mesh_dim_names=("dp", "cp"))
         self.dp, self.cp = mesh["dp"].get_local_rank(), mesh["cp"].get_local_rank()
         place = {"group": mesh["cp"].get_group(), "layout": cfg.layout, "schedule": cfg.schedule}
@@ -74,7 +90,7 @@ class Run:
         checkpoints = sorted(self.folder.glob("step_*"))
         if checkpoints:
             settings = {"settings": ""}
-            dcp.load(settings, checkpoint_id=checkpoints[-1])
+            _read(settings, checkpoints[-1])
             if settings["settings"] != self.settings:
                 raise ra.InvalidInput(
                     f"{checkpoints[-1]} is a checkpoint of a model with {settings['settings']}, but this run has "
@@ -82,7 +98,7 @@ class Run:
                 )
             model, optimizer = get_state_dict(self.model, self.optimizer)
             state = {"model": model, "optimizer": optimizer, "step": torch.tensor(0)}
-            dcp.load(state, checkpoint_id=checkpoints[-1])
+            _read(state, checkpoints[-1])
             set_state_dict(
                 self.model,
                 self.optimizer,

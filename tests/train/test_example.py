@@ -48,3 +48,8 @@ def test_losses_depend_neither_on_ranks_nor_on_a_restart(tmp_path: Path) -> None
     other = run(tmp_path / "two", "model.width=64")  # one process, without torchrun
     assert other.returncode == 1 and not stale.exists()
     assert other.stderr.startswith("error: ") and "model.width=32" in other.stderr, other.stderr
+    assert "tokens=0: expected a whole number >= 1" in run(tmp_path / "three", "tokens=0").stderr
+    last = max((tmp_path / "one").glob("step_*"))
+    (last / ".metadata").unlink()
+    damaged = run(tmp_path / "one", "steps=6")
+    assert damaged.returncode == 1 and f"error: {last} cannot be read" in damaged.stderr, damaged.stderr
