@@ -21,8 +21,16 @@ T = TypeVar("T")
 ENOUGH, MOST_REPETITIONS = 0.1, 50
 #: A measurement is spread over this many rounds, so that a moment in which the machine is busy spoils only one of them.
 ROUNDS = 3
+#: Bytes of data that are used in turn, so that each has left the caches before its next turn, as in a pass, where
+#: visits lie between merges and between messages; and the most turns, which limits their number for the smallest sizes.
+COLD_BYTES, MOST_TURNS = 1 << 27, 64
 #: Runs of the reference call before, and after, what it belongs to.
 REFERENCE_RUNS = 3
+
+
+def count_turns(nbytes: int) -> int:
+    """How many copies of data of `nbytes` bytes to use in turn: COLD_BYTES in all, 2 to MOST_TURNS copies."""
+    return max(2, min(COLD_BYTES // nbytes, MOST_TURNS))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,7 @@ import torch
 from ...kernels.base import wide
 from ...runtime.softmax import merge_
 from ...timing.rates import MERGE_PASSES
-from .measuring_ranks import MeasuringRanks, Settings
-
-#: Bytes of the outputs that are merged in turn, so that each has left the caches before its next turn, as in a pass,
-#: where a visit lies between two merges; and the most outputs, which limits their number for the smallest sizes.
-COLD_BYTES, MOST_OUTPUTS = 1 << 27, 64
+from .measuring_ranks import MeasuringRanks, Settings, count_turns
 
 
 def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[tuple[int, list[float]]]:
@@ -24,11 +20,9 @@ def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) 
     times, heads, dtype = [], settings.heads, wide(settings.torch_dtype)
     for n in rows:
         size = n * heads * (settings.head_dim + 1) * dtype.itemsize
-        count = max(2, min(COLD_BYTES // (2 * size), MOST_OUTPUTS))
         shapes = [(1, heads, n, settings.head_dim), (1, heads, n)] * 2  # out and lse of two results of the same rows
-        partials = cycle(
-            [[torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes] for _ in range(count)]
-        )
+        turns = range(count_turns(2 * size))
+        partials = cycle([[torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes] for _ in turns])
         times.append((size, ranks.time_on_all(partial(_merge_next, partials), settings.repeat)))
     return times
 
