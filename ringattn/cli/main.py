@@ -158,7 +158,17 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
 
 
 def _expand_report(arguments: list[str]) -> tuple[str, list[str]]:
-    """(verb, arguments) of a report whose suite may be named first. Raises InvalidInput for a second name."""
+    """(verb, arguments) of a report whose suite may be named first, and whose results `--compare OLD NEW` may name.
+
+    Raises InvalidInput for a second name, and for --compare without two results.
+    """
+    if "--compare" in arguments:
+        at = arguments.index("--compare")
+        files = [argument for argument in arguments[at + 1 : at + 3] if not argument.startswith("-")]
+        if len(files) < 2:
+            raise InvalidInput("--compare: expected two results, such as ringattn report --compare old.jsonl new.jsonl")
+        quoted = ("'" + name.replace("\\", "\\\\").replace("'", "\\'") + "'" for name in files)
+        arguments = [*arguments[:at], f"compare=[{','.join(quoted)}]", *arguments[at + 3 :]]
     if not arguments or not re.fullmatch(r"\w+", arguments[0]):
         return "report", arguments
     name, *others = arguments

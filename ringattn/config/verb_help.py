@@ -15,10 +15,12 @@ from .checks import PARAMETER_GROUPS
 from .folders import GLOBAL_PACKAGE, ConfigFolders, chosen_options, load_config, read_config
 from .overrides import JSON_KEYS, WRITTEN, offered_options
 
-#: Options of every verb; --json is an option of the verbs in `JSON_KEYS` only.
+COMPARE = "--compare OLD NEW"
+#: Options of every verb; --json is an option of the verbs in `JSON_KEYS` only, and COMPARE of report only.
 OPTIONS = (
     ("-m", "one job for each combination of values, such as ranks=2,4,8; for simulate, one study"),
     ("--json", "print the numbers as JSON, and nothing else, on standard output"),
+    (COMPARE, "ratios of two results' medians, such as --compare old.jsonl new.jsonl noise=0.1"),
     ("--cfg job --resolve", "print the configuration that would run"),
     ("--config-dir FOLDER", "read config groups from this folder, too: FOLDER/pattern/mine.yaml is pattern=mine"),
     ("--hydra-help", "options of Hydra, on which this command line is built"),
@@ -92,7 +94,7 @@ def verb_help(verb: str, folders: ConfigFolders, name_lists: Mapping[str, Sequen
         lines += ["", *textwrap.wrap(f"{title}: {', '.join(names)}", width, subsequent_indent="    ")]
     lines += ["", "options"]
     for option, explanation in OPTIONS:
-        if option != "--json" or verb in JSON_KEYS:
+        if {"--json": verb in JSON_KEYS, COMPARE: verb == "report"}.get(option, True):
             lines += _row(f"  {option}", explanation, width)
     return "\n".join(line.rstrip() for line in lines)
 

@@ -161,6 +161,13 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
         (("report", "standrd"), 2, "suite=standrd: unknown; did you mean 'standard'?"),
         (("report", "standard", "memory=8GB"), 2, "memory=8GB: not a whole number"),
         (("report", "compare=[old.jsonl]"), 2, "compare: expected two results"),
+        (("report", "--compare", "old.jsonl"), 2, "--compare: expected two results"),
+        (
+            ("report", "--compare", "it's old.jsonl", "new.jsonl", "noise=0.2"),
+            2,
+            "compare=it's old.jsonl: no such file",
+        ),
+        (("bench", "--compare", "old.jsonl", "new.jsonl"), 2, "--compare: unknown option"),
         (("report", "results=old.jsonl"), 2, "results=old.jsonl: no such file"),
         (("simulate", "slow={1"), 2, "slow={1: cannot be read as key=value (no viable alternative at input '{1')"),
         (("run", "+tokens"), 2, "+tokens: cannot be read as key=value (missing EQUAL at '<EOF>')"),
