@@ -141,8 +141,19 @@ def make_reference(kernel: Kernel, settings: Settings) -> Callable[[], None]:
 def time_overheads(
     ranks: MeasuringRanks, kernel: Kernel, settings: Settings
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work."""
-    work = Work(range(1), range(1), range(1), (range(1),))
-    calls = (make_call(kernel, work, settings, ranks.device, backward=backward) for backward in (False, True))
-    forward, backward = (tuple(ranks.time_on_all(call, settings.repeat)) for call in calls)
-    return forward, backward
+    """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work.
+
+    They take turns with calls on the reference tile, as the works of a visit that differ in size do.
+    """
+    smallest, heads, rows = (
+        Work(range(1), range(1), range(1), (range(1),)),
+        range(settings.heads),
+        range(REFERENCE_ROWS),
+    )
+    found = []
+    for backward in (False, True):
+        works = smallest, Work(heads, heads, rows, (rows,))
+        calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
+        of_ranks = ranks.gather(ranks.time_alternating(calls, settings.repeat)[0])
+        found.append(tuple(t for seconds in of_ranks for t in seconds))
+    return found[0], found[1]
