@@ -113,7 +113,7 @@ def _pareto(figure: Any, advice: Advice) -> None:
     place = {"xytext": (-6, -6), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 7}
     for candidate in {one.step.gpus: one for one in reversed(advice.pareto)}.values():
         axes.annotate(f"{candidate.step.gpus} GPUs", (candidate.seconds / 3600, candidate.cost), **place)
-    axes.margins(0.2)
+    axes.margins(0.3, 0.2)  # room for the words beside the first point
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
     axes.set(xlabel="hours of 1e9 tokens, modelled", ylabel=f"cost of 1e9 tokens\n({advice.unit})")
