@@ -167,8 +167,8 @@ def _expand_report(arguments: list[str]) -> tuple[str, list[str]]:
         files = [argument for argument in arguments[at + 1 : at + 3] if not argument.startswith("-")]
         if len(files) < 2:
             raise InvalidInput("--compare: expected two results, such as ringattn report --compare old.jsonl new.jsonl")
-        quoted = ("'" + name.replace("\\", "\\\\").replace("'", "\\'") + "'" for name in files)
-        arguments = [*arguments[:at], f"compare=[{','.join(quoted)}]", *arguments[at + 3 :]]
+        quote = import_module("..config.sweep", __package__).quote
+        arguments = [*arguments[:at], f"compare=[{','.join(map(quote, files))}]", *arguments[at + 3 :]]
     if not arguments or not re.fullmatch(r"\w+", arguments[0]):
         return "report", arguments
     name, *others = arguments

@@ -62,7 +62,7 @@ def as_study(arguments: list[str]) -> list[str]:
             others.append(argument)
     if not axes and not any(argument.startswith("study=") for argument in others):
         raise InvalidInput("-m: no key has several values; write them with commas, such as ranks=8,64,512")
-    text = ", ".join(f"{key}: [{', '.join(map(_quote, values))}]" for key, values in axes.items())
+    text = ", ".join(f"{key}: [{', '.join(map(quote, values))}]" for key, values in axes.items())
     return [*others, f"+study.axes={{{text}}}"] if axes else others
 
 
@@ -101,7 +101,7 @@ def _values(argument: str, value: str) -> list[str]:
     return split_commas(value)
 
 
-def _quote(value: str) -> str:
+def quote(value: str) -> str:
     """The value in single quotes, which replace quotes of its own."""
     bare = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
     return "'" + bare.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -133,7 +133,7 @@ class KernelTimes(Value):
         return self._grids[shape, backward]
 
     def slowed(self, forward: float, backward: float) -> KernelTimes:
-        """These times with all calls of a forward, and of a backward, taking so many times as long."""
+        """Kernel times whose calls take `forward` times as long in a forward, and `backward` times in a backward."""
         factors = forward, backward
         grids = tuple(
             replace(grid, rates=tuple(tuple(rate / factors[grid.backward] for rate in row) for row in grid.rates))

@@ -138,7 +138,7 @@ class Machine:
     ).with_default(None)
     call_backward: float | None = MachineNumber(
         unit="s",
-        meaning="the same seconds of a backward, which has no handshake",
+        meaning="the seconds of a backward beside its visits and messages; a backward has no handshake",
         example=5e-4,
         may_be_zero=True,
         default="by default the same as call",

@@ -38,7 +38,7 @@ COUNTED = 16
 ALL = 8
 #: Where more blocks than this come to a rank, about this many of its steps are looked at.
 SAMPLED_STEPS = 16
-#: The seconds of a pair are taken from no more visits than have so many tiles.
+#: The seconds of a pair are taken from the first so many tiles of a visit, and from no visit after as many.
 ENOUGH_TILES = 256
 #: Cycles of a double ring that are looked at, and steps of each cycle.
 CYCLES, INSIDE = 4, 4

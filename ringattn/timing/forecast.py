@@ -80,7 +80,7 @@ def pair_seconds(
     """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
 
     By measured kernel times where the machine has them, else by modelled rates, both averaged over the visits of at
-    most `most` sampled ranks (the rates over no more of these visits than have `enough` tiles), and else by its flops:
+    most `most` sampled ranks (the rates over the first `enough` tiles of these visits), and else by its flops:
     2 (D + Dv) FLOPs per pair in a forward.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)

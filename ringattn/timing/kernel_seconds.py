@@ -89,7 +89,7 @@ def modelled_seconds_per_pair(
             works = [(work, len(work.heads) * work.repeat * plan.batch) for work in listed]
             seen = [heads * _pairs_per_head(work) for work, heads in works]
             tiles += sum(len(work.k) * work.repeat for work in listed)
-            # The whole visit over what is listed of it.
+            # The pairs of the whole visit over those of the listed works.
             share = 1.0 if whole else plan.batch * ring_plan.demand.pairs(rank, owner) / sum(seen)
             # One call computes the works of a visit.
             blocks = share * sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
@@ -136,10 +136,10 @@ def _pairs_per_head(work: Work) -> int:
 def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:
     """(shape, rows, keys, pairs) of the tiles that kernels make of a work; pairs are over all heads and repetitions."""
     rows, keys, repeats = len(work.q), work.keys, len(work.heads) * work.repeat
-    if work.dense:
-        yield "dense", rows, keys, rows * keys * repeats
-        return
     pairs = _pairs_per_head(work) * repeats
+    if work.dense:
+        yield "dense", rows, keys, pairs
+        return
     if work.hi is not None:
         # A rate counts the pairs that are seen; what a kernel computes beside them goes with the width of the band.
         width = pairs // (rows * repeats) if work.lo is None else min(work.hi - work.lo + 1, keys)

@@ -90,7 +90,7 @@ def test_passes_recover_their_factor_and_call(factor: float, call: float) -> Non
 def test_works_of_one_shape_take_turns(
     most_bytes: int, orders: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Repeated by itself, a call would find its data in the caches; where works are too large together, it is."""
+    """A call that is repeated by itself finds its data in the caches: only works too large for a group may be."""
     called: list[int] = []
     works = list(kernels.list_works([8, 16], [4], heads=1))
     monkeypatch.setattr(kernels, "TOGETHER", most_bytes)

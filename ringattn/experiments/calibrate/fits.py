@@ -11,7 +11,7 @@ from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
 
 #: Standard deviations of a normal distribution between its first and its third quartile.
 QUARTILES_APART = 1.349
-#: Most times as long as by itself that a visit may take in a pass.
+#: The largest factor: in a pass, a visit takes at most so many times as long as its kernel by itself.
 MOST_FACTOR = 2.0
 
 
@@ -101,7 +101,7 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
 
 
 def fit_passes(passes: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(factor on visits, seconds of a call) by which whole passes are told best; of one direction.
+    """(factor on visits, seconds of a call) that fit the passes of one direction best.
 
     `passes` has (measured seconds, modelled seconds of visits, modelled seconds of all else). The seconds of a call
     s >= 0 and the factor f, 1 to MOST_FACTOR, have the least sum of squared relative errors of s + f visits + rest:

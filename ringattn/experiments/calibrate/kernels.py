@@ -58,7 +58,7 @@ def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], set
 
 
 def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
-    """The works of each shape; where the tensors of a shape are large, parts of them that fit into TOGETHER bytes."""
+    """The works of each shape, in groups whose tensors fit into TOGETHER bytes; a larger work is a group by itself."""
     item = 4 * settings.head_dim * max(settings.torch_dtype.itemsize, 4)
     for _, of_shape in groupby(works, lambda work: next(lower_to_tiles(work))[0]):
         group: list[Work] = []
@@ -134,8 +134,13 @@ def find_kernel(settings: Settings, device: torch.device) -> Kernel:
 
 def make_reference(kernel: Kernel, settings: Settings) -> Callable[[], None]:
     """The call whose seconds tell how fast the machine is at the moment: a small forward of a dense tile on the CPU."""
+    return make_call(kernel, _reference_work(settings), settings, torch.device("cpu"), backward=False)
+
+
+def _reference_work(settings: Settings) -> Work:
+    """The dense tile of REFERENCE_ROWS rows and as many keys, over all heads."""
     heads, rows = range(settings.heads), range(REFERENCE_ROWS)
-    return make_call(kernel, Work(heads, heads, rows, (rows,)), settings, torch.device("cpu"), backward=False)
+    return Work(heads, heads, rows, (rows,))
 
 
 def time_overheads(
@@ -143,16 +148,12 @@ def time_overheads(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work.
 
-    They take turns with calls on the reference tile, as the works of a visit that differ in size do.
+    These calls take turns with calls on the reference tile, so that they do not find their data in the caches.
     """
-    smallest, heads, rows = (
-        Work(range(1), range(1), range(1), (range(1),)),
-        range(settings.heads),
-        range(REFERENCE_ROWS),
-    )
+    smallest = Work(range(1), range(1), range(1), (range(1),))
     found = []
     for backward in (False, True):
-        works = smallest, Work(heads, heads, rows, (rows,))
+        works = smallest, _reference_work(settings)
         calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
         of_ranks = ranks.gather(ranks.time_alternating(calls, settings.repeat)[0])
         found.append(tuple(t for seconds in of_ranks for t in seconds))

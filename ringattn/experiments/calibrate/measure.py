@@ -152,11 +152,11 @@ class _Calibrator:
         )
 
     def measure_passes(self, machine: Machine) -> tuple[Machine, list[Pass]]:
-        """The machine as passes show it, and the passes behind its `residuals`.
+        """The machine with kernel times, calls and `residuals` as in passes, and the passes behind the residuals.
 
-        A visit takes longer in a pass than its kernel by itself, as it shares caches, cores and memory with all else:
-        the factor of each direction slows the kernel times. What a call takes beside its visits and messages is that of
-        the same passes; passes without any work would take less, as threads for messages find a core then.
+        In a pass, other calls and messages share caches, cores and memory with a visit, which therefore takes longer
+        than its kernel by itself: by the factor of its direction. What a call takes beside its visits and messages is
+        that of the same passes; passes without any work would take less, as threads for messages find a core then.
         """
         self.tell("passes")
         ranks, rows = self.ranks, self.sizes.rows
@@ -165,9 +165,8 @@ class _Calibrator:
         runs = time_passes(ranks, cases, self.settings)
 
         def model(machine: Machine) -> list[Pass]:
-            return model_passes(
-                cases, runs, ranks.size, machine.changed(ranks_per_node=ranks.ranks_per_node), self.settings
-            )
+            on_node = machine.changed(ranks_per_node=ranks.ranks_per_node)
+            return model_passes(cases, runs, ranks.size, on_node, self.settings)
 
         times = machine.kernel
         assert times is not None, "kernels are measured before passes"
@@ -176,11 +175,12 @@ class _Calibrator:
         self.fits["passes"] = {"factor on visits": factors, "call": calls, "unit": "1, s", "of": "forward, backward"}
         sources = (*machine.sources, *((name, "measured") for name in ("call", "call_backward", "residuals")))
         machine = machine.changed(kernel=times.slowed(*factors), call=calls[0], call_backward=calls[1])
-        passes = model(machine)
-        self.samples["calls"] = [each.record for each in passes[: len(short)]]
-        self.samples["passes"] = [each.record for each in passes[len(short) :]]
-        residuals = tuple((each.modelled, ratio) for each in passes[len(short) :] for ratio in each.ratios)
-        return machine.changed(residuals=residuals, sources=sources), passes[len(short) :]
+        modelled = model(machine)
+        passes = modelled[len(short) :]
+        self.samples["calls"] = [each.record for each in modelled[: len(short)]]
+        self.samples["passes"] = [each.record for each in passes]
+        residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
+        return machine.changed(residuals=residuals, sources=sources), passes
 
 
 def _split(plain: Sequence[Pass], slow: Sequence[Pass], backward: bool) -> list[tuple[float, float, float]]:
