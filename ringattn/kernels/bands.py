@@ -10,6 +10,8 @@ from ..plan.work import Work
 
 #: Most query rows of a strip of a band.
 STRIP_ROWS = 256
+#: Squares below the diagonal of a triangle have a multiple of so many keys: a row of other lengths ends in single keys.
+SQUARE_KEYS = 32
 
 
 def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
@@ -33,7 +35,7 @@ def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
 
 
 def halve(triangle: Work, least: int) -> Iterator[Work]:
-    """The calls that compute a triangle: squares, and triangles of at most `least` rows.
+    """The calls that compute a triangle: squares, and triangles of at most `least` rows; `least` is over SQUARE_KEYS.
 
     Ops compute hidden pairs of a triangle, the flash op for CPUs up to 512 keys of each row.
     """
@@ -41,7 +43,7 @@ def halve(triangle: Work, least: int) -> Iterator[Work]:
     if rows <= least:
         yield triangle
         return
-    half = (rows + 1) // 2
+    half = -(-rows // (2 * SQUARE_KEYS)) * SQUARE_KEYS
     yield from halve(triangle.narrow((0, half), (0, half)), least)
     yield from halve(triangle.narrow((half, rows), (half, rows)), least)
     yield triangle.narrow((half, rows), (0, half))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -94,7 +95,7 @@ def make_call(
     heads, head_dim, dtype = len(work.heads), settings.head_dim, settings.torch_dtype
     q, grad, out = (torch.randn(1, heads, len(work.q), head_dim, device=device).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads, work.keys, head_dim, device=device).to(dtype) for _ in range(2))
-    lse = torch.full((1, heads, len(work.q)), float(work.keys), device=device, dtype=wide(dtype))
+    lse = torch.full((1, heads, len(work.q)), math.log(work.keys), device=device, dtype=wide(dtype))
     scale = head_dim**-0.5
     kernel_calls = list((kernel.for_backward() if backward else kernel).split(work))
     inputs = KernelInputs()
