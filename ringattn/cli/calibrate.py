@@ -148,6 +148,9 @@ def _print(calibration: Calibration, repeat: int) -> None:
         direction = "backward" if grid.backward else "forward"
         for n, rates in zip(grid.rows, grid.rates, strict=True):
             rows.append((f"{grid.shape} {direction}", f"{n:,}", "  ".join(f"{rate:.2e}" for rate in rates)))
+        if grid.ragged is not None:
+            factors = "  ".join(f"{factor:8.2f}" for factor in grid.ragged)
+            rows.append((f"{grid.shape} {direction}", "ragged keys: rate x", factors))
     get_console().print()
     print_grid("useful flop/s of tiles, by keys [measured]", ("tile", "rows", "rates"), rows)
     if not calibration.passes:

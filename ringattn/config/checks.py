@@ -90,7 +90,7 @@ SIMULATE_SETTINGS: dict[str, tuple[ConditionalSetting[SimulateConfig], ...]] = {
     "timing": (
         *(
             ConditionalSetting[SimulateConfig](name, lambda config: config.backward, "without backward=true")
-            for name in ("rotate", "machine.call_backward")
+            for name in ("rotate", "machine.call_backward", "machine.sweep_backward")
         ),
         ConditionalSetting(
             "seed",

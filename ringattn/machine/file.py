@@ -223,6 +223,7 @@ def _build_kernel_times(part: dict[str, Any]) -> KernelTimes:
             tuple(grid["rows"]),
             tuple(grid["keys"]),
             tuple(tuple(float(rate) for rate in rates_of_row) for rates_of_row in grid["rates"]),
+            None if grid.get("ragged") is None else tuple(map(float, grid["ragged"])),
         )
         for grid in part["grids"]
     )

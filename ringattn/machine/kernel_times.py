@@ -1,14 +1,15 @@
 """Measured times of the attention kernel by tile shape and size.
 
 A call of the kernel takes t = overhead + FLOPs / F(shape, rows, keys). F is interpolated between measured sizes, linear
-in the logarithms of sizes and rates, so that F stays between the rates of the neighbouring sizes.
+in the logarithms of sizes and rates, so that F stays between the rates of the neighbouring sizes. Keys that are no
+multiple of 16 have a factor on F.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -18,6 +19,8 @@ from ..text import did_you_mean
 
 #: Shapes of tiles: all pairs of rows x keys; a causal triangle over rows; a band of `keys` keys per row.
 SHAPES = ("dense", "triangle", "band")
+#: Keys of a tile that fill the registers of a CPU: 16 numbers of fp32 with AVX-512, and a divisor of tiles on GPUs.
+WHOLE_KEYS = 16
 #: Tiles up to this factor larger than the measured tiles are extrapolated silently.
 BEYOND = 2.0
 
@@ -26,8 +29,9 @@ BEYOND = 2.0
 class TimeGrid:
     """Useful flop/s of one tile shape in one direction, measured at all `rows` x `keys` (a triangle: at all `rows`).
 
-    `rows` and `keys` ascend; `rates[i][j]` is the rate of a tile of rows[i] x keys[j]. Raises InvalidInput where sizes
-    and rates do not fit together.
+    `rows` and `keys` ascend; `rates[i][j]` is the rate of a tile of rows[i] x keys[j]. `ragged[j]` is the factor on
+    these rates where the keys are about keys[j], and no multiple of WHOLE_KEYS; None: 1. Raises InvalidInput where
+    sizes, rates and factors do not fit together.
     """
 
     shape: str
@@ -35,6 +39,7 @@ class TimeGrid:
     rows: tuple[int, ...]
     keys: tuple[int, ...]
     rates: tuple[tuple[float, ...], ...]
+    ragged: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
@@ -50,6 +55,13 @@ class TimeGrid:
             )
         if not all(math.isfinite(rate) and rate > 0 for rates_of_row in self.rates for rate in rates_of_row):
             raise InvalidInput(f"kernel times: the rates of {self.shape} must be FLOP/s > 0; measure the rates again")
+        if self.ragged is not None and not (
+            len(self.ragged) == len(self.keys) and all(math.isfinite(factor) and factor > 0 for factor in self.ragged)
+        ):
+            raise InvalidInput(
+                f"kernel times: ragged={self.ragged} of {self.shape} must be a factor > 0 for each of {self.keys}; "
+                "measure the factors again"
+            )
 
     def rate(self, rows: int, keys: int) -> float:
         """Useful flop/s of a tile. Outside the measured sizes, the rate of the nearest measured size."""
@@ -60,7 +72,11 @@ class TimeGrid:
             for a in (i, i + 1)
         ]
         low, high = ((1 - y) * rates_of_row[0] + y * rates_of_row[1] for rates_of_row in corners)
-        return math.exp((1 - x) * low + x * high)
+        factor = 0.0
+        if self.ragged is not None and keys % WHOLE_KEYS:
+            ends = [math.log(self.ragged[min(b, len(self.keys) - 1)]) for b in (j, j + 1)]
+            factor = (1 - y) * ends[0] + y * ends[1]
+        return math.exp((1 - x) * low + x * high + factor)
 
     def covers(self, rows: int, keys: int) -> bool:
         """Whether a tile is at most `BEYOND` times as large as the measured ones.
@@ -131,15 +147,6 @@ class KernelTimes(Value):
     def grid(self, shape: str, backward: bool) -> TimeGrid:
         """The measured rates of a tile shape in one direction."""
         return self._grids[shape, backward]
-
-    def slowed(self, forward: float, backward: float) -> KernelTimes:
-        """Kernel times whose calls take `forward` times as long in a forward, and `backward` times in a backward."""
-        factors = forward, backward
-        grids = tuple(
-            replace(grid, rates=tuple(tuple(rate / factors[grid.backward] for rate in row) for row in grid.rates))
-            for grid in self.grids
-        )
-        return replace(self, overhead=(self.overhead[0] * forward, self.overhead[1] * backward), grids=grids)
 
     def check(self, dtype: str, head_dim: int) -> None:
         """Raise Unsupported where the dtype or the head dim of a plan is far from the measured one."""

@@ -144,6 +144,22 @@ class Machine:
         default="by default the same as call",
         measured_by="ranks",
     ).with_default(None)
+    sweep: float | None = MachineNumber(
+        unit="bytes/s",
+        meaning="the rate at which a call goes over its q, k, v and output beside the visits: checks, zeros, casts, "
+        "copies",
+        example=4e9,
+        effect="passes over the tensors of a call beside visits",
+        cause="call",
+        measured_by="ranks",
+    ).with_default(None)
+    sweep_backward: float | None = MachineNumber(
+        unit="bytes/s",
+        meaning="the rate at which a backward goes over as many bytes beside its visits",
+        example=2e9,
+        default="by default the same as sweep",
+        measured_by="ranks",
+    ).with_default(None)
     host: float | None = MachineNumber(
         unit="s",
         meaning="the seconds that the host takes to start a step, while a GPU works on the steps before: a pass takes "

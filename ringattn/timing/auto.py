@@ -20,6 +20,7 @@ from .estimate import SAMPLED_STEPS, Estimate, count_exchanges, estimate, host_s
 from .forecast import pair_seconds
 from .metered import Metered, TooMany
 from .pair_counts import count_pairs
+from .rates import Rates
 
 #: Layouts that `auto` compares; the first of equally fast layouts is taken.
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
@@ -184,7 +185,7 @@ class _Comparison:
         """The least seconds of a plan, from the seconds of its visits and its least number of steps."""
         if plan.ulysses_size > 1:
             visits, steps = visits + count_exchanges(plan, self.machine)[0], steps + 2
-        return max(visits, host_seconds(self.machine, steps)) + (self.machine.call or 0.0)
+        return max(visits, host_seconds(self.machine, steps)) + Rates(plan, self.machine, False).call
 
     def _bound_groups(self, plan: Plan, size: int) -> float:
         """The least seconds of any schedule between Ulysses groups of `size` ranks, from the ring without groups."""

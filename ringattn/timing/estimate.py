@@ -89,7 +89,7 @@ def estimate(
     """
     size, ring_plan = plan.ulysses_size, plan.ring_plan(0)[0]
     if size == 1:
-        return _add_host(_RingEstimate(plan, machine, demand, 1, steps, pairs).make(), machine, 0)
+        return _add_host(_RingEstimate(plan, machine, demand, 1, steps, pairs).make(), plan, machine, 0)
     # The ranks with the same place in their groups run one ring: this many of them are in one node.
     per_node = ring_plan.ranks if machine.ranks_per_node >= plan.ranks else max(machine.ranks_per_node // size, 1)
     thinned = replace(machine, ranks_per_node=per_node, one_gather=False)
@@ -100,15 +100,15 @@ def estimate(
     prediction = Prediction(
         ring.seconds + seconds, ring.compute, ring.exposed + seconds, ring.bytes + sent, ring.messages + 2 * (size - 1)
     )
-    return _add_host(replace(between, prediction=prediction), machine, 2)
+    return _add_host(replace(between, prediction=prediction), plan, machine, 2)
 
 
-def _add_host(estimated: Estimate, machine: Machine, exchanges: int) -> Estimate:
+def _add_host(estimated: Estimate, plan: Plan, machine: Machine, exchanges: int) -> Estimate:
     """The estimate with what a call takes, and no faster than the host starts all steps and `exchanges`."""
     prediction = estimated.prediction
     started = estimated.started + exchanges
     host = host_seconds(machine, started)
-    seconds = max(prediction.seconds, host) + (machine.call or 0.0)
+    seconds = max(prediction.seconds, host) + Rates(plan, machine, False).call
     prediction = replace(prediction, seconds=seconds, exposed=seconds - prediction.compute)
     return replace(estimated, prediction=prediction, started=started)
 

@@ -96,6 +96,12 @@ def _fill_in(name: str, factors: Mapping[int, float], ranks: int) -> np.ndarray:
     return by_rank
 
 
+def own_bytes(plan: Plan) -> int:
+    """Bytes of a rank's q, k, v and output."""
+    columns = (plan.heads + plan.kv_heads) * (plan.head_dim + plan.value_dim)
+    return plan.batch * -(-plan.tokens // plan.ranks) * columns * ITEM_BYTES[plan.dtype]
+
+
 @dataclass(frozen=True)
 class Rates:
     """Seconds of the pairs, merges and messages of one pass of a plan on a machine."""
@@ -133,9 +139,15 @@ class Rates:
     def call(self) -> float:
         """Seconds of a call beside its visits and messages, which the cores of a node compute for each of its ranks."""
         node = min(self.machine.ranks_per_node, self.plan.ranks)
-        machine = self.machine
-        seconds = machine.call_backward if self.backward and machine.call_backward is not None else machine.call
-        return (seconds or 0.0) * node / (self.cores or node)
+        seconds = self._of_direction("call") or 0.0
+        if sweep := self._of_direction("sweep"):
+            seconds += own_bytes(self.plan) / sweep
+        return seconds * node / (self.cores or node)
+
+    def _of_direction(self, name: str) -> float | None:
+        """A number of the machine that a backward may have of its own."""
+        value: float | None = getattr(self.machine, f"{name}_backward") if self.backward else None
+        return getattr(self.machine, name) if value is None else value
 
     @property
     def turned(self) -> bool:

@@ -63,6 +63,8 @@ OTHERS: dict[str, Any] = {
     "machine.jitter": 0.5,
     "machine.call": 1.0,
     "machine.call_backward": 1.0,
+    "machine.sweep": 1e6,
+    "machine.sweep_backward": 1e6,
     "machine.host": 1.0,
     "machine.host_call": 1.0,
     "machine.memory": 1e6,

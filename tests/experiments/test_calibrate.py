@@ -78,12 +78,12 @@ def test_kernel_times_recover_overhead_and_rates() -> None:
         fits.fit_kernel_times([s for s in samples if (s.rows, s.keys) != (256, 64)], t0, 64, "float32")
 
 
-@given(st.floats(1.0, 2.0), st.floats(0.0, 1e-2))
-def test_passes_recover_their_factor_and_call(factor: float, call: float) -> None:
-    rest = [1e-4 * (i % 3) for i in range(12)]
-    visits = [1e-3 * 2 ** (i % 5) for i in range(12)]
-    samples = [(call + factor * x + r, x, r) for x, r in zip(visits, rest, strict=True)]
-    assert fits.fit_passes(samples) == pytest.approx((factor, call), rel=1e-6, abs=1e-9)
+@given(st.floats(0.0, 1e-2), st.floats(0.0, 1e-8))
+def test_passes_recover_their_call_and_their_seconds_per_byte(call: float, per_byte: float) -> None:
+    sizes = [1e5 * 2 ** (i % 5) for i in range(12)]
+    modelled = [1e-3 * (1 + i % 3) for i in range(12)]
+    samples = [(call + per_byte * x + m, x, call + per_byte * x) for x, m in zip(sizes, modelled, strict=True)]
+    assert fits.fit_calls(samples) == pytest.approx((call, per_byte), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(("most_bytes", "orders"), [(1 << 30, [[0, 1, 0, 1]]), (1, [[0, 0], [1, 1]])])
@@ -107,21 +107,30 @@ def test_works_of_one_shape_take_turns(
     assert bands == expected
 
 
-def test_passes_that_take_less_than_their_visits_slow_nothing() -> None:
-    assert fits.fit_passes([(0.8 * x + 1e-3, x, 0.0) for x in (1e-3, 1e-2, 1e-1)])[0] == 1.0
-    assert fits.fit_passes([(9.0 * x, x, 0.0) for x in (1e-3, 1e-2, 1e-1)])[0] == fits.MOST_FACTOR
-    assert fits.fit_passes([(1.5 * x - 1e-3, x, 0.0) for x in (1e-2, 1e-1)])[1] == 0.0
-    # Visits of one length: what is left is the call's.
-    assert fits.fit_passes([(0.03, 0.01, 0.005)] * 3) == pytest.approx((1.0, 0.015))
+def test_calls_take_no_negative_time() -> None:
+    assert fits.fit_calls([(0.1, x, 1e-3 - 1e-9 * x) for x in (1e5, 2e5, 4e5)]) == pytest.approx((7.666667e-4, 0.0))
+    assert fits.fit_calls([(0.1, x, 1e-9 * x - 1e-3) for x in (2e6, 4e6)])[0] == 0.0
+    # Tensors of one size: what is left is the call's.
+    assert fits.fit_calls([(0.03, 1e6, 0.015)] * 3) == pytest.approx((0.015, 0.0))
 
 
-def test_slowed_kernel_times_take_so_many_times_as_long() -> None:
-    plain = times(1e10, 1e-5)
-    slow = machine(plain.slowed(1.5, 2.0))
-    plan = ra.make_plan(ra.Causal(), tokens=512, ranks=2, heads=2)
-    for backward, factor in ((False, 1.5), (True, 2.0)):
-        seconds = [ra.simulate(plan, m, backward=backward).compute for m in (machine(plain), slow)]
-        assert seconds[1] == pytest.approx(factor * seconds[0], rel=1e-9)
+def test_ragged_tiles_take_longer() -> None:
+    """Samples of tiles whose keys are no multiple of 16 give factors on the rates of such tiles, and of no others."""
+    t0, samples = (0.0, 0.0), []
+    for shape in SHAPES:
+        for back in (False, True):
+            sizes = {"dense": ROWS, "triangle": (1,), "band": ROWS}[shape]
+            twins = [(n, n - kernels.RAGGED_BY, 0.8) for n in ROWS] if shape == "dense" else []
+            for rows, keys, factor in (*((n, m, 1.0) for n in ROWS for m in sizes), *twins):
+                flops = 256.0 * rows * keys
+                samples.append(fits.Sample(shape, back, rows, keys, flops, (flops / (1e10 * factor),)))
+    found = fits.fit_kernel_times(samples, t0, 64, "float32")
+    for back in (False, True):
+        dense, band = found.grid("dense", back), found.grid("band", back)
+        for keys, factor in ((100, 0.8), (112, 1.0), (361, 0.8), (1024, 1.0)):
+            assert dense.rate(300, keys) == pytest.approx(factor * 1e10)
+            assert band.rate(300, keys) == pytest.approx(1e10)
+        assert (dense.keys, band.ragged) == (ROWS, None)
 
 
 def test_a_backward_has_a_call_of_its_own() -> None:
@@ -129,6 +138,18 @@ def test_a_backward_has_a_call_of_its_own() -> None:
     for values, expected in (({"call": 0.5}, 0.5), ({"call": 0.5, "call_backward": 0.25}, 0.25)):
         calls = [ra.simulate(plan, machine(**values), backward=way).exposed["call"] for way in (False, True)]
         assert calls == [0.5, expected]
+
+
+def test_a_call_goes_over_its_tensors() -> None:
+    """q, k, v and the output of a rank at so many bytes per second, and once per rank that shares a core."""
+    plan = ra.make_plan(ra.Full(), tokens=4096, ranks=2, heads=8, kv_heads=2, head_dim=64, dtype="float32", batch=3)
+    nbytes = 3 * 2048 * (8 + 2 + 2 + 8) * 64 * 4
+    for values, expected in (({"sweep": 1e9}, (1e9, 1e9)), ({"sweep": 1e9, "sweep_backward": 5e8}, (1e9, 5e8))):
+        for way in (False, True):
+            found = ra.simulate(plan, machine(call=0.25, **values), backward=way)
+            assert found.exposed["call"] == pytest.approx(0.25 + nbytes / expected[way])
+    shared = ra.simulate(plan, machine(sweep=1e9, cores=1, ranks_per_node=2))
+    assert shared.exposed["call"] == pytest.approx(2 * nbytes / 1e9)
 
 
 def test_jitter_is_recovered_and_its_scale_does_not_matter() -> None:

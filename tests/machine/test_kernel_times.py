@@ -66,7 +66,7 @@ def test_tiles_are_one_shape_each_with_every_size_once() -> None:
             if (work.lo is None or i - j >= work.lo) and (work.hi is None or i - j <= work.hi)
         ) if work.keys < 400 else None  # fmt: skip
         assert seen is None or tile[3] == 2 * seen
-    dense = [("dense", n, m) for n in ROWS for m in ROWS]
+    dense = [("dense", n, m) for n in ROWS for m in ROWS] + [("dense", n, n - kernels.RAGGED_BY) for n in ROWS]
     assert found == dense + [("triangle", n, 1) for n in ROWS] + [("band", n, w) for n in ROWS for w in (16, 64)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 from ...errors import InvalidInput
@@ -11,8 +11,6 @@ from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
 
 #: Standard deviations of a normal distribution between its first and its third quartile.
 QUARTILES_APART = 1.349
-#: The largest factor: in a pass, a visit takes at most so many times as long as its kernel by itself.
-MOST_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,20 +40,32 @@ def fit_kernel_times(
 ) -> KernelTimes:
     """Kernel times from samples that form a grid of rows x keys for each shape and direction.
 
-    A rate is FLOPs / (median seconds - overhead); at least a tenth of the median is left. Raises InvalidInput where the
-    grid has a gap.
+    Dense samples whose keys are no size of rows are ragged: they give the factors of ragged keys, in the order of their
+    keys. A rate is FLOPs / (median seconds - overhead); at least a tenth of the median is left. Raises InvalidInput
+    where the grid has a gap.
     """
     grids = []
     for shape in SHAPES:
         for backward in (False, True):
             by_size = {(s.rows, s.keys): s for s in samples if (s.shape, s.backward) == (shape, backward)}
+            ragged = _take_ragged(by_size) if shape == "dense" else []
             rows, keys = (tuple(sorted({size[axis] for size in by_size})) for axis in (0, 1))
             missing = [(r, k) for r in rows for k in keys if (r, k) not in by_size]
             if missing:
                 raise InvalidInput(f"samples of {shape} tiles: {missing[0]} missing; measure all rows x keys")
             rates = tuple(tuple(_rate(by_size[r, k], overhead[backward]) for k in keys) for r in rows)
-            grids.append(TimeGrid(shape, backward, rows, keys, rates))
+            grid = TimeGrid(shape, backward, rows, keys, rates)
+            if ragged:
+                factors = [_rate(s, overhead[backward]) / grid.rate(s.rows, s.keys) for s in ragged]
+                grid = replace(grid, ragged=tuple(min(factor, 1.0) for factor in factors))
+            grids.append(grid)
     return KernelTimes(head_dim, dtype, overhead, tuple(grids), heads=heads)
+
+
+def _take_ragged(by_size: dict[tuple[int, int], Sample]) -> list[Sample]:
+    """Remove the samples whose keys are no size of rows, and return them by ascending keys."""
+    sizes = {rows for rows, _ in by_size}
+    return [by_size.pop(size) for size in sorted(by_size, key=lambda size: size[1]) if size[1] not in sizes]
 
 
 def _rate(sample: Sample, overhead: float) -> float:
@@ -100,22 +110,21 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
     return min(max(0.0, median(shares)), 1.0)
 
 
-def fit_passes(passes: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(factor on visits, seconds of a call) that fit the passes of one direction best.
+def fit_calls(passes: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """(seconds of a call, seconds per byte) that explain best what passes of one direction take beside the model.
 
-    `passes` has (measured seconds, modelled seconds of visits, modelled seconds of all else). The seconds of a call
-    s >= 0 and the factor f, 1 to MOST_FACTOR, have the least sum of squared relative errors of s + f visits + rest:
-    weighted linear least squares, with f at its bound where it would lie beyond.
+    `passes` has (measured seconds, bytes of a rank's tensors, measured - modelled seconds). Both numbers are >= 0 and
+    have the least sum of squared errors relative to the measured seconds: weighted linear least squares.
     """
-    weighted = [(1 / t**2, visits, t - rest) for t, visits, rest in passes]
-    w, wx, wxx = (sum(weight * visits**power for weight, visits, _ in weighted) for power in (0, 1, 2))
-    wy, wxy = (sum(weight * visits**power * left for weight, visits, left in weighted) for power in (0, 1))
-    spread = w * wxx - wx * wx  # 0 where all visits take the same time: nothing tells a factor from a call
-    factor = (w * wxy - wx * wy) / spread if spread > 1e-9 * w * wxx else 1.0
-    if wy < factor * wx:
-        factor = wxy / wxx
-    factor = min(max(factor, 1.0), MOST_FACTOR)
-    return factor, max(0.0, (wy - factor * wx) / w)
+    weighted = [(1 / t**2, nbytes, left) for t, nbytes, left in passes]
+    w, wx, wxx = (sum(weight * nbytes**power for weight, nbytes, _ in weighted) for power in (0, 1, 2))
+    wy, wxy = (sum(weight * nbytes**power * left for weight, nbytes, left in weighted) for power in (0, 1))
+    spread = w * wxx - wx * wx  # 0 where all ranks hold as many bytes: nothing tells them from a call
+    slope = (w * wxy - wx * wy) / spread if spread > 1e-9 * w * wxx else 0.0
+    if wy < slope * wx:
+        slope = wxy / wxx
+    slope = max(slope, 0.0)
+    return max(0.0, (wy - slope * wx) / w), slope
 
 
 def fit_jitter(samples: Sequence[Sequence[float]]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 
 import torch
 
@@ -13,7 +13,7 @@ from ...kernels import get_kernel
 from ...kernels.base import Kernel, hide_bad_keys, wide
 from ...kernels.base import backward as kernel_backward
 from ...kernels.base import forward as kernel_forward
-from ...machine.kernel_times import BACKWARD
+from ...machine.kernel_times import BACKWARD, WHOLE_KEYS
 from ...plan.work import Work
 from ...runtime.accumulators import KernelInputs, RowViews, accumulate
 from ...runtime.rank_program import batches
@@ -23,16 +23,21 @@ from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks, Settings
 
 #: Most bytes of the tensors of works that take turns.
 TOGETHER = 1 << 30
+#: Keys by which the ragged dense tiles are smaller.
+RAGGED_BY = 7
 #: Query rows and keys of the reference tile.
 REFERENCE_ROWS = 256
 
 
 def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
-    """One work for each point of the grids: dense rows x keys, causal triangles, and bands of `widths` keys per row."""
+    """One work for each point of the grids: dense rows x keys, causal triangles, and bands of `widths` keys per row.
+
+    Also a ragged dense tile for each size, unless the sizes are ragged themselves.
+    """
     all_heads = range(heads)
-    for n in rows:
-        for m in rows:
-            yield Work(all_heads, all_heads, range(n), (range(m),))
+    ragged = [(n, n - RAGGED_BY) for n in rows if not any(m % WHOLE_KEYS for m in rows)]
+    for n, m in (*product(rows, rows), *ragged):
+        yield Work(all_heads, all_heads, range(n), (range(m),))
     for n in rows:
         yield Work(all_heads, all_heads, range(n), (range(n),), lo=0)
     for n in rows:

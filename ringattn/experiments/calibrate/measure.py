@@ -12,14 +12,15 @@ from ...errors import InvalidInput
 from ...kernels.base import Kernel
 from ...machine.kernel_times import KernelTimes
 from ...machine.machine import Machine
+from ...timing.rates import own_bytes
 from . import kernels, merge, noise
-from .fits import fit_interference, fit_jitter, fit_kernel_times, fit_link, fit_passes
+from .fits import fit_calls, fit_interference, fit_jitter, fit_kernel_times, fit_link
 from .links import MessageTimes, measure_overlap, time_ping_pong, time_shift
 from .measuring_ranks import MeasuringRanks, Settings
 from .passes import Pass, list_cases, model_passes, time_passes
 
-#: A factor on kernel times, near enough to 1 that messages hide as they do without it.
-SLOWED = 1.05
+#: The numbers of a machine that passes tell.
+CALLS = ("call", "sweep", "call_backward", "sweep_backward")
 
 
 @dataclass(frozen=True)
@@ -152,29 +153,30 @@ class _Calibrator:
         )
 
     def measure_passes(self, machine: Machine) -> tuple[Machine, list[Pass]]:
-        """The machine with kernel times, calls and `residuals` as in passes, and the passes behind the residuals.
+        """The machine with what calls take beside visits and messages, `residuals`, and the passes behind them.
 
-        In a pass, other calls and messages share caches, cores and memory with a visit, which therefore takes longer
-        than its kernel by itself: by the factor of its direction. What a call takes beside its visits and messages is
-        that of the same passes; passes without any work would take less, as threads for messages find a core then.
+        Passes of three sizes tell what a call takes whatever its size, and what its tensors take by their bytes, in
+        each direction. Passes without any work would take less, as threads for messages find a core then.
         """
         self.tell("passes")
-        ranks, rows = self.ranks, self.sizes.rows
+        ranks, rows, settings = self.ranks, self.sizes.rows, self.settings
         short = list_cases(noise.GRID, rows[:2], ranks.size)
         cases = short + list_cases(noise.GRID, noise.sizes_between(rows), ranks.size)
-        runs = time_passes(ranks, cases, self.settings)
+        runs = time_passes(ranks, cases, settings)
 
         def model(machine: Machine) -> list[Pass]:
             on_node = machine.changed(ranks_per_node=ranks.ranks_per_node)
-            return model_passes(cases, runs, ranks.size, on_node, self.settings)
+            return model_passes(cases, runs, ranks.size, on_node, settings)
 
-        times = machine.kernel
-        assert times is not None, "kernels are measured before passes"
-        plain, slow = model(machine), model(machine.changed(kernel=times.slowed(SLOWED, SLOWED)))
-        factors, calls = zip(*(fit_passes(_split(plain, slow, backward)) for backward in (False, True)), strict=True)
-        self.fits["passes"] = {"factor on visits": factors, "call": calls, "unit": "1, s", "of": "forward, backward"}
-        sources = (*machine.sources, *((name, "measured") for name in ("call", "call_backward", "residuals")))
-        machine = machine.changed(kernel=times.slowed(*factors), call=calls[0], call_backward=calls[1])
+        fitted: dict[str, float | None] = {}
+        plain = model(machine.changed(**dict.fromkeys(CALLS)))
+        for backward, suffix in ((False, ""), (True, "_backward")):
+            beside = [_beside(each, ranks.size, settings) for each in plain if each.case.backward == backward]
+            call, per_byte = fit_calls(beside)
+            fitted |= {f"call{suffix}": call, f"sweep{suffix}": 1 / per_byte if per_byte else None}
+        names = [*(name for name, value in fitted.items() if value is not None), "residuals"]
+        sources = (*machine.sources, *((name, "measured") for name in names))
+        machine = machine.changed(**fitted)
         modelled = model(machine)
         passes = modelled[len(short) :]
         self.samples["calls"] = [each.record for each in modelled[: len(short)]]
@@ -183,17 +185,11 @@ class _Calibrator:
         return machine.changed(residuals=residuals, sources=sources), passes
 
 
-def _split(plain: Sequence[Pass], slow: Sequence[Pass], backward: bool) -> list[tuple[float, float, float]]:
-    """(measured seconds, modelled seconds of visits, modelled seconds of all else) of the passes of a direction.
-
-    `slow` are the same passes with kernels that take SLOWED times as long.
-    """
-    split = []
-    for one, other in zip(plain, slow, strict=True):
-        visits = (other.modelled - one.modelled) / (SLOWED - 1)
-        if one.case.backward == backward:
-            split.append((median(one.seconds), visits, one.modelled - visits))
-    return split
+def _beside(one: Pass, ranks: int, settings: Settings) -> tuple[float, float, float]:
+    """(measured seconds, bytes of a rank's q, k, v and output, measured - modelled seconds) of a pass."""
+    seconds = median(one.seconds)
+    nbytes = own_bytes(one.case.plan(ranks, settings))
+    return seconds, nbytes, seconds - one.modelled
 
 
 def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
