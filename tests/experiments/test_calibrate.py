@@ -83,7 +83,7 @@ def test_passes_recover_their_call_and_their_seconds_per_byte(call: float, per_b
     sizes = [1e5 * 2 ** (i % 5) for i in range(12)]
     modelled = [1e-3 * (1 + i % 3) for i in range(12)]
     samples = [(call + per_byte * x + m, x, call + per_byte * x) for x, m in zip(sizes, modelled, strict=True)]
-    assert fits.fit_calls(samples) == pytest.approx((call, per_byte), rel=1e-6, abs=1e-9)
+    assert fits.fit_calls(samples, 0.0) == pytest.approx((call, per_byte), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(("most_bytes", "orders"), [(1 << 30, [[0, 1, 0, 1]]), (1, [[0, 0], [1, 1]])])
@@ -107,11 +107,13 @@ def test_works_of_one_shape_take_turns(
     assert bands == expected
 
 
-def test_calls_take_no_negative_time() -> None:
-    assert fits.fit_calls([(0.1, x, 1e-3 - 1e-9 * x) for x in (1e5, 2e5, 4e5)]) == pytest.approx((7.666667e-4, 0.0))
-    assert fits.fit_calls([(0.1, x, 1e-9 * x - 1e-3) for x in (2e6, 4e6)])[0] == 0.0
+def test_calls_take_no_negative_time_and_go_over_their_tensors() -> None:
+    falling = [(0.1, x, 1e-3 - 1e-9 * x) for x in (1e5, 2e5, 4e5)]
+    assert fits.fit_calls(falling, 0.0) == pytest.approx((7.666667e-4, 0.0))
+    assert fits.fit_calls(falling, 1e-10) == pytest.approx((7.666667e-4 - 1e-10 * 7e5 / 3, 1e-10))
+    assert fits.fit_calls([(0.1, x, 1e-9 * x - 1e-3) for x in (2e6, 4e6)], 0.0)[0] == 0.0
     # Tensors of one size: what is left is the call's.
-    assert fits.fit_calls([(0.03, 1e6, 0.015)] * 3) == pytest.approx((0.015, 0.0))
+    assert fits.fit_calls([(0.03, 1e6, 0.015)] * 3, 1e-9) == pytest.approx((0.014, 1e-9))
 
 
 def test_ragged_tiles_take_longer() -> None:

@@ -110,20 +110,21 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
     return min(max(0.0, median(shares)), 1.0)
 
 
-def fit_calls(passes: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def fit_calls(passes: Sequence[tuple[float, float, float]], least: float) -> tuple[float, float]:
     """(seconds of a call, seconds per byte) that explain best what passes of one direction take beside the model.
 
-    `passes` has (measured seconds, bytes of a rank's tensors, measured - modelled seconds). Both numbers are >= 0 and
-    have the least sum of squared errors relative to the measured seconds: weighted linear least squares.
+    `passes` has (measured seconds, bytes of a rank's tensors, measured - modelled seconds). The seconds of a call are
+    >= 0, and a byte takes `least` seconds or more: every call reads and writes its tensors. The two numbers have the
+    least sum of squared errors relative to the measured seconds: weighted linear least squares.
     """
     weighted = [(1 / t**2, nbytes, left) for t, nbytes, left in passes]
     w, wx, wxx = (sum(weight * nbytes**power for weight, nbytes, _ in weighted) for power in (0, 1, 2))
     wy, wxy = (sum(weight * nbytes**power * left for weight, nbytes, left in weighted) for power in (0, 1))
     spread = w * wxx - wx * wx  # 0 where all ranks hold as many bytes: nothing tells them from a call
-    slope = (w * wxy - wx * wy) / spread if spread > 1e-9 * w * wxx else 0.0
+    slope = (w * wxy - wx * wy) / spread if spread > 1e-9 * w * wxx else least
     if wy < slope * wx:
         slope = wxy / wxx
-    slope = max(slope, 0.0)
+    slope = max(slope, least)
     return max(0.0, (wy - slope * wx) / w), slope
 
 

@@ -156,7 +156,8 @@ class _Calibrator:
         """The machine with what calls take beside visits and messages, `residuals`, and the passes behind them.
 
         Passes of three sizes tell what a call takes whatever its size, and what its tensors take by their bytes, in
-        each direction. Passes without any work would take less, as threads for messages find a core then.
+        each direction: at least what merging takes for as many bytes. Passes without any work would take less, as
+        threads for messages find a core then.
         """
         self.tell("passes")
         ranks, rows, settings = self.ranks, self.sizes.rows, self.settings
@@ -168,14 +169,14 @@ class _Calibrator:
             on_node = machine.changed(ranks_per_node=ranks.ranks_per_node)
             return model_passes(cases, runs, ranks.size, on_node, settings)
 
-        fitted: dict[str, float | None] = {}
+        assert machine.merge is not None, "merging is measured before passes"
+        fitted: dict[str, float] = {}
         plain = model(machine.changed(**dict.fromkeys(CALLS)))
         for backward, suffix in ((False, ""), (True, "_backward")):
             beside = [_beside(each, ranks.size, settings) for each in plain if each.case.backward == backward]
-            call, per_byte = fit_calls(beside)
-            fitted |= {f"call{suffix}": call, f"sweep{suffix}": 1 / per_byte if per_byte else None}
-        names = [*(name for name, value in fitted.items() if value is not None), "residuals"]
-        sources = (*machine.sources, *((name, "measured") for name in names))
+            call, per_byte = fit_calls(beside, 1 / machine.merge)
+            fitted |= {f"call{suffix}": call, f"sweep{suffix}": 1 / per_byte}
+        sources = (*machine.sources, *((name, "measured") for name in (*fitted, "residuals")))
         machine = machine.changed(**fitted)
         modelled = model(machine)
         passes = modelled[len(short) :]
