@@ -16,6 +16,7 @@ from ringattn.cli.simulate_validate import main as validate
 from ringattn.config.groups import ConfigGroup, MachineGroup, OutputGroup, TransportGroup
 from ringattn.config.schema import CalibrateConfig, SimulateConfig, ValidateGroup
 from ringattn.errors import InvalidInput
+from ringattn.experiments.calibrate.measure import CALLS
 from ringattn.machine.file import read_machine, read_record
 
 SIZES = ("rows=[16,64]", "widths=[8]", "repeat=2", "heads=2", "head_dim=16")
@@ -26,11 +27,11 @@ def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
     """A machine file holds every number with its source, and samples of every rank behind each."""
     record, machine = read_record(path), read_machine(path)
     assert {"cpu", "torch", "date", "commit", "transport", "threads"} <= set(record["made"])
-    measured = ["flops", "merge", "jitter", *([] if alone else ["latency", "bandwidth", "gamma", "call"])]
+    measured = ["flops", "merge", "jitter", *([] if alone else ["latency", "bandwidth", "gamma", *CALLS])]
     assert [machine.source(name) for name in measured] == ["measured"] * len(measured)
     assert all({"value", "unit", "source"} == set(entry) for entry in record["values"].values())
     samples = record["samples"]
-    assert len(samples["kernels"]) == 2 * (4 + 2 + 2)
+    assert len(samples["kernels"]) == 2 * (4 + 2 + 2 + 2)  # dense, ragged, triangles, bands
     assert all(len(one["seconds"]) % ranks == 0 and len(one["seconds"]) >= 2 * ranks for one in samples["kernels"])
     if not alone:
         assert (
