@@ -10,7 +10,7 @@ from ..plan.work import Work
 
 #: Most query rows of a strip of a band.
 STRIP_ROWS = 256
-#: Squares below the diagonal of a triangle have a multiple of so many keys: a row of other lengths ends in single keys.
+#: Squares below the diagonal of a triangle have a multiple of so many keys: ops are slower with other numbers.
 SQUARE_KEYS = 32
 
 

@@ -19,7 +19,7 @@ from ..text import did_you_mean
 
 #: Shapes of tiles: all pairs of rows x keys; a causal triangle over rows; a band of `keys` keys per row.
 SHAPES = ("dense", "triangle", "band")
-#: Keys of a tile that fill the registers of a CPU: 16 numbers of fp32 with AVX-512, and a divisor of tiles on GPUs.
+#: Tiles with a multiple of so many keys fill the registers of a CPU: AVX-512 computes 16 numbers of fp32 at once.
 WHOLE_KEYS = 16
 #: Tiles up to this factor larger than the measured tiles are extrapolated silently.
 BEYOND = 2.0

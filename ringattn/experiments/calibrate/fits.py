@@ -40,9 +40,9 @@ def fit_kernel_times(
 ) -> KernelTimes:
     """Kernel times from samples that form a grid of rows x keys for each shape and direction.
 
-    Dense samples whose keys are no size of rows are ragged: they give the factors of ragged keys, in the order of their
-    keys. A rate is FLOPs / (median seconds - overhead); at least a tenth of the median is left. Raises InvalidInput
-    where the grid has a gap.
+    A dense sample whose number of keys is no number of rows is ragged: its rate over the rate of the grid, at most 1,
+    is the factor of ragged keys. A rate is FLOPs / (median seconds - overhead); at least a tenth of the median is left.
+    Raises InvalidInput where the grid has a gap.
     """
     grids = []
     for shape in SHAPES:
@@ -63,7 +63,7 @@ def fit_kernel_times(
 
 
 def _take_ragged(by_size: dict[tuple[int, int], Sample]) -> list[Sample]:
-    """Remove the samples whose keys are no size of rows, and return them by ascending keys."""
+    """The samples whose number of keys is no number of rows, by ascending keys; `by_size` loses these samples."""
     sizes = {rows for rows, _ in by_size}
     return [by_size.pop(size) for size in sorted(by_size, key=lambda size: size[1]) if size[1] not in sizes]
 
@@ -80,13 +80,7 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
     """
     if len(sizes) < 2 or len(set(sizes)) < 2:
         raise InvalidInput(f"sizes={list(sizes)}: a line through times of messages needs at least two sizes")
-    weights = [1 / t**2 for t in seconds]
-    s0, s1, s2 = (sum(w * m**p for w, m in zip(weights, sizes, strict=True)) for p in (0, 1, 2))
-    t0, t1 = (sum(w * m**p * t for w, m, t in zip(weights, sizes, seconds, strict=True)) for p in (0, 1))
-    slope = (s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1)
-    latency = (t0 - slope * s1) / s0
-    if latency < 0:
-        latency, slope = 0.0, t1 / s2
+    latency, slope = _fit_line([(1 / t**2, m, t) for m, t in zip(sizes, seconds, strict=True)])
     if slope <= 0:
         raise InvalidInput(
             f"times of messages do not grow with their sizes ({list(sizes)} bytes: {list(seconds)} s); measure larger "
@@ -94,6 +88,18 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
         )
     errors = [abs(latency + slope * m - t) / t for m, t in zip(sizes, seconds, strict=True)]
     return LinkFit(latency, 1 / slope, median(errors), max(errors))
+
+
+def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """(start >= 0, slope) of the line with the least weighted sum of squares through points (weight, x, y).
+
+    The slope is 0 where all x are the same.
+    """
+    w, wx, wxx = (sum(weight * x**power for weight, x, _ in points) for power in (0, 1, 2))
+    wy, wxy = (sum(weight * x**power * y for weight, x, y in points) for power in (0, 1))
+    spread = w * wxx - wx * wx
+    slope = (w * wxy - wx * wy) / spread if spread > 1e-9 * w * wxx else 0.0
+    return ((wy - slope * wx) / w, slope) if wy >= slope * wx else (0.0, wxy / wxx)
 
 
 def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
@@ -117,15 +123,12 @@ def fit_calls(passes: Sequence[tuple[float, float, float]], least: float) -> tup
     >= 0, and a byte takes `least` seconds or more: every call reads and writes its tensors. The two numbers have the
     least sum of squared errors relative to the measured seconds: weighted linear least squares.
     """
-    weighted = [(1 / t**2, nbytes, left) for t, nbytes, left in passes]
-    w, wx, wxx = (sum(weight * nbytes**power for weight, nbytes, _ in weighted) for power in (0, 1, 2))
-    wy, wxy = (sum(weight * nbytes**power * left for weight, nbytes, left in weighted) for power in (0, 1))
-    spread = w * wxx - wx * wx  # 0 where all ranks hold as many bytes: nothing tells them from a call
-    slope = (w * wxy - wx * wy) / spread if spread > 1e-9 * w * wxx else least
-    if wy < slope * wx:
-        slope = wxy / wxx
-    slope = max(slope, least)
-    return max(0.0, (wy - slope * wx) / w), slope
+    points = [(1 / t**2, nbytes, left) for t, nbytes, left in passes]
+    call, per_byte = _fit_line(points)
+    if per_byte >= least:
+        return call, per_byte
+    left = sum(weight * (y - least * x) for weight, x, y in points)
+    return max(0.0, left / sum(weight for weight, *_ in points)), least
 
 
 def fit_jitter(samples: Sequence[Sequence[float]]) -> float:

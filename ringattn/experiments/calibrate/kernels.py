@@ -23,7 +23,7 @@ from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks, Settings
 
 #: Most bytes of the tensors of works that take turns.
 TOGETHER = 1 << 30
-#: Keys by which the ragged dense tiles are smaller.
+#: A ragged dense tile has so many keys fewer than rows.
 RAGGED_BY = 7
 #: Query rows and keys of the reference tile.
 REFERENCE_ROWS = 256

@@ -19,7 +19,7 @@ from .links import MessageTimes, measure_overlap, time_ping_pong, time_shift
 from .measuring_ranks import MeasuringRanks, Settings
 from .passes import Pass, list_cases, model_passes, time_passes
 
-#: The numbers of a machine that passes tell.
+#: The numbers of a machine that are fitted to whole passes.
 CALLS = ("call", "sweep", "call_backward", "sweep_backward")
 
 
