@@ -111,7 +111,7 @@ class Machine:
     ).with_default(None)
     gamma: float | None = MachineNumber(
         unit="part of a message's time",
-        meaning="the interference: a visit takes gamma x min(its time, the longest message meanwhile) longer",
+        meaning="the interference: a visit takes gamma x min(its time, the mean of the longest message sent and received) longer",
         example=0.05,
         may_be_zero=True,
         effect="visits slowed down by messages",

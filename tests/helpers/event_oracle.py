@@ -227,11 +227,13 @@ class EventOracle:
             if self.backward:
                 width = plan.head_dim + (plan.head_dim + plan.value_dim) * plan.kv_heads / plan.heads
             merge = factor * PASSES * plan.batch * rows * width * max(ITEM[plan.dtype], 4) / self.machine.merge
-        meanwhile = [one.seconds for one in self.messages if one.post == clock and rank in (one.source, one.target)]
+        posted = [one for one in self.messages if one.post == clock]
+        leaving = max((one.seconds for one in posted if one.source == rank), default=0.0)
+        coming = max((one.seconds for one in posted if one.target == rank), default=0.0)
         cores, gamma = self.machine.cores, self.machine.gamma or 0.0
         if cores is not None and cores < min(self.machine.ranks_per_node, plan.ranks) and gamma:
             gamma = 1.0  # another rank computes on the core that copies a message
-        return visit + merge + gamma * min(visit, max(meanwhile, default=0.0))
+        return visit + merge + gamma * min(visit, 0.5 * leaving + 0.5 * coming)
 
     def _positions(self, rank: int) -> list[int]:
         return [position for run in self.plan.layout.shard(rank) for position in run]

@@ -64,15 +64,12 @@ def steps_of(ring: Ring) -> list[Step]:
             }
             busy = []
             for r in range(ring.ranks):
-                travels = [
-                    both[0]
-                    for sign, row in messages.items()
-                    for both in (row[r], row[(r - sign) % ring.ranks])
-                    if both is not None
-                ]
+                leaving = max((row[r][0] for row in messages.values() if row[r] is not None), default=0.0)
+                arriving = [row[(r - sign) % ring.ranks] for sign, row in messages.items()]
+                coming = max((message[0] for message in arriving if message is not None), default=0.0)
                 late = sum(s.seconds for s in ring.stalls if (s.rank, s.step) == (r, len(found)))
                 visit = at(phase.compute, r)
-                taken = ring.gamma * min(visit, max(travels)) if travels else 0.0
+                taken = ring.gamma * min(visit, (leaving + coming) / 2)
                 busy.append(visit + taken + at(phase.merge, r) + late)
             found.append(Step(busy, messages))
     return found

@@ -136,10 +136,11 @@ def starts(
         now, then = begun[-1], []
         for rank in range(plan.ranks):
             visit = slow.get(rank, 1.0) * rates.pair * sum(done.pairs[k][rank])
-            longest = max((value for ends, value in seconds.items() if rank in ends), default=0.0)
+            leaving = max((value for (source, _), value in seconds.items() if source == rank), default=0.0)
+            coming = max((value for (_, target), value in seconds.items() if target == rank), default=0.0)
             late = sum(s.seconds for s in stalls if (s.rank, s.step) == (rank, k))
             merged = slow.get(rank, 1.0) * rates.merge(done.rows[k][rank])
-            busy = visit + (machine.gamma or 0.0) * min(visit, longest) + merged + late
+            busy = visit + (machine.gamma or 0.0) * min(visit, (leaving + coming) / 2) + merged + late
             ended = [max(now[a], now[b]) + value for (a, b), value in seconds.items() if rank in (a, b)]
             then.append(max([now[rank] + busy, *ended]))
         begun.append(then)

@@ -132,9 +132,10 @@ class BandCounts:
         faults = self.faults if ranks is None else self.faults.at(ranks)
         merge = scale_by_slow_ranks(self.rates.merge(self.band.heads), faults)
         direct_seconds: np.ndarray | None = None
-        longest: Value = 0.0
+        longest: tuple[Value, Value] = (0.0, 0.0)
         if direct_costs is not None and steps is not None:
-            direct_seconds, longest = direct_costs.at(self.ranks if ranks is None else ranks, steps)
+            direct_seconds, (sent, received) = direct_costs.at(self.ranks if ranks is None else ranks, steps)
+            longest = sent, received
         costs = self._find_neighbor_costs(counted[2:], ranks, direct_seconds)
         messages = tuple(costs.messages(sign) for sign, size in costs.sizes.items() if np.any(size))
         compute = scale_by_slow_ranks(counted[0] * self.pair_seconds, faults)

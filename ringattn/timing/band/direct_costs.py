@@ -23,8 +23,8 @@ class DirectCosts:
     """The direct messages of some steps of the pass, and the seconds that they cost the ranks at their ends.
 
     `end_keys` are step * ranks + rank of these ends, ascending. `end_seconds` are the seconds of the direct messages
-    that an end sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` is when the last of them has
-    ended, [keys].
+    that an end sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` are the seconds of the longest
+    that it sends (0) and receives (1), [2, keys].
     """
 
     ranks: int
@@ -47,7 +47,7 @@ class DirectCosts:
         keys_of_ends = [sent.step * ranks + rank for rank in (sent.source, sent.target)]
         end_keys = np.unique(np.concatenate(keys_of_ends))
         places = [np.searchsorted(end_keys, keys) for keys in keys_of_ends]
-        end_seconds, longest = np.zeros((2, 2, len(end_keys))), np.zeros(len(end_keys))
+        end_seconds, longest = np.zeros((2, 2, len(end_keys))), np.zeros((2, len(end_keys)))
         for sums, place in zip(end_seconds, places, strict=True):
             np.add.at(sums, (kind, place), alone)
         parts = (end_keys[i : i + RANKS_AT_A_TIME] for i in range(0, len(end_keys), RANKS_AT_A_TIME))
@@ -55,17 +55,17 @@ class DirectCosts:
             [_sum_neighbor_seconds(*np.divmod(keys, ranks), ranks, find_neighbor_costs) for keys in parts], axis=-1
         )
         seconds = np.maximum(*(sums[kind, place] for sums, place in zip(together, places, strict=True)))
-        for place in places:
-            np.maximum.at(longest, place, seconds)
+        for of_ends, place in zip(longest, places, strict=True):
+            np.maximum.at(of_ends, place, seconds)
         messages = DirectMessages(sent.step, sent.source, sent.target, sent.bytes, seconds)
         return cls(ranks, messages, end_keys, end_seconds, longest)
 
     def at(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(end_seconds, longest) of any ranks at steps, [2, 2, ...] and [...]; 0 where a rank has no direct message."""
+        """(end_seconds, longest) of any ranks at steps, [2, 2, ..] and [2, ..]; 0 where a rank has no direct message."""
         keys = steps * self.ranks + ranks
         place = np.minimum(np.searchsorted(self.end_keys, keys), len(self.end_keys) - 1)
         is_end = self.end_keys[place] == keys
-        return self.end_seconds[:, :, place] * is_end, self.longest[place] * is_end
+        return self.end_seconds[:, :, place] * is_end, self.longest[:, place] * is_end
 
 
 def _sum_neighbor_seconds(

@@ -247,7 +247,11 @@ def _prepare(
             post.message.seconds = max(post.message.seconds, post.latency + seconds)
     for index, rank in enumerate(ranks):  # only now are the seconds of all messages known, which both ends decide
         for number, (visit, posts) in enumerate(zip(visit_seconds[index], rank.posts, strict=True)):
-            interference = rates.gamma * min(visit, max((message.seconds for message in posts), default=0.0))
+            sent, received = (
+                max((message.seconds for message in posts if (message.source == index) == sends), default=0.0)
+                for sends in (True, False)
+            )
+            interference = rates.gamma * min(visit, (sent + received) / 2)
             loads.interference[index] += interference
             rank.busy[number] += interference
     if rates.cores is not None:

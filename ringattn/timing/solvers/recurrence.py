@@ -9,8 +9,8 @@ and B the number of receive slots:
     S_r(k + 1) = max(S_r(k) + c_r(k) + gamma min(c_r(k), l) + mu_r(k), A_r(k), A_next(k - B + 1))
 
 The last term is the end of the rank's own message of B steps before, for which the executor waits. In the last formula
-l is the longest message that r sends or receives in step k, and gamma the part of that time by which messages slow a
-visit. Each direction of travel has messages of its own. With B = 1 and l >= g the recurrence is a
+l is the mean of the longest message that r sends in step k and the longest that r receives, and gamma the part of that
+time by which messages slow a visit. Each direction of travel has messages of its own. With B = 1 and l >= g the recurrence is a
 stencil of three ranks: S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward adds direct
 messages: a message between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both ranks wait for
 its end.
@@ -79,7 +79,7 @@ class Phase:
     """`steps` equal steps: each rank computes for `compute` seconds, merges for `merge`, and sends `messages`.
 
     A phase of one step may have `direct` messages of step 0, too. `longest_direct` holds the seconds of the longest
-    direct message of each rank, 0 where a rank has none.
+    direct message that each rank sends, and of the longest that it receives, 0 where a rank has none.
     """
 
     steps: int
@@ -87,7 +87,7 @@ class Phase:
     merge: Value = 0.0
     messages: tuple[NeighborMessages, ...] = ()
     direct: DirectMessages | None = None
-    longest_direct: Value = 0.0
+    longest_direct: tuple[Value, Value] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -127,15 +127,18 @@ class Ring:
         """Seconds for which ranks are busy in a step of a phase: visit, interference and merging."""
         compute = phase.compute
         if self.gamma:
-            compute = compute + self.gamma * smallest(compute, self.longest_message(phase))
+            compute = compute + self.gamma * smallest(compute, self.message_seconds(phase))
         return compute + phase.merge
 
-    def longest_message(self, phase: Phase) -> Value:
-        """Seconds of the longest message that each rank sends or receives in a step of a phase, 0 without messages."""
-        longest = phase.longest_direct
-        for sent in phase.messages:
-            longest = largest(longest, sent.seconds, shift_ranks(sent.seconds, sent.sign))
-        return longest
+    def message_seconds(self, phase: Phase) -> Value:
+        """The mean of the longest message that each rank sends in a step of a phase, and the longest that it receives.
+
+        A rank that only sends, or only receives, works for its messages half as long. 0 without messages.
+        """
+        sent, received = phase.longest_direct
+        for lane in phase.messages:
+            sent, received = largest(sent, lane.seconds), largest(received, shift_ranks(lane.seconds, lane.sign))
+        return (sent + received) / 2
 
     def without_message_times(self) -> Ring:
         """The ring whose messages take no time: ranks still wait until both ends have begun a step.
