@@ -232,7 +232,7 @@ class _Rounds:
         for count, team in self.teams.items():
             cases, rounds = validation_cases(self.rows, count), self.rounds[count]
             if not rounds and pace is not None:
-                team.keep_pace(make_reference(find_kernel(self.settings, team.device), self.settings), pace)
+                team.keep_pace(make_reference(find_kernel(self.settings, team.device), self.settings, team.device), pace)
             rounds.append(time_round(team, cases, self.settings, warm_up=not rounds))
         self.left -= 1
 

@@ -120,10 +120,10 @@ def fit_calls(passes: Sequence[tuple[float, float, float]], least: float) -> tup
     """(seconds of a call, seconds per byte) that explain best what passes of one direction take beside the model.
 
     `passes` has (measured seconds, bytes of a rank's tensors, measured - modelled seconds). The seconds of a call are
-    >= 0, and a byte takes `least` seconds or more: every call reads and writes its tensors. The two numbers have the
-    least sum of squared errors relative to the measured seconds: weighted linear least squares.
+    >= 0, and a byte takes `least` seconds or more: every call reads and writes its tensors. Weighted linear least
+    squares: the variance of a pass grows with its seconds, as that of a sum of independent delays.
     """
-    points = [(1 / t**2, nbytes, left) for t, nbytes, left in passes]
+    points = [(1 / t, nbytes, left) for t, nbytes, left in passes]
     call, per_byte = _fit_line(points)
     if per_byte >= least:
         return call, per_byte

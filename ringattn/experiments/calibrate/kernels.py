@@ -138,9 +138,12 @@ def find_kernel(settings: Settings, device: torch.device) -> Kernel:
     return get_kernel(settings.kernel, probe, probe, probe)
 
 
-def make_reference(kernel: Kernel, settings: Settings) -> Callable[[], None]:
-    """The call whose seconds tell how fast the machine is at the moment: a small forward of a dense tile on the CPU."""
-    return make_call(kernel, _reference_work(settings), settings, torch.device("cpu"), backward=False)
+def make_reference(kernel: Kernel, settings: Settings, device: torch.device) -> Callable[[], None]:
+    """A small forward of a dense tile: its seconds tell how fast the machine is, and it takes turns with short calls.
+
+    What is repeated by itself finds its data in the caches, and its threads awake, unlike in a pass.
+    """
+    return make_call(kernel, _reference_work(settings), settings, device, backward=False)
 
 
 def _reference_work(settings: Settings) -> Work:

@@ -12,7 +12,7 @@ import torch
 
 from ...kernels.base import Kernel
 from ...plan.work import Work
-from .kernels import make_call
+from .kernels import make_call, make_reference
 from .measuring_ranks import ENOUGH, MeasuringRanks, Settings, count_turns
 
 #: (bytes, seconds of all ranks and repetitions) of each size of message.
@@ -38,11 +38,15 @@ def _ping_pong(ranks: MeasuringRanks, sent: torch.Tensor, received: torch.Tensor
         ranks.exchange({0: sent}, {})
 
 
-def time_shift(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int, *, within_node: bool) -> MessageTimes:
+def time_shift(
+    ranks: MeasuringRanks, kernel: Kernel, sizes: Sequence[int], settings: Settings, *, within_node: bool
+) -> MessageTimes:
     """Seconds of messages from every rank to the next rank of its node, or to the same place on the next node.
 
-    Each message has other buffers than the one before: from the caches, messages of some MiB take half as long.
+    Each message follows a visit, and has other buffers than the one before: as in a pass, the threads that copy it have
+    slept, and its bytes are not in the caches. Messages of some MiB that are repeated by themselves take half as long.
     """
+    visit = make_reference(kernel, settings, ranks.device)
     node, place = divmod(ranks.rank, ranks.ranks_per_node)
 
     def peer(step: int) -> int:
@@ -58,16 +62,22 @@ def time_shift(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int, *, with
             sent, received = next(pairs)
             ranks.exchange({peer(1): sent}, {peer(-1): received})
 
-        times.append((size, ranks.time_on_all(shift, repeat)))
+        _, seconds = ranks.time_alternating((visit, shift), settings.repeat)
+        times.append((size, _of_last(ranks, seconds)))
     return times
+
+
+def _of_last(ranks: MeasuringRanks, seconds: Sequence[float]) -> list[float]:
+    """The seconds of repeated messages on the rank that came last to each: the others also waited for that rank."""
+    return [min(of_ranks) for of_ranks in zip(*ranks.gather(seconds), strict=True)]
 
 
 @dataclass(frozen=True)
 class Overlap:
     """Seconds of `rows` queries visiting `rows` keys, and of the block of `bytes` bytes that travels meanwhile.
 
-    By repetition and rank: `visit` alone; `message` alone; `together`, from posting the message to the end of the
-    visit; `both`, from posting the message until the visit has ended and the message has arrived.
+    By repetition: `message` alone. By rank and repetition: `visit` alone; `together`, from posting the message to the
+    end of the visit; `both`, from posting the message until the visit has ended and the message has arrived.
     """
 
     rows: int
@@ -101,5 +111,6 @@ def measure_overlap(ranks: MeasuringRanks, kernel: Kernel, rows: int, settings: 
         (visit, partial(ranks.exchange, sends, recvs), overlap), settings.repeat, 3 * ENOUGH
     )
     # The first overlap was the warm-up.
-    of_ranks = ranks.gather((visit_seconds, message_seconds, together[1:], both[1:]))
-    return Overlap(rows, size, *(tuple(t for of_rank in of_ranks for t in of_rank[i]) for i in range(4)))
+    of_ranks = ranks.gather((visit_seconds, together[1:], both[1:]))
+    visits, together_seconds, both_seconds = (tuple(t for of_rank in of_ranks for t in of_rank[i]) for i in range(3))
+    return Overlap(rows, size, visits, tuple(_of_last(ranks, message_seconds)), together_seconds, both_seconds)

@@ -78,11 +78,11 @@ class _Calibrator:
         settings, ranks = self.settings, self.ranks
         kernel = kernels.find_kernel(settings, ranks.device)
         if ranks.device.type == "cpu":
-            ranks.keep_pace(kernels.make_reference(kernel, settings))
+            ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
         kernel_times = self.measure_kernels(kernel)
         self.measure_merging()
         if ranks.size > 1:
-            self.measure_links()
+            self.measure_links(kernel)
             self.measure_overlap(kernel)
         kept = [pair for pair in base.sources if pair[0] not in (*self.values, "kernel", "residuals")]
         names = [*list_measured(self.values, ranks.nodes), "kernel"]
@@ -115,31 +115,31 @@ class _Calibrator:
         self.values["merge"] = merge.merge_rate(times)
         self.samples["merge"] = _by_bytes(times)
 
-    def measure_links(self) -> None:
+    def measure_links(self, kernel: Kernel) -> None:
         """Latency and bandwidth of the links between nodes where there are several, and of those within a node."""
         self.tell("links")
         ranks, messages, repeat = self.ranks, self.sizes.messages, self.settings.repeat
         self.samples["ping_pong"] = _by_bytes(time_ping_pong(ranks, messages, repeat))
         self.values["ranks_per_node"] = ranks.ranks_per_node if ranks.nodes > 1 else 1
         if ranks.nodes == 1 or ranks.ranks_per_node == 1:  # one kind of links
-            self._measure_shift("", within_node=ranks.ranks_per_node > 1)
+            self._measure_shift("", kernel, within_node=ranks.ranks_per_node > 1)
             self.values["node_latency"] = self.values["node_bandwidth"] = None
             if ranks.device.type == "cpu":
                 self.values["cores"] = max(ranks.cores, ranks.ranks_per_node)
         else:
-            self._measure_shift("", within_node=False)
-            self._measure_shift("node_", within_node=True)
+            self._measure_shift("", kernel, within_node=False)
+            self._measure_shift("node_", kernel, within_node=True)
         self.values["shared_nic"] = False  # the bandwidth was measured while all ranks of a node sent to another node
 
-    def _measure_shift(self, prefix: str, *, within_node: bool) -> None:
-        times = time_shift(self.ranks, self.sizes.messages, self.settings.repeat, within_node=within_node)
+    def _measure_shift(self, prefix: str, kernel: Kernel, *, within_node: bool) -> None:
+        times = time_shift(self.ranks, kernel, self.sizes.messages, self.settings, within_node=within_node)
         fit = fit_link([size for size, _ in times], [median(seconds) for _, seconds in times])
         self.values[f"{prefix}latency"], self.values[f"{prefix}bandwidth"] = fit.latency, fit.bandwidth
         self.samples[f"{prefix}shift"] = _by_bytes(times)
         self.fits[f"{prefix}link"] = {
             **asdict(fit),
             "unit": "s, bytes/s, relative",
-            "of": "shift to the neighbour, all ranks at once",
+            "of": "shift to the neighbour, all ranks at once, after a visit",
         }
 
     def measure_overlap(self, kernel: Kernel) -> None:
