@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -59,6 +60,7 @@ def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     for name, number in (("repeat", config.repeat), ("heads", config.heads), ("head_dim", config.head_dim)):
         if number < 1:
             raise InvalidInput(f"{name}={number}: must be at least 1")
+    check_seconds("seconds", config.seconds)
     if config.dtype not in ITEM_BYTES:
         raise InvalidInput(
             f"dtype={config.dtype}: {did_you_mean(config.dtype, ITEM_BYTES)}expected one of {', '.join(ITEM_BYTES)}"
@@ -77,8 +79,14 @@ def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
         [parse_size(value, "widths") for value in config.widths],
         [parse_size(value, "messages") for value in config.messages],
     )
-    settings = Settings(config.heads, config.head_dim, config.dtype, config.kernel.spec, config.repeat)
+    settings = Settings(config.heads, config.head_dim, config.dtype, config.kernel.spec, config.repeat, config.seconds)
     return sizes, settings, Path(config.output.path)
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """Raise InvalidInput unless rounds can follow while they end within so many seconds."""
+    if not 0 <= seconds < math.inf:
+        raise InvalidInput(f"{name}={seconds:g}: expected seconds >= 0; with 0, as many rounds as repeat says")
 
 
 def measure_on(
@@ -92,8 +100,6 @@ def measure_on(
     sizes, settings, path = _check(config)
     launch = detect()
     team = MeasuringRanks(transport, device, None if launch.kind == "none" else launch.local_world)
-    if between is not None:
-        team.between = partial(between, team)
     if team.size % team.ranks_per_node:
         raise InvalidInput(
             f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally "
@@ -104,7 +110,10 @@ def measure_on(
         if team.rank == 0:
             get_console().print(f"measuring {text}")
 
-    calibration = calibrate(team, settings, sizes, config.machine.made(device.type), tell)
+    base = config.machine.made(device.type)
+    calibration = calibrate(
+        team, settings, sizes, base, tell, between=(lambda: None) if between is None else partial(between, team)
+    )
     if team.rank == 0:
         made = _describe_run(config, team)
         write_machine(path, calibration.machine, made=made, samples=calibration.samples, fits=calibration.fits)
@@ -126,6 +135,7 @@ def _describe_run(config: CalibrateConfig, team: MeasuringRanks) -> dict[str, An
         "head_dim": config.head_dim,
         "dtype": config.dtype,
         "repeat": config.repeat,
+        "seconds": config.seconds,
     }
 
 

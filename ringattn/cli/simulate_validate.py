@@ -21,7 +21,7 @@ from ..errors import InvalidInput
 from ..experiments.calibrate.kernels import find_kernel, make_reference
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ..experiments.calibrate.noise import sizes_between
-from ..experiments.calibrate.passes import Pass, Runs, model_passes, time_round
+from ..experiments.calibrate.passes import Pass, Runs, model_passes, time_passes
 from ..experiments.calibrate.validate import (
     LEVEL,
     Errors,
@@ -96,6 +96,7 @@ def _check(config: SimulateConfig) -> None:
     check_threads("validate.threads", options.threads)
     if options.repeat < 1:
         raise InvalidInput(f"validate.repeat={options.repeat}: must be at least 1")
+    calibrate.check_seconds("validate.seconds", options.seconds)
     if config.output.path == STDOUT:
         raise InvalidInput(
             "output.path=-: mode=validate prints tables while it measures; give a file, such as output.path=errors.json"
@@ -139,6 +140,7 @@ def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
         widths=options.widths,
         messages=options.messages,
         repeat=options.repeat,
+        seconds=options.seconds,
         threads=options.threads,
         timeout=options.timeout,
     )
@@ -146,7 +148,8 @@ def _calibration_config(config: SimulateConfig, path: Path) -> CalibrateConfig:
 
 def _settings(made: dict[str, Any], config: SimulateConfig) -> Settings:
     """The settings of passes on a machine that was `made` so."""
-    return Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], config.validate.repeat)
+    options = config.validate
+    return Settings(made["heads"], made["head_dim"], made["dtype"], made["kernel"], options.repeat, options.seconds)
 
 
 def _measure(
@@ -180,29 +183,33 @@ def _measure_rank(
     calibration: CalibrateConfig | None,
     config: SimulateConfig,
 ) -> dict[int, list[Runs]]:
-    """What one rank does: the rounds of the passes, and in between its part of the calibration."""
+    """What one rank does: the rounds of the passes, and between them its part of the calibration."""
+    calibrated = {**vars(calibration), "kernel": calibration.kernel.spec} if calibration is not None else made
+    assert calibrated is not None, "without a calibration there is a machine file"
+    rounds = _Rounds(rows, _settings(calibrated, config), config)
     if calibration is None:
-        assert made is not None, "without a calibration there is a machine file"
-        rounds = _Rounds(rows, _settings(made, config), config, made.get("pace"))
+        for _ in rounds.everyone.rounds(rounds.settings):
+            rounds.measure(calibrated.get("pace"))
+    elif rank < calibration.ranks:
+        calibrate.measure_on(
+            calibration, rounds.teams[calibration.ranks].transport, lambda ranks: rounds.announce(ranks.pace)
+        )
+        rounds.announce(None, last=True)
     else:
-        made = {**vars(calibration), "kernel": calibration.kernel.spec}
-        rounds = _Rounds(rows, _settings(made, config), config)
-        if rank < calibration.ranks:
-            calibrate.measure_on(calibration, rounds.teams[calibration.ranks].transport, rounds.measure_between)
+        rounds.follow()
     return rounds.finish()
 
 
 class _Rounds:
     """Rounds of all held-out passes on every number of ranks. All ranks make the same number of rounds.
 
-    They are spread over the time of the calibration, so that both meet the same machine, which is slower at times.
+    They are spread over the time of the calibration, so that both meet the same machine, which is slower at times: a
+    round follows each round of the calibration, which some ranks wait for.
     """
 
-    def __init__(
-        self, rows: Sequence[int], settings: Settings, config: SimulateConfig, pace: float | None = None
-    ) -> None:
+    def __init__(self, rows: Sequence[int], settings: Settings, config: SimulateConfig) -> None:
         options, device = config.validate, torch.device("cpu")
-        self.rows, self.settings, self.pace = rows, settings, pace
+        self.rows, self.settings = rows, settings
         self.everyone = MeasuringRanks(TorchDist(timeout=options.timeout), device)
         #: By number of ranks, the ranks and their rounds; those with this rank.
         self.teams: dict[int, MeasuringRanks] = {}
@@ -212,29 +219,31 @@ class _Rounds:
             if self.everyone.rank < count:
                 self.teams[count] = MeasuringRanks(TorchDist(group, timeout=options.timeout), device)
                 self.rounds[count] = []
-        self.left = settings.repeat
 
-    def measure_between(self, calibrating: MeasuringRanks) -> None:
-        """Measure a round, unless there were enough, at the pace of the ranks that calibrate."""
-        self.pace = calibrating.pace
-        if self.left:
-            self._measure()
+    def announce(self, pace: float | None, *, last: bool = False) -> None:
+        """Tell the ranks that wait in `follow` to measure a round, at the pace of the calibration, or to go on."""
+        pace, last = self.everyone.gather((pace, last))[0]
+        if not last:
+            self.measure(pace)
 
-    def finish(self) -> dict[int, list[Runs]]:
-        """Measure the rounds that are left; returns the runs of each pass by number of ranks."""
-        while self.left:
-            self._measure()
-        self.everyone.barrier()
-        return {count: list(zip(*rounds, strict=True)) for count, rounds in self.rounds.items()}
+    def follow(self) -> None:
+        """Measure the rounds that ranks which calibrate announce."""
+        while not (announced := self.everyone.gather((None, False))[0])[1]:
+            self.measure(announced[0])
 
-    def _measure(self) -> None:
-        pace = self.everyone.gather(self.pace)[0]
+    def measure(self, pace: float | None) -> None:
+        """Measure a round. Collective."""
         for count, team in self.teams.items():
             cases, rounds = validation_cases(self.rows, count), self.rounds[count]
             if not rounds and pace is not None:
-                team.keep_pace(make_reference(find_kernel(self.settings, team.device), self.settings, team.device), pace)
-            rounds.append(time_round(team, cases, self.settings, warm_up=not rounds))
-        self.left -= 1
+                reference = make_reference(find_kernel(self.settings, team.device), self.settings, team.device)
+                team.keep_pace(reference, pace)
+            rounds.append(time_passes(team, cases, self.settings, warm_up=not rounds))
+
+    def finish(self) -> dict[int, list[Runs]]:
+        """The runs of each pass by number of ranks."""
+        self.everyone.barrier()
+        return {count: list(zip(*rounds, strict=True)) for count, rounds in self.rounds.items()}
 
 
 def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:

@@ -143,6 +143,7 @@ class ValidateGroup:
     widths: list[Size] = field(default_factory=lambda: list(WIDTHS[:-1]))
     messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
     repeat: int = 8
+    seconds: float = 100.0
     threads: int | None = None
     timeout: float = 600.0
 
@@ -255,6 +256,7 @@ class CalibrateConfig:
     widths: list[Size] = field(default_factory=lambda: list(WIDTHS))
     messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
     repeat: int = 5
+    seconds: float = 0.0
     threads: int | None = None
     timeout: float = 600.0
 

@@ -111,7 +111,8 @@ class Machine:
     ).with_default(None)
     gamma: float | None = MachineNumber(
         unit="part of a message's time",
-        meaning="the interference: a visit takes gamma x min(its time, the mean of the longest message sent and received) longer",
+        meaning="the interference: a visit takes gamma x min(its time, m) longer, where m is the mean of the longest "
+        "message sent meanwhile and the longest received",
         example=0.05,
         may_be_zero=True,
         effect="visits slowed down by messages",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby, product
 
 import torch
@@ -19,8 +18,10 @@ from ...runtime.accumulators import KernelInputs, RowViews, accumulate
 from ...runtime.rank_program import batches
 from ...timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
-from .measuring_ranks import ENOUGH, ROUNDS, MeasuringRanks, Settings
+from .measuring_ranks import MeasuringRanks, Settings
 
+#: Seconds of forward calls, and of backward calls, on all ranks.
+Overheads = tuple[tuple[float, ...], tuple[float, ...]]
 #: Most bytes of the tensors of works that take turns.
 TOGETHER = 1 << 30
 #: A ragged dense tile has so many keys fewer than rows.
@@ -47,20 +48,13 @@ def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterat
 
 
 def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings) -> list[Sample]:
-    """A sample of each work, forward and then backward, measured in rounds over all works.
+    """A sample of each work, forward and then backward.
 
     Works of one shape take turns. A small call that is repeated by itself takes up to half less time than in a pass,
     where other calls and their data lie between.
     """
     groups = [(group, backward) for backward in (False, True) for group in _group(works, settings)]
-    rounds = [
-        [sample for group, backward in groups for sample in _time_group(ranks, kernel, group, settings, backward)]
-        for _ in ranks.rounds(ROUNDS)
-    ]
-    return [
-        replace(samples[0], seconds=tuple(seconds for sample in samples for seconds in sample.seconds))
-        for samples in zip(*rounds, strict=True)
-    ]
+    return [sample for group, backward in groups for sample in _time_group(ranks, kernel, group, settings, backward)]
 
 
 def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
@@ -82,14 +76,13 @@ def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
 def _time_group(
     ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings, backward: bool
 ) -> list[Sample]:
-    """Samples of works that take turns, which all ranks compute at the same time, in one of the rounds."""
+    """Samples of works that take turns, which all ranks compute at the same time."""
     calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
-    seconds = ranks.time_alternating(calls, -(-settings.repeat // ROUNDS), len(calls) * ENOUGH / ROUNDS)
     samples = []
-    for work, of_ranks in zip(works, zip(*ranks.gather(seconds), strict=True), strict=True):
+    for work, seconds in zip(works, ranks.time_alternating(calls), strict=True):
         ((shape, rows, keys, pairs),) = lower_to_tiles(work)
         flops = pairs * 4 * settings.head_dim * (BACKWARD if backward else 1.0)
-        samples.append(Sample(shape, backward, rows, keys, flops, tuple(t for of_rank in of_ranks for t in of_rank)))
+        samples.append(Sample(shape, backward, rows, keys, flops, ranks.gather_times(seconds)))
     return samples
 
 
@@ -152,9 +145,7 @@ def _reference_work(settings: Settings) -> Work:
     return Work(heads, heads, rows, (rows,))
 
 
-def time_overheads(
-    ranks: MeasuringRanks, kernel: Kernel, settings: Settings
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> Overheads:
     """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: the time of a call beside its work.
 
     These calls take turns with calls on the reference tile, so that they do not find their data in the caches.
@@ -164,6 +155,5 @@ def time_overheads(
     for backward in (False, True):
         works = smallest, _reference_work(settings)
         calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
-        of_ranks = ranks.gather(ranks.time_alternating(calls, settings.repeat)[0])
-        found.append(tuple(t for seconds in of_ranks for t in seconds))
+        found.append(ranks.gather_times(ranks.time_alternating(calls)[0]))
     return found[0], found[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,19 +12,16 @@ import torch
 from ...kernels.base import Kernel
 from ...plan.work import Work
 from .kernels import make_call, make_reference
-from .measuring_ranks import ENOUGH, MeasuringRanks, Settings, count_turns
-
-#: (bytes, seconds of all ranks and repetitions) of each size of message.
-MessageTimes = list[tuple[int, list[float]]]
+from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 
 
-def time_ping_pong(ranks: MeasuringRanks, sizes: Sequence[int], repeat: int) -> MessageTimes:
+def time_ping_pong(ranks: MeasuringRanks, sizes: Sequence[int]) -> list[TimedBytes]:
     """Seconds one way between ranks 0 and 1 while all other ranks wait: half of the time there and back."""
     times = []
     for size in sizes:
         call = partial(_ping_pong, ranks, ranks.make_buffer(size), ranks.make_buffer(size))
-        seconds = ranks.gather(ranks.time_repeated(call, repeat))
-        times.append((size, [t / 2 for of_rank in seconds[:2] for t in of_rank]))
+        (seconds,) = ranks.time_alternating([call])
+        times.append(TimedBytes(size, tuple(t / 2 for of_rank in ranks.gather(seconds)[:2] for t in of_rank)))
     return times
 
 
@@ -40,7 +36,7 @@ def _ping_pong(ranks: MeasuringRanks, sent: torch.Tensor, received: torch.Tensor
 
 def time_shift(
     ranks: MeasuringRanks, kernel: Kernel, sizes: Sequence[int], settings: Settings, *, within_node: bool
-) -> MessageTimes:
+) -> list[TimedBytes]:
     """Seconds of messages from every rank to the next rank of its node, or to the same place on the next node.
 
     Each message follows a visit, and has other buffers than the one before: as in a pass, the threads that copy it have
@@ -62,29 +58,28 @@ def time_shift(
             sent, received = next(pairs)
             ranks.exchange({peer(1): sent}, {peer(-1): received})
 
-        _, seconds = ranks.time_alternating((visit, shift), settings.repeat)
-        times.append((size, _of_last(ranks, seconds)))
+        _, seconds = ranks.time_alternating((visit, shift))
+        times.append(TimedBytes(size, _of_last(ranks, seconds)))
     return times
 
 
-def _of_last(ranks: MeasuringRanks, seconds: Sequence[float]) -> list[float]:
+def _of_last(ranks: MeasuringRanks, seconds: Sequence[float]) -> tuple[float, ...]:
     """The seconds of repeated messages on the rank that came last to each: the others also waited for that rank."""
-    return [min(of_ranks) for of_ranks in zip(*ranks.gather(seconds), strict=True)]
+    return tuple(min(of_ranks) for of_ranks in zip(*ranks.gather(seconds), strict=True))
 
 
 @dataclass(frozen=True)
 class Overlap:
     """Seconds of `rows` queries visiting `rows` keys, and of the block of `bytes` bytes that travels meanwhile.
 
-    By repetition: `message` alone. By rank and repetition: `visit` alone; `together`, from posting the message to the
-    end of the visit; `both`, from posting the message until the visit has ended and the message has arrived.
+    By repetition: `message` alone. By rank and repetition: `visit` alone; `both`, from posting the message until the
+    visit has ended and the message has arrived.
     """
 
     rows: int
     bytes: int
     visit: tuple[float, ...]
     message: tuple[float, ...]
-    together: tuple[float, ...]
     both: tuple[float, ...]
 
 
@@ -96,21 +91,11 @@ def measure_overlap(ranks: MeasuringRanks, kernel: Kernel, rows: int, settings: 
     size = 2 * rows * settings.heads * settings.head_dim * settings.torch_dtype.itemsize
     sends = {(ranks.rank + 1) % ranks.size: ranks.make_buffer(size)}
     recvs = {(ranks.rank - 1) % ranks.size: ranks.make_buffer(size)}
-    together, both = [], []
 
     def overlap() -> None:
-        start = time.perf_counter()
-        ticket = ranks.start_messages(sends, recvs)  # inside the timing: some transports copy before they return
+        ticket = ranks.start_messages(sends, recvs)
         visit()
-        ranks.synchronize()
-        together.append(time.perf_counter() - start)
         ranks.finish_messages(ticket)
-        both.append(time.perf_counter() - start)
 
-    visit_seconds, message_seconds, _ = ranks.time_alternating(
-        (visit, partial(ranks.exchange, sends, recvs), overlap), settings.repeat, 3 * ENOUGH
-    )
-    # The first overlap was the warm-up.
-    of_ranks = ranks.gather((visit_seconds, together[1:], both[1:]))
-    visits, together_seconds, both_seconds = (tuple(t for of_rank in of_ranks for t in of_rank[i]) for i in range(3))
-    return Overlap(rows, size, visits, tuple(_of_last(ranks, message_seconds)), together_seconds, both_seconds)
+    visits, messages, both = ranks.time_alternating((visit, partial(ranks.exchange, sends, recvs), overlap))
+    return Overlap(rows, size, ranks.gather_times(visits), _of_last(ranks, messages), ranks.gather_times(both))

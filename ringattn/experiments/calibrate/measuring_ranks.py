@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 from typing import Any, TypeVar
 
@@ -17,10 +18,8 @@ from ...transport.records import Exchange
 
 T = TypeVar("T")
 
-#: Seconds of repetitions of one measurement beyond the least number of repetitions, and the most repetitions.
-ENOUGH, MOST_REPETITIONS = 0.1, 50
-#: A measurement is spread over this many rounds, so that a moment in which the machine is busy spoils only one of them.
-ROUNDS = 3
+#: Seconds of repetitions of one measurement in a round, and the most repetitions.
+ENOUGH, MOST_REPETITIONS = 0.03, 20
 #: Bytes of data that are used in turn, so that each has left the caches before its next turn, as in a pass, where
 #: visits lie between merges and between messages; and the most turns, which limits their number for the smallest sizes.
 COLD_BYTES, MOST_TURNS = 1 << 27, 64
@@ -35,19 +34,32 @@ def count_turns(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all measurements of a calibration share: `kernel` is a name or "auto", `repeat` the least repetitions."""
+    """What all measurements of a calibration share: `kernel` is a name or "auto".
+
+    All is measured in `repeat` rounds, so that a moment in which the machine is busy spoils only one of them; more
+    rounds follow while they end within `seconds`.
+    """
 
     heads: int
     head_dim: int
     dtype: str
     kernel: str
     repeat: int
+    seconds: float = 0.0
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of torch with the name `dtype`."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+
+@dataclass(frozen=True)
+class TimedBytes:
+    """Seconds of repeated messages, or merges, of `bytes` bytes, on all ranks or on some."""
+
+    bytes: int
+    seconds: tuple[float, ...]
 
 
 class MeasuringRanks:
@@ -64,8 +76,6 @@ class MeasuringRanks:
         #: Ranks of a node that compute at full speed at the same time.
         self.cores = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
         self._reference: Callable[[], Any] | None = None
-        #: Called after each round of measurements: what else is to be measured, spread over the same minutes.
-        self.between: Callable[[], None] = lambda: None
         #: Seconds of the reference call while the machine runs as fast as all times are told for; None: not known.
         self.pace: float | None = None
 
@@ -78,11 +88,15 @@ class MeasuringRanks:
         self._time_reference()
         self.pace = median(self._time_reference() for _ in range(2 * REFERENCE_RUNS)) if pace is None else pace
 
-    def rounds(self, count: int) -> Iterator[int]:
-        """The numbers of rounds of measurements; after each, `between` is called."""
-        for number in range(count):
+    def rounds(self, settings: Settings) -> Iterator[int]:
+        """The numbers of the rounds of measurements."""
+        begun = time.perf_counter()
+        for number in count():
+            if number >= settings.repeat:
+                passed = max(self.gather(time.perf_counter() - begun))
+                if passed * (number + 1) > settings.seconds * number:
+                    return
             yield number
-            self.between()
 
     def correction(self, call: Callable[[], T]) -> tuple[T, float]:
         """The result of a call that all ranks begin together, and the factor on seconds measured in it.
@@ -102,7 +116,7 @@ class MeasuringRanks:
         self.barrier()  # a rank that still computes would slow the reference down
         busy = self.rank % self.ranks_per_node < self.cores
         seconds = [self.time_call(self._reference) for _ in range(REFERENCE_RUNS)] if busy else []
-        return median(t for of_rank in self.gather(seconds) for t in of_rank)
+        return median(self.gather_times(seconds))
 
     @property
     def nodes(self) -> int:
@@ -134,26 +148,20 @@ class MeasuringRanks:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def time_repeated(self, call: Callable[[], Any], least: int, enough: float = ENOUGH) -> list[float]:
-        """Seconds of each repetition of a call after a warm-up. All ranks repeat equally often, at the same time."""
-        return self.time_alternating((call,), least, enough)[0]
-
-    def time_on_all(self, call: Callable[[], Any], least: int, enough: float = ENOUGH) -> list[float]:
-        """As `time_repeated`, the seconds of all ranks one after another."""
-        return [t for of_rank in self.gather(self.time_repeated(call, least, enough)) for t in of_rank]
-
-    def time_alternating(
-        self, calls: Sequence[Callable[[], Any]], least: int, enough: float = ENOUGH
-    ) -> tuple[list[float], ...]:
+    def time_alternating(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[float], ...]:
         """Seconds of each repetition of each call, after a warm-up of all; the calls alternate A B C A B C.
 
-        They are repeated at least `least` times, and more often while that takes less than `enough` seconds.
+        All ranks repeat equally often, at the same time: for ENOUGH seconds per call, but once at least.
         """
         self.barrier()
         first = max(self.gather(sum(self.time_call(call) for call in calls)))
-        count = max(least, min(MOST_REPETITIONS, int(enough / first)))
-        rounds, factor = self.correction(lambda: [[self.time_call(call) for call in calls] for _ in range(count)])
-        return tuple([factor * t for t in seconds] for seconds in zip(*rounds, strict=True))
+        repetitions = max(1, min(MOST_REPETITIONS, int(len(calls) * ENOUGH / first)))
+        turns, factor = self.correction(lambda: [[self.time_call(call) for call in calls] for _ in range(repetitions)])
+        return tuple([factor * t for t in seconds] for seconds in zip(*turns, strict=True))
+
+    def gather_times(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        """The seconds of all ranks, one rank after another."""
+        return tuple(t for of_rank in self.gather(seconds) for t in of_rank)
 
     def start_messages(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> Any:
         """Start one message to and from each peer, by the peers' ranks; returns a ticket for `finish_messages`."""

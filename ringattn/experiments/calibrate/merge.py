@@ -12,18 +12,20 @@ import torch
 from ...kernels.base import wide
 from ...runtime.softmax import merge_
 from ...timing.rates import MERGE_PASSES
-from .measuring_ranks import MeasuringRanks, Settings, count_turns
+from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 
 
-def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[tuple[int, list[float]]]:
-    """(bytes of an output and its lse in the wider dtype, seconds of merging another into them on all ranks)."""
+def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[TimedBytes]:
+    """Bytes of an output and its lse in the wider dtype, and seconds of merging another into them on all ranks."""
     times, heads, dtype = [], settings.heads, wide(settings.torch_dtype)
     for n in rows:
         size = n * heads * (settings.head_dim + 1) * dtype.itemsize
         shapes = [(1, heads, n, settings.head_dim), (1, heads, n)] * 2  # out and lse of two results of the same rows
         turns = range(count_turns(2 * size))
-        partials = cycle([[torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes] for _ in turns])
-        times.append((size, ranks.time_on_all(partial(_merge_next, partials), settings.repeat)))
+        first = [torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes]
+        partials = cycle([[x.clone() for x in first] for _ in turns])
+        (seconds,) = ranks.time_alternating([partial(_merge_next, partials)])
+        times.append(TimedBytes(size, ranks.gather_times(seconds)))
     return times
 
 
@@ -31,6 +33,6 @@ def _merge_next(partials: Iterator[list[torch.Tensor]]) -> None:
     merge_(*next(partials))
 
 
-def merge_rate(times: Sequence[tuple[int, Sequence[float]]]) -> float:
+def merge_rate(times: Sequence[TimedBytes]) -> float:
     """Bytes per second that a merge reads and writes together: the median over sizes."""
-    return median(MERGE_PASSES * size / median(seconds) for size, seconds in times)
+    return median(MERGE_PASSES * one.bytes / median(one.seconds) for one in times)

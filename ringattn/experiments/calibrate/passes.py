@@ -80,13 +80,7 @@ def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int)
     ]
 
 
-def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings) -> list[Runs]:
-    """The runs of each case, measured in `settings.repeat` rounds over all cases. Collective."""
-    rounds = [time_round(ranks, cases, settings, warm_up=not number) for number in ranks.rounds(settings.repeat)]
-    return list(zip(*rounds, strict=True))
-
-
-def time_round(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings, *, warm_up: bool) -> Runs:
+def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings, *, warm_up: bool) -> Runs:
     """One run of each case, after another one of the same case with `warm_up`. Collective.
 
     Each run has tensors of its own: where the allocator puts them affects a short pass strongly.

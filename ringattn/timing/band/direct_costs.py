@@ -61,7 +61,7 @@ class DirectCosts:
         return cls(ranks, messages, end_keys, end_seconds, longest)
 
     def at(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(end_seconds, longest) of any ranks at steps, [2, 2, ..] and [2, ..]; 0 where a rank has no direct message."""
+        """(end_seconds, longest) of any ranks at steps, [2, 2, ...] and [2, ...]; 0 without a direct message."""
         keys = steps * self.ranks + ranks
         place = np.minimum(np.searchsorted(self.end_keys, keys), len(self.end_keys) - 1)
         is_end = self.end_keys[place] == keys

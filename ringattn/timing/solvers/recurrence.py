@@ -10,10 +10,10 @@ and B the number of receive slots:
 
 The last term is the end of the rank's own message of B steps before, for which the executor waits. In the last formula
 l is the mean of the longest message that r sends in step k and the longest that r receives, and gamma the part of that
-time by which messages slow a visit. Each direction of travel has messages of its own. With B = 1 and l >= g the recurrence is a
-stencil of three ranks: S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward adds direct
-messages: a message between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both ranks wait for
-its end.
+time by which messages slow a visit. Each direction of travel has messages of its own. With B = 1 and l >= g the
+recurrence is a stencil of three ranks: S_r(k+1) = max(S_r(k) + a_r, S_{r-1}(k) + b_r, S_{r+1}(k) + d_r). The backward
+adds direct messages: a message between ranks r and q that are not neighbors begins at max(S_r(k), S_q(k)), and both
+ranks wait for its end.
 """
 
 from __future__ import annotations
