@@ -16,8 +16,9 @@ from ..config.schema import CalibrateConfig, parse_size
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..experiments.bench.runner import describe_host
-from ..experiments.calibrate.measure import Calibration, CalibrationSizes, calibrate
+from ..experiments.calibrate.measure import Calibration, calibrate
 from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
+from ..experiments.calibrate.rounds import CalibrationSizes
 from ..files import check_writable
 from ..machine.file import write_machine
 from ..machine.machine import MACHINE_NUMBERS

@@ -142,7 +142,7 @@ class ValidateGroup:
     rows: list[Size] = field(default_factory=lambda: list(ROWS[:-1]))
     widths: list[Size] = field(default_factory=lambda: list(WIDTHS[:-1]))
     messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
-    repeat: int = 8
+    repeat: int = 5
     seconds: float = 100.0
     threads: int | None = None
     timeout: float = 600.0

@@ -130,7 +130,8 @@ class Machine:
     ).with_default(None)
     call: float | None = MachineNumber(
         unit="s",
-        meaning="the seconds of a call beside its visits and messages: handshake, buffers, the program itself",
+        meaning="the seconds of a call beside its visits, messages and records: buffers, the program itself; where it "
+        "is known, a record for every other rank takes the latency of its link",
         example=1e-3,
         may_be_zero=True,
         effect="what a call takes beside visits and messages",
@@ -139,7 +140,7 @@ class Machine:
     ).with_default(None)
     call_backward: float | None = MachineNumber(
         unit="s",
-        meaning="the seconds of a backward beside its visits and messages; a backward has no handshake",
+        meaning="the seconds of a backward beside its visits, messages and records",
         example=5e-4,
         may_be_zero=True,
         default="by default the same as call",

@@ -137,9 +137,16 @@ class Rates:
 
     @property
     def call(self) -> float:
-        """Seconds of a call beside its visits and messages, which the cores of a node compute for each of its ranks."""
+        """Seconds of a call beside its visits and messages, which the cores of a node compute for each of its ranks.
+
+        Where `call` is known, they include a record to and from every other rank, one after another: before the first
+        message all ranks compare what they are about to do.
+        """
         node = min(self.machine.ranks_per_node, self.plan.ranks)
-        seconds = self._of_direction("call") or 0.0
+        seconds = 0.0
+        if (call := self._of_direction("call")) is not None:
+            (near, _), (far, _) = self.machine.rates(True), self.machine.rates(False)
+            seconds = call + (node - 1) * near + (self.plan.ranks - node) * far
         if sweep := self._of_direction("sweep"):
             seconds += own_bytes(self.plan) / sweep
         return seconds * node / (self.cores or node)

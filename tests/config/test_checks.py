@@ -120,6 +120,7 @@ OTHERS: dict[str, Any] = {
     "validate.widths": [8],
     "validate.messages": [8, 16],
     "validate.repeat": 2,
+    "validate.seconds": 3,
     "validate.threads": 1,
     "validate.timeout": 3.0,
 }

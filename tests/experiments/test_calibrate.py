@@ -13,10 +13,12 @@ from measured import ROWS, machine, times
 import ringattn as ra
 from ringattn.cli.calibrate import _print as print_calibration
 from ringattn.errors import InvalidInput
-from ringattn.experiments.calibrate import fits, kernels, noise, validate
+from ringattn.experiments.calibrate import fits, kernels, measuring_ranks, noise, validate
+from ringattn.experiments.calibrate.links import Overlap
 from ringattn.experiments.calibrate.measure import Calibration, list_measured
 from ringattn.experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ringattn.experiments.calibrate.passes import Pass, PassCase
+from ringattn.experiments.calibrate.rounds import Round
 from ringattn.machine.kernel_times import SHAPES
 
 
@@ -95,15 +97,16 @@ def test_works_of_one_shape_take_turns(
     works = list(kernels.list_works([8, 16], [4], heads=1))
     monkeypatch.setattr(kernels, "TOGETHER", most_bytes)
     monkeypatch.setattr(kernels, "make_call", lambda _, work, *__, **___: lambda: called.append(works.index(work)))
-    monkeypatch.setattr(kernels, "ENOUGH", 0.0)
-    settings = Settings(heads=1, head_dim=8, dtype="float32", kernel="aten_cpu", repeat=2 * kernels.ROUNDS)
+    monkeypatch.setattr(measuring_ranks, "ENOUGH", 1e3)
+    monkeypatch.setattr(measuring_ranks, "MOST_REPETITIONS", 2)
+    settings = Settings(heads=1, head_dim=8, dtype="float32", kernel="aten_cpu", repeat=1)
     samples = kernels.time_works(MeasuringRanks(None, torch.device("cpu")), None, works, settings)  # type: ignore[arg-type]
     assert [sample.rows for sample in samples] == 2 * [len(work.q) for work in works]
-    assert all(len(sample.seconds) == 2 * kernels.ROUNDS for sample in samples)
+    assert all(len(sample.seconds) == 2 for sample in samples)
     first = works.index(next(work for work in works if work.hi is not None))  # bands: two works
     bands = [index - first for index in called if index >= first]
-    # A warm-up of each group, then its turns; forward and backward, in every round.
-    expected = [i for order in orders for i in (*dict.fromkeys(order), *order)] * 2 * kernels.ROUNDS
+    # A warm-up of each group, then its turns; forward and backward.
+    expected = [i for order in orders for i in (*dict.fromkeys(order), *order)] * 2
     assert bands == expected
 
 
@@ -138,8 +141,20 @@ def test_ragged_tiles_take_longer() -> None:
 def test_a_backward_has_a_call_of_its_own() -> None:
     plan = ra.make_plan(ra.Full(), tokens=4096, ranks=2)
     for values, expected in (({"call": 0.5}, 0.5), ({"call": 0.5, "call_backward": 0.25}, 0.25)):
-        calls = [ra.simulate(plan, machine(**values), backward=way).exposed["call"] for way in (False, True)]
+        calls = [ra.simulate(plan, machine(latency=0, **values), backward=way).exposed["call"] for way in (False, True)]
         assert calls == [0.5, expected]
+
+
+def test_a_call_exchanges_a_record_with_every_other_rank() -> None:
+    """One rank of its node and six of other nodes, at the latencies of their links."""
+    plan = ra.make_plan(ra.Full(), tokens=4096, ranks=8)
+    links = {"latency": 0.5, "node_latency": 0.25, "ranks_per_node": 2}
+    for way in (False, True):
+        found = ra.simulate(plan, machine(call=1.0, **links), backward=way)
+        assert found.exposed["call"] == pytest.approx(1.0 + 0.25 + 6 * 0.5)
+        on_shared_cores = ra.simulate(plan, machine(call=1.0, cores=1, **links), backward=way)
+        assert on_shared_cores.exposed["call"] == pytest.approx(2 * found.exposed["call"])
+        assert ra.simulate(plan, machine(**links), backward=way).exposed["call"] == 0, "not known"
 
 
 def test_a_call_goes_over_its_tensors() -> None:
@@ -217,9 +232,42 @@ def test_times_are_told_at_one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone.pace == 2.0
     clock[0] = 4.0
     assert alone.correction(lambda: "result") == ("result", 0.5)
-    assert alone.time_repeated(lambda: 12.0, 3) == [6.0] * 3
+    monkeypatch.setattr(measuring_ranks, "MOST_REPETITIONS", 3)
+    monkeypatch.setattr(measuring_ranks, "ENOUGH", 1e3)
+    assert alone.time_alternating([lambda: 12.0, lambda: 1.0]) == ([6.0] * 3, [0.5] * 3)
     alone.keep_pace(lambda: clock[0], pace=1.0)
     assert alone.correction(lambda: clock.__setitem__(0, 12.0)) == (None, 0.125)
+
+
+def test_rounds_go_on_while_they_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 2 seconds: `repeat` of them, and as many as end within `seconds`."""
+    alone, clock = MeasuringRanks(None, torch.device("cpu")), [0.0]
+    monkeypatch.setattr(measuring_ranks.time, "perf_counter", lambda: clock[0])
+    for repeat, seconds, expected in ((3, 0.0, 3), (3, 6.0, 3), (3, 9.0, 4), (1, 9.0, 4), (2, 1e3, 500)):
+        settings = Settings(heads=1, head_dim=8, dtype="float32", kernel="auto", repeat=repeat, seconds=seconds)
+        found = []
+        for number in alone.rounds(settings):
+            found.append(number)
+            clock[0] += 2.0
+        assert found == list(range(expected))
+
+
+def test_rounds_are_joined() -> None:
+    """Every measurement has the seconds of all rounds."""
+
+    def measure(t: float) -> Round:
+        times = [measuring_ranks.TimedBytes(256, (t, t + 1))]
+        works = [fits.Sample("dense", False, 8, 8, 1.0, (t,)), fits.Sample("dense", False, 8, 16, 1.0, (t, t))]
+        overlaps = [Overlap(8, 64, (t,), (t, t), (t,))]
+        return Round(((t,), (t, t)), works, times, times, {"": times, "node_": times}, overlaps, [((t, 1.0),)] * 2)
+
+    found = Round.join([measure(1.0), measure(5.0)])
+    assert found.overheads == ((1.0, 5.0), (1.0, 1.0, 5.0, 5.0))
+    assert [one.seconds for one in found.works] == [(1.0, 5.0), (1.0, 1.0, 5.0, 5.0)]
+    assert found.merges == found.ping_pong == [measuring_ranks.TimedBytes(256, (1.0, 2.0, 5.0, 6.0))]
+    assert found.shifts == {"": found.merges, "node_": found.merges}
+    assert found.overlaps == [Overlap(8, 64, (1.0, 5.0), (1.0, 1.0, 5.0, 5.0), (1.0, 5.0))]
+    assert found.runs == [((1.0, 1.0), (5.0, 1.0))] * 2
 
 
 @pytest.mark.parametrize("repeat", [1, 2])

@@ -16,9 +16,9 @@ from ringattn.cli.simulate_validate import main as validate
 from ringattn.config.groups import ConfigGroup, MachineGroup, OutputGroup, TransportGroup
 from ringattn.config.schema import CalibrateConfig, SimulateConfig, ValidateGroup
 from ringattn.errors import InvalidInput
-from ringattn.experiments.calibrate.measure import CALLS
 from ringattn.machine.file import read_machine, read_record
 
+CALLS = ("call", "sweep", "call_backward", "sweep_backward")
 SIZES = ("rows=[16,64]", "widths=[8]", "repeat=2", "heads=2", "head_dim=16")
 MESSAGES = "messages=[256,32M]"
 
@@ -41,7 +41,8 @@ def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
         )
         assert len(samples["passes"]) == 8 and len(machine.residuals) == 8 * 2
         assert [one["rows"] for one in samples["overlap"]] == [16, 64]
-        assert all(len(one["together"]) == len(one["both"]) >= 2 * ranks for one in samples["overlap"])
+        assert all(len(one["visit"]) == len(one["both"]) >= 2 * ranks for one in samples["overlap"])
+        assert all(len(one["visit"]) == ranks * len(one["message"]) for one in samples["overlap"]), "the last to come"
     plan = ra.make_plan(ra.Causal(), tokens=128, ranks=2, layout="zigzag", schedule="ring", heads=2, head_dim=16)
     assert ra.simulate(plan, machine).seconds > 0
     return machine
@@ -75,7 +76,8 @@ def test_two_gloo_ranks_make_a_machine_that_plan_and_simulate_use(inside: Inside
 @pytest.mark.multi
 def test_validation_calibrates_and_compares_held_out_passes(tmp_path: Path) -> None:
     out = tmp_path / "v.json"
-    small = [f"validate.{one}" for one in (*SIZES[:2], "messages=[256,32M]", "repeat=5", "ranks=[2]", "held_out=[24]")]
+    options = (*SIZES[:2], "messages=[256,32M]", "repeat=3", "seconds=0", "ranks=[2,3]", "held_out=[24]")
+    small = [f"validate.{one}" for one in options]
     done = ringattn(
         "simulate", "experiment=validate", "heads=2", "head_dim=16", *small, f"output.path={out}", cwd=tmp_path
     )
@@ -90,13 +92,15 @@ def test_validation_calibrates_and_compares_held_out_passes(tmp_path: Path) -> N
         "pattern held out",
     ):
         assert words in done.stdout
-    (found,) = json.loads(out.read_text())["ranks"]
-    every = found["errors"]["all"]
-    assert found["ranks"] == 2 and found["passes"] and every["coverage"] is not None
-    assert found["errors"]["24 rows per rank"] == every and found["errors"]["pattern held out"]["passes"] == 2
-    errors = [one["modelled"] / median(one["seconds"]) - 1 for one in found["passes"]]
-    assert every["bias"] == pytest.approx(sum(errors) / len(errors))
-    assert {one["tokens"] for one in found["passes"]} == {48}
+    by_ranks = {found["ranks"]: found for found in json.loads(out.read_text())["ranks"]}
+    assert list(by_ranks) == [2, 3]
+    for ranks, found in by_ranks.items():
+        every = found["errors"]["all"]
+        assert every["runs"] == 3 * every["passes"] == 3 * len(found["passes"]) and every["coverage"] is not None
+        assert found["errors"]["24 rows per rank"] == every and found["errors"]["pattern held out"]["passes"] == 2
+        errors = [one["modelled"] / median(one["seconds"]) - 1 for one in found["passes"]]
+        assert every["bias"] == pytest.approx(sum(errors) / len(errors))
+        assert {one["tokens"] for one in found["passes"]} == {24 * ranks}
 
 
 def test_what_was_calibrated_cannot_validate() -> None:

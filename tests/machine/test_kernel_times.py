@@ -12,7 +12,7 @@ from measured import ROWS, machine, times
 import ringattn as ra
 from ringattn.errors import InvalidInput, Unsupported
 from ringattn.experiments.calibrate import kernels
-from ringattn.experiments.calibrate.measure import CalibrationSizes
+from ringattn.experiments.calibrate.rounds import CalibrationSizes
 from ringattn.machine.kernel_times import KernelTimes, TimeGrid
 from ringattn.plan.work import Work
 from ringattn.timing.kernel_seconds import lower_to_tiles

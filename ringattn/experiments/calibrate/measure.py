@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import chain, pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
-from ...errors import InvalidInput
-from ...kernels.base import Kernel
 from ...machine.kernel_times import KernelTimes
 from ...machine.machine import Machine
 from ...timing.rates import own_bytes
 from . import kernels, merge, noise
-from .fits import Sample, fit_calls, fit_interference, fit_jitter, fit_kernel_times, fit_link
-from .links import Overlap, measure_overlap, time_ping_pong, time_shift
-from .measuring_ranks import MeasuringRanks, Settings, TimedBytes
-from .passes import Pass, PassCase, Runs, list_cases, model_passes, time_passes
-
-T = TypeVar("T")
-#: A measurement of one round.
-D = TypeVar("D", Sample, TimedBytes, Overlap)
-
-#: The numbers of a machine that are fitted to whole passes.
-CALLS = ("call", "sweep", "call_backward", "sweep_backward")
-
-
-@dataclass(frozen=True)
-class CalibrationSizes:
-    """Ascending sizes to measure: rows and keys of tiles, keys per row of bands, bytes of messages."""
-
-    rows: Sequence[int]
-    widths: Sequence[int]
-    messages: Sequence[int]
-
-    def __post_init__(self) -> None:
-        for name, sizes, least in (("rows", self.rows, 2), ("widths", self.widths, 1), ("messages", self.messages, 2)):
-            if len(sizes) < least or any(a >= b for a, b in pairwise(sizes)) or sizes[0] < 1:
-                raise InvalidInput(f"{name}={list(sizes)}: expected at least {least} ascending sizes >= 1")
+from .fits import fit_calls, fit_interference, fit_jitter, fit_kernel_times, fit_link
+from .measuring_ranks import MeasuringRanks, Settings
+from .passes import Pass, PassCase, Runs, list_cases, model_passes
+from .rounds import CalibrationSizes, Round
 
 
 @dataclass(frozen=True)
@@ -72,91 +48,15 @@ def calibrate(
     rounds = []
     for number in ranks.rounds(settings):
         tell(f"round {number + 1}")
-        rounds.append(_Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
+        rounds.append(Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
         between()
-    return _Fitter(ranks, settings, sizes).fit(_Round.join(rounds), cases, base)
+    return _Fitter(ranks, settings, sizes).fit(Round.join(rounds), cases, base)
 
 
 def _list_passes(ranks: MeasuringRanks, sizes: CalibrationSizes) -> list[PassCase]:
     """The passes of a calibration: of two calibrated sizes, and of sizes between; none for a process alone."""
     rows = (*sizes.rows[:2], *noise.sizes_between(sizes.rows)) if ranks.size > 1 else ()
     return list_cases(noise.GRID, rows, ranks.size)
-
-
-@dataclass(frozen=True)
-class _Round:
-    """What one round has measured, or all rounds together. A process alone has no messages, overlaps and passes."""
-
-    overheads: kernels.Overheads
-    works: list[Sample]
-    merges: list[TimedBytes]
-    ping_pong: list[TimedBytes]
-    #: Messages to the next rank by the prefix of the numbers that they give: "", or "node_" within a node.
-    shifts: dict[str, list[TimedBytes]]
-    overlaps: list[Overlap]
-    #: The runs of each pass.
-    runs: list[Runs]
-
-    @classmethod
-    def measure(
-        cls,
-        ranks: MeasuringRanks,
-        kernel: Kernel,
-        settings: Settings,
-        sizes: CalibrationSizes,
-        cases: Sequence[PassCase],
-        *,
-        first: bool,
-    ) -> _Round:
-        """Measure everything once. Collective."""
-        overheads = kernels.time_overheads(ranks, kernel, settings)
-        works = list(kernels.list_works(sizes.rows, sizes.widths, settings.heads))
-        samples = kernels.time_works(ranks, kernel, works, settings)
-        merges = merge.time_merges(ranks, sizes.rows, settings)
-        if ranks.size == 1:
-            return cls(overheads, samples, merges, [], {}, [], [])
-        shifts = {
-            prefix: time_shift(ranks, kernel, sizes.messages, settings, within_node=within_node)
-            for prefix, within_node in _list_links(ranks).items()
-        }
-        overlaps = [measure_overlap(ranks, kernel, rows, settings) for rows in sizes.rows]
-        runs: list[Runs] = [(run,) for run in time_passes(ranks, cases, settings, warm_up=first)]
-        return cls(overheads, samples, merges, time_ping_pong(ranks, sizes.messages), shifts, overlaps, runs)
-
-    @classmethod
-    def join(cls, rounds: Sequence[_Round]) -> _Round:
-        """The rounds as one, in which every measurement has the seconds of all rounds."""
-        return cls(
-            overheads=(_chain(one.overheads[0] for one in rounds), _chain(one.overheads[1] for one in rounds)),
-            works=_join([one.works for one in rounds], "seconds"),
-            merges=_join([one.merges for one in rounds], "seconds"),
-            ping_pong=_join([one.ping_pong for one in rounds], "seconds"),
-            shifts={prefix: _join([one.shifts[prefix] for one in rounds], "seconds") for prefix in rounds[0].shifts},
-            overlaps=_join([one.overlaps for one in rounds], "visit", "message", "both"),
-            runs=[_chain(runs) for runs in zip(*(one.runs for one in rounds), strict=True)],
-        )
-
-
-def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:
-    """The kinds of links by the prefix of their numbers, and whether the links lie within a node.
-
-    The only kind of links has no prefix; where there are nodes of several ranks, that between nodes has none.
-    """
-    if ranks.nodes == 1 or ranks.ranks_per_node == 1:
-        return {"": ranks.ranks_per_node > 1}
-    return {"": False, "node_": True}
-
-
-def _join(rounds: Sequence[Sequence[D]], *names: str) -> list[D]:
-    """What was measured in each round, with the values of all rounds under `names`."""
-    return [
-        replace(same[0], **{name: _chain(getattr(one, name) for one in same) for name in names})
-        for same in zip(*rounds, strict=True)
-    ]
-
-
-def _chain(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
-    return tuple(chain.from_iterable(parts))
 
 
 class _Fitter:
@@ -168,7 +68,7 @@ class _Fitter:
         self.samples: dict[str, Any] = {"unit": "s"}
         self.fits: dict[str, Any] = {}
 
-    def fit(self, measured: _Round, cases: Sequence[PassCase], base: Machine) -> Calibration:
+    def fit(self, measured: Round, cases: Sequence[PassCase], base: Machine) -> Calibration:
         ranks = self.ranks
         kernel_times = self.fit_kernels(measured)
         self.values["merge"] = merge.merge_rate(measured.merges)
@@ -184,7 +84,7 @@ class _Fitter:
             machine, passes = self.fit_passes(machine, cases, measured.runs)
         return Calibration(machine, _plain(self.samples), _plain(self.fits), passes)
 
-    def fit_kernels(self, measured: _Round) -> KernelTimes:
+    def fit_kernels(self, measured: Round) -> KernelTimes:
         """Kernel times, and the machine's `flops` and `jitter`."""
         settings, samples = self.settings, measured.works
         overhead = median(measured.overheads[0]), median(measured.overheads[1])
@@ -195,7 +95,7 @@ class _Fitter:
         self.samples["kernels"] = [asdict(sample) for sample in samples]
         return kernel_times
 
-    def fit_links(self, measured: _Round) -> None:
+    def fit_links(self, measured: Round) -> None:
         """Latency and bandwidth of the links, within a node apart where there are several nodes, and `gamma`."""
         ranks = self.ranks
         self.samples["ping_pong"] = [asdict(one) for one in measured.ping_pong]
@@ -238,7 +138,7 @@ class _Fitter:
 
         assert machine.merge is not None, "merging is measured before passes"
         fitted: dict[str, float] = {}
-        plain = model(machine.changed(**dict.fromkeys(CALLS)))
+        plain = model(machine.changed(call=0.0, call_backward=None, sweep=None, sweep_backward=None))
         for backward, suffix in ((False, ""), (True, "_backward")):
             beside = [_beside(each, ranks.size, settings) for each in plain if each.case.backward == backward]
             call, per_byte = fit_calls(beside, 1 / machine.merge)

@@ -27,8 +27,9 @@ from ....pattern import Causal, Dilated, Pattern, Window
 from ....planner import make_plan
 from ....reporting.peak_memory import available
 from ....text import size
-from ...calibrate.measure import CalibrationSizes, calibrate
+from ...calibrate.measure import calibrate
 from ...calibrate.measuring_ranks import MeasuringRanks, Settings
+from ...calibrate.rounds import CalibrationSizes
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Ratio, relative_error
 from ..libraries import CANNOT_RUN, LIBRARIES, Attend, list_masks, make_call
 from ..records import slug
