@@ -19,7 +19,7 @@ from ringattn.errors import BenchFailure, InvalidInput, LaunchFailure, Unsupport
 from ringattn.experiments.bench import get_cases, runner
 from ringattn.experiments.bench.records import read_results
 from ringattn.experiments.bench.suites import gpu
-from ringattn.experiments.calibrate import kernels, measuring_ranks
+from ringattn.experiments.calibrate import measuring_ranks
 from ringattn.machine.file import read_machine
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="scripts/gpu runs the suite itself")
@@ -56,7 +56,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     monkeypatch.setattr(runner, "run_local", run_here)
     monkeypatch.setattr(torch, "compile", lambda call, **options: call)
-    monkeypatch.setattr(kernels, "ENOUGH", 0.0)
+    monkeypatch.setattr(measuring_ranks, "ENOUGH", 0.0)
     monkeypatch.setattr(measuring_ranks, "COLD_BYTES", 1 << 16)
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.chdir(tmp_path)
