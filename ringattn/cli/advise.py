@@ -24,6 +24,8 @@ def main(config: AdviseConfig) -> None:
     """Print the advice; write it as JSON to `output.path`, and as a page to `output.page`."""
     check_json(config.output.path)
     if config.output.page is not None:
+        if config.output.page == STDOUT:
+            raise InvalidInput("output.page=-: a page is written to a file only; try output.page=advice.html")
         check_matplotlib("leave output.page out")
         check_writable(Path(config.output.page))
     question = Question(

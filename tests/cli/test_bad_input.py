@@ -254,3 +254,9 @@ def test_signals_at_start_up(tmp_path: Path, number: int, status: int, word: str
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stderr) == (status, f"ringattn: {word}\n")
+
+
+def test_a_page_of_advise_needs_a_file(inside: Inside, tmp_path: Path) -> None:
+    done = inside("advise", "model=llama3_8b", "tokens=8k", "gpus=8", "output.page=-", cwd=tmp_path)
+    assert done.returncode == 2 and "output.page=-: a page is written to a file only" in done.stderr
+    assert not list(tmp_path.iterdir())
