@@ -118,7 +118,7 @@ def measure_on(
     if team.rank == 0:
         made = _describe_run(config, team)
         write_machine(path, calibration.machine, made=made, samples=calibration.samples, fits=calibration.fits)
-        _print(calibration, settings.repeat)
+        _print(calibration)
 
 
 def _describe_run(config: CalibrateConfig, team: MeasuringRanks) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _describe_run(config: CalibrateConfig, team: MeasuringRanks) -> dict[str, An
     }
 
 
-def _print(calibration: Calibration, repeat: int) -> None:
+def _print(calibration: Calibration) -> None:
     """Print the numbers of the machine, the rates of its kernel, and the passes that check the model."""
     machine = calibration.machine
     values = ((name, getattr(machine, name)) for name in MACHINE_NUMBERS)
@@ -183,9 +183,9 @@ def _print(calibration: Calibration, repeat: int) -> None:
             Number("  90 % interval", bounds, "measured"),
         ],
     )
-    if repeat == 1:
+    if len(ratios) == len(calibration.passes):
         get_console().print(
-            "note: with repeat=1 each kind of pass ran once, so that intervals hold the differences between kinds, and "
+            "note: in one round each kind of pass ran once, so that intervals hold the differences between kinds, and "
             "little of the differences between runs; try repeat=5",
             soft_wrap=True,
         )
