@@ -147,7 +147,7 @@ class _Comparison:
             fastest = min((candidate.seconds for candidate in self.plans), default=inf)
             least = self.least.get((layout, sizes[name]), bounds[sizes[name]])
             if fastest <= least * EQUAL:
-                why = f"its steps take {duration(least)} at least, which is not much faster than the best"
+                why = f"its steps take at least {duration(least)}, where the best takes {duration(fastest)}"
                 self.leave_out(layout, name, why)
             elif not self._fits(layout, name):
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
