@@ -57,9 +57,11 @@ def test_lowered_works_hold_their_pairs(data: st.DataObject) -> None:
 
 def test_tiles_are_one_shape_each_with_every_size_once() -> None:
     found = []
+    pairs: dict[str, list[int]] = {"dense": [], "triangle": [], "band": []}
     for work in kernels.list_works(ROWS, (16, 64), heads=2):
         (tile,) = lower_to_tiles(work)
         found.append(tile[:3])
+        pairs[tile[0]].append(tile[3])
         seen = sum(
             1
             for i in range(len(work.q)) for j in range(work.keys)
@@ -67,7 +69,10 @@ def test_tiles_are_one_shape_each_with_every_size_once() -> None:
         ) if work.keys < 400 else None  # fmt: skip
         assert seen is None or tile[3] == 2 * seen
     dense = [("dense", n, m) for n in ROWS for m in ROWS] + [("dense", n, n - kernels.RAGGED_BY) for n in ROWS]
-    assert found == dense + [("triangle", n, 1) for n in ROWS] + [("band", n, w) for n in ROWS for w in (16, 64)]
+    others = [("triangle", n, 1) for n in ROWS] + [("band", n, w) for n in ROWS for w in (16, 64)]
+    assert sorted(found) == sorted(dense + others)
+    assert list(dict.fromkeys(shape for shape, *_ in found)) == list(pairs), "one shape after another"
+    assert all(counts == sorted(counts, reverse=True) for counts in pairs.values()), "from the largest to the smallest"
 
 
 def test_a_plan_takes_as_long_as_its_tiles() -> None:
