@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,9 @@ def check_seconds(name: str, seconds: float) -> None:
 
 
 def measure_on(
-    config: CalibrateConfig, transport: Transport | None, between: Callable[[MeasuringRanks], None] | None = None
+    config: CalibrateConfig,
+    transport: Transport | None,
+    between: Callable[[MeasuringRanks], object] = lambda ranks: None,
 ) -> None:
     """Measure as one rank, or alone where `transport` is None. Rank 0 prints and writes the machine file.
 
@@ -111,10 +112,7 @@ def measure_on(
         if team.rank == 0:
             get_console().print(f"measuring {text}")
 
-    base = config.machine.made(device.type)
-    calibration = calibrate(
-        team, settings, sizes, base, tell, between=(lambda: None) if between is None else partial(between, team)
-    )
+    calibration = calibrate(team, settings, sizes, config.machine.made(device.type), tell, between)
     if team.rank == 0:
         made = _describe_run(config, team)
         write_machine(path, calibration.machine, made=made, samples=calibration.samples, fits=calibration.fits)

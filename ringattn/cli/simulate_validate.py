@@ -183,7 +183,7 @@ def _measure_rank(
     calibration: CalibrateConfig | None,
     config: SimulateConfig,
 ) -> dict[int, list[Runs]]:
-    """What one rank does: the rounds of the passes, and between them its part of the calibration."""
+    """The runs of each pass by number of ranks, which one rank measures between the rounds of its calibration."""
     calibrated = {**vars(calibration), "kernel": calibration.kernel.spec} if calibration is not None else made
     assert calibrated is not None, "without a calibration there is a machine file"
     rounds = _Rounds(rows, _settings(calibrated, config), config)
@@ -192,19 +192,20 @@ def _measure_rank(
             rounds.measure(calibrated.get("pace"))
     elif rank < calibration.ranks:
         calibrate.measure_on(
-            calibration, rounds.teams[calibration.ranks].transport, lambda ranks: rounds.announce(ranks.pace)
+            calibration, rounds.teams[calibration.ranks].transport, lambda ranks: rounds.measure_announced(ranks.pace)
         )
-        rounds.announce(None, last=True)
+        rounds.measure_announced(last=True)
     else:
-        rounds.follow()
-    return rounds.finish()
+        while rounds.measure_announced():
+            pass
+    return {count: list(zip(*of_ranks, strict=True)) for count, of_ranks in rounds.rounds.items()}
 
 
 class _Rounds:
     """Rounds of all held-out passes on every number of ranks. All ranks make the same number of rounds.
 
-    They are spread over the time of the calibration, so that both meet the same machine, which is slower at times: a
-    round follows each round of the calibration, which some ranks wait for.
+    A round follows each round of the calibration, so that passes and calibration meet the same minutes of a machine
+    that is slower at times. Ranks that do not calibrate wait meanwhile.
     """
 
     def __init__(self, rows: Sequence[int], settings: Settings, config: SimulateConfig) -> None:
@@ -220,16 +221,15 @@ class _Rounds:
                 self.teams[count] = MeasuringRanks(TorchDist(group, timeout=options.timeout), device)
                 self.rounds[count] = []
 
-    def announce(self, pace: float | None, *, last: bool = False) -> None:
-        """Tell the ranks that wait in `follow` to measure a round, at the pace of the calibration, or to go on."""
+    def measure_announced(self, pace: float | None = None, *, last: bool = False) -> bool:
+        """Measure a round at the pace that rank 0 gives; False without a round, once rank 0 says that all are done.
+
+        Collective.
+        """
         pace, last = self.everyone.gather((pace, last))[0]
         if not last:
             self.measure(pace)
-
-    def follow(self) -> None:
-        """Measure the rounds that ranks which calibrate announce."""
-        while not (announced := self.everyone.gather((None, False))[0])[1]:
-            self.measure(announced[0])
+        return not last
 
     def measure(self, pace: float | None) -> None:
         """Measure a round. Collective."""
@@ -239,11 +239,6 @@ class _Rounds:
                 reference = make_reference(find_kernel(self.settings, team.device), self.settings, team.device)
                 team.keep_pace(reference, pace)
             rounds.append(time_passes(team, cases, self.settings, warm_up=not rounds))
-
-    def finish(self) -> dict[int, list[Runs]]:
-        """The runs of each pass by number of ranks."""
-        self.everyone.barrier()
-        return {count: list(zip(*rounds, strict=True)) for count, rounds in self.rounds.items()}
 
 
 def _print(ranks: int, passes: list[Pass], machine: Machine, groups: dict[str, Errors]) -> None:

@@ -35,9 +35,10 @@ def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
 
 
 def halve(triangle: Work, least: int) -> Iterator[Work]:
-    """The calls that compute a triangle: squares, and triangles of at most `least` rows; `least` is over SQUARE_KEYS.
+    """The calls that compute a triangle: squares, and triangles of at most `least` rows.
 
-    Ops compute hidden pairs of a triangle, the flash op for CPUs up to 512 keys of each row.
+    `least` is SQUARE_KEYS or more, so that no half of a triangle is empty. Ops compute hidden pairs of a triangle, the
+    flash op for CPUs up to 512 keys of each row.
     """
     rows = len(triangle.q)
     if rows <= least:

@@ -67,15 +67,8 @@ class TimeGrid:
         """Useful flop/s of a tile. Outside the measured sizes, the rate of the nearest measured size."""
         i, x = _locate(self.rows, rows)
         j, y = _locate(self.keys, keys)
-        corners = [
-            [math.log(self.rates[min(a, len(self.rows) - 1)][min(b, len(self.keys) - 1)]) for b in (j, j + 1)]
-            for a in (i, i + 1)
-        ]
-        low, high = ((1 - y) * rates_of_row[0] + y * rates_of_row[1] for rates_of_row in corners)
-        factor = 0.0
-        if self.ragged is not None and keys % WHOLE_KEYS:
-            ends = [math.log(self.ragged[min(b, len(self.keys) - 1)]) for b in (j, j + 1)]
-            factor = (1 - y) * ends[0] + y * ends[1]
+        low, high = (_log_at(self.rates[row], j, y) for row in (i, min(i + 1, len(self.rows) - 1)))
+        factor = 0.0 if self.ragged is None or keys % WHOLE_KEYS == 0 else _log_at(self.ragged, j, y)
         return math.exp((1 - x) * low + x * high + factor)
 
     def covers(self, rows: int, keys: int) -> bool:
@@ -84,6 +77,12 @@ class TimeGrid:
         There is no lower limit: in the time of a tile smaller than the measured ones the overhead prevails.
         """
         return rows <= BEYOND * self.rows[-1] and keys <= BEYOND * self.keys[-1]
+
+
+def _log_at(values: tuple[float, ...], index: int, position: float) -> float:
+    """The logarithm of the value at a position, 0 to 1 in logarithms, between `values[index]` and the next value."""
+    following = values[min(index + 1, len(values) - 1)]
+    return (1 - position) * math.log(values[index]) + position * math.log(following)
 
 
 def _locate(sizes: tuple[int, ...], size: int) -> tuple[int, float]:

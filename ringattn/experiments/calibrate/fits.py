@@ -105,10 +105,10 @@ def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, floa
 def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
     """The share of a message's time by which the message lengthens the visit that hides it, 0 to 1.
 
-    `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended), of
-    the first and the last repetition by repetition. A message that lacks a core during the visit ends after it, and its
-    rank waits for it. A size gives the median lengthening over the time that visit and message share; the result is the
-    median over sizes.
+    `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended). The
+    repetitions of visits alone and of both at once are paired. A rank waits for a message that lacks a core during the
+    visit, and therefore ends after it. A size gives the median lengthening over the time that visit and message share;
+    the result is the median over sizes.
     """
     shares = [
         median(b - a for a, b in zip(visit, both, strict=True)) / min(median(visit), median(message))

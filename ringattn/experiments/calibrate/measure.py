@@ -33,13 +33,13 @@ def calibrate(
     sizes: CalibrationSizes,
     base: Machine,
     tell: Callable[[str], None],
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[MeasuringRanks], object] = lambda ranks: None,
 ) -> Calibration:
     """Measure kernels, merging, links, overlap and passes on all ranks, in rounds.
 
     Numbers that are not measured are those of `base`. A process alone measures kernels and merging only. `tell`
-    receives what is measured, round by round, and `between` is called after each round. Collective. Raises
-    InvalidInput, and Unsupported where the kernel cannot compute the dtype.
+    receives what is measured, round by round, and `between` is called with the ranks after each round. Collective.
+    Raises InvalidInput, and Unsupported where the kernel cannot compute the dtype.
     """
     kernel = kernels.find_kernel(settings, ranks.device)
     if ranks.device.type == "cpu":
@@ -49,7 +49,7 @@ def calibrate(
     for number in ranks.rounds(settings):
         tell(f"round {number + 1}")
         rounds.append(Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
-        between()
+        between(ranks)
     return _Fitter(ranks, settings, sizes).fit(Round.join(rounds), cases, base)
 
 

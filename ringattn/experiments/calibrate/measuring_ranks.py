@@ -89,7 +89,7 @@ class MeasuringRanks:
         self.pace = median(self._time_reference() for _ in range(2 * REFERENCE_RUNS)) if pace is None else pace
 
     def rounds(self, settings: Settings) -> Iterator[int]:
-        """The numbers of the rounds of measurements."""
+        """The numbers of the rounds: `settings.repeat`, and more while they end within `settings.seconds`."""
         begun = time.perf_counter()
         for number in count():
             if number >= settings.repeat:

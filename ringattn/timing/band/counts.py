@@ -132,14 +132,14 @@ class BandCounts:
         faults = self.faults if ranks is None else self.faults.at(ranks)
         merge = scale_by_slow_ranks(self.rates.merge(self.band.heads), faults)
         direct_seconds: np.ndarray | None = None
-        longest: tuple[Value, Value] = (0.0, 0.0)
+        sent: Value = 0.0
+        received: Value = 0.0
         if direct_costs is not None and steps is not None:
             direct_seconds, (sent, received) = direct_costs.at(self.ranks if ranks is None else ranks, steps)
-            longest = sent, received
         costs = self._find_neighbor_costs(counted[2:], ranks, direct_seconds)
         messages = tuple(costs.messages(sign) for sign, size in costs.sizes.items() if np.any(size))
         compute = scale_by_slow_ranks(counted[0] * self.pair_seconds, faults)
-        return Phase(1, compute, merge * counted[1], messages, longest_direct=longest)
+        return Phase(1, compute, merge * counted[1], messages, longest_direct=(sent, received))
 
     def make_ring(self) -> Ring:
         """The ring of all ranks, one phase per step. Up to CACHED ranks x steps are counted once, else at every use."""
