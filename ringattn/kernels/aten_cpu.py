@@ -20,6 +20,8 @@ TRIANGLE_ROWS = 128
 #: Query rows times heads per call, which bounds the memory of a call and still occupies many threads. The same bound on
 #: keys times heads limits how many repetitions are one call, because a backward allocates their gradients.
 CALL_ROWS = 1 << 14
+#: Below this number of keys the op answers out 0 and lse 0 for a row whose logits are all NaN (fp64: below half of it).
+LANES = 16
 #: Strips of bands bounded above, measured at widths of 64 to 1,024. A backward adds to dK and dV in each strip.
 FORWARD, BACKWARD = Strips(8, least=32), Strips(2, least=64)
 
@@ -83,6 +85,10 @@ class AtenCpu(Kernel):
         padded = [pad_to(_ready(x), width) for x in (q, k, v)]
         causal, mask = _mask_of(work, padded[0].dtype)
         out, lse = _forward(*padded, 0.0, causal, attn_mask=mask, scale=scale)
+        if work.keys < LANES and not lse.all():
+            bad_q, bad_k = (0 * x.abs().amax(dims) for x, dims in ((padded[0], -1), (padded[1], (-2, -1))))
+            lse += bad_q + bad_k.repeat_interleave(q.shape[1] // k.shape[1], 1).unsqueeze(-1)
+            out.masked_fill_(lse.isnan().unsqueeze(-1), torch.nan)
         return crop_to(out, v.shape[-1]), lse
 
     def backward(

@@ -1,27 +1,20 @@
-"""The interface of all kernels, and guards that make all kernels treat NaN and infinities alike.
+"""The interface of all kernels.
 
 lse is the natural log of the sum of exp(scaled logits), [B, H, rows], in fp32 (fp64 for fp64 inputs). Every query row
 that a kernel receives sees a key.
 
-NaN and infinities (bad numbers) act by rows, whatever the ranks, the tiling and the kernel. Forward: a bad row of q
-makes its row of out and lse NaN; a bad row of k or v makes every row that sees this key NaN. Backward: such a row, and
-a row with a bad cotangent, gets a NaN dq, and every key that the row sees gets NaN in dk and dv. A row that sees no key
-has out 0 and lse -inf.
-
-Every owner marks its bad rows once per call, before they travel: key rows by NaN in v, query rows by NaN in lse. In a
-dense call NaN reaches all rows by itself. A call with a band gets its inputs without the marks, and marks one column of
-its result; the marks of the finished result are spread over its columns. Nothing here waits for a device.
+NaN and infinities act as in torch's SDPA: every row that sees a key with a NaN is NaN, and other rows of the same call
+may be. A row that sees no key has out 0 and lse -inf.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, reduce
-from math import isfinite
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -154,114 +147,6 @@ def band(rows: int, keys: int, lo: int | None, hi: int | None, device: torch.dev
         return visible
 
 
-def forward(
-    kernel: Kernel, q: torch.Tensor, keys: Sequence[torch.Tensor], work: Work, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernel.forward` with the k, v of `keys`. With the third tensor of `hide_bad_keys`, column 0 of out is NaN in the
-    rows that see a bad key.
-
-    q must be finite, see `finite_rows`. In a dense work every row sees every key, and the NaN that `mark_bad_keys` puts
-    into v reaches every row without help.
-    """
-    k, v, *bad_keys = keys
-    out, lse = kernel.forward(q, k, v, work, scale)
-    for bad in bad_keys:
-        bad_rows = _seeing(bad.squeeze(-1), work)
-        out[..., 0].unflatten(1, (k.shape[1], -1)).masked_fill_(bad_rows.unsqueeze(2), torch.nan)
-    return out, lse
-
-
-def backward(
-    kernel: Kernel, rows: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], work: Work, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`kernel.backward` with the dO, q, out, lse of `rows` and the k, v of `keys`. With the fifth tensor of
-    `hide_bad_rows`, column 0 of dv is NaN for the keys that a bad row sees.
-
-    A row that sees a bad key is bad itself, since its lse is NaN.
-    """
-    grad, q, out, lse, *bad_rows = rows
-    k, v, *_ = keys
-    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, work, scale)
-    for bad in bad_rows:
-        bad_keys = _seeing(bad.unflatten(1, (k.shape[1], -1)).any(2), work, by_key=True)
-        dv[..., 0].masked_fill_(bad_keys, torch.nan)
-    return dq, dk, dv
-
-
-def finite_rows(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(q with 0 in its bad rows, bool [B, H, n] that flags these rows); (q, None) if q is known to be finite.
-
-    Some libraries give 0 for rows whose logits are all NaN. So a kernel never receives a bad q, and the executor sets
-    the flagged rows of the finished result to NaN.
-    """
-    if finite(q):
-        return q, None
-    bad = _bad_rows(q)
-    return q.masked_fill(bad.unsqueeze(-1), 0.0), bad
-
-
-def mark_bad_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k', v') in which only v' marks bad key rows, by NaN; k' has 0 in these rows. Unchanged if known to be finite.
-
-    A weight times NaN is NaN, even for the weight 0. A bad logit would be less reliable: -inf hides its key, and for a
-    call whose logits are all NaN some libraries give 0.
-    """
-    if finite(k, v):
-        return k, v
-    bad = _bad_rows(k, v).unsqueeze(-1)
-    return k.masked_fill(bad, 0.0), v.masked_fill(bad, torch.nan)
-
-
-def hide_bad_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(k, v with 0 in marked rows, bool [B, K, n, 1] that flags these rows) for calls with a band; (k, v) if no row is
-    known to be marked. k and v come from `mark_bad_keys`.
-
-    Libraries hide a key by the weight 0, and 0 * NaN is NaN. Reads one column of v, and writes v once.
-    """
-    bad = v[..., :1].isnan()
-    return (k, v) if none(bad) else (k, v.masked_fill(bad, 0.0), bad)
-
-
-def mark_bad_rows(lse: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(lse', *tensors') in which only lse' [B, H, n] marks bad query rows, by NaN; the tensors [B, H, n, ...] have 0 in
-    these rows. Unchanged if known to be finite. A row that sees no key, with lse -inf, is not marked.
-    """
-    if finite(*tensors) and (finite(lse) or finite(lse.masked_fill(lse.isneginf(), 0.0))):
-        return lse, *tensors
-    bad = _bad_rows(lse.unsqueeze(-1), *tensors) & ~lse.isneginf()
-    return lse.masked_fill(bad, torch.nan), *(x.masked_fill(bad.unsqueeze(-1), 0.0) for x in tensors)
-
-
-def hide_bad_rows(
-    grad: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """(dO, q, out, lse with +inf in marked rows, bool [B, H, n] that flags these rows) for calls with a band; the four
-    tensors if known to be finite. The tensors come from `mark_bad_rows`. With lse +inf a row has P = 0.
-    """
-    bad = lse.isnan()
-    return (grad, q, out, lse) if none(bad) else (grad, q, out, lse.masked_fill(bad, torch.inf), bad)
-
-
-def spread_marks(marks: torch.Tensor, *tensors: torch.Tensor) -> None:
-    """Set to NaN, in place, the rows that `marks` [B, heads, n] flags in tensors [B, heads, n] or [B, heads, n, D]."""
-    if not none(marks):
-        for x in tensors:
-            x.masked_fill_(marks.unsqueeze(-1) if x.ndim > marks.ndim else marks, torch.nan)
-
-
-def finite(*tensors: torch.Tensor) -> bool:
-    """True if all entries are known to be finite. False for tensors off the CPU: looking would wait for the device."""
-    for x in tensors:
-        if x.device.type != "cpu" or not (isfinite(float(x.sum(dtype=wide(x.dtype)))) or bool(x.isfinite().all())):
-            return False
-    return True
-
-
-def none(flags: torch.Tensor) -> bool:
-    """True if no flag is known to be set. False for flags off the CPU: looking would wait for the device."""
-    return flags.device.type == "cpu" and not bool(flags.any())
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results of `dtype` are accumulated: fp64 for fp64, else fp32."""
     return dtype if dtype == torch.float64 else torch.float32
@@ -280,47 +165,3 @@ def positive(scale: float) -> tuple[float, float]:
     if scale > 0:
         return 1.0, scale
     return (-1.0, -scale) if scale < 0 else (0.0, 1.0)
-
-
-def _bad_rows(*tensors: torch.Tensor) -> torch.Tensor:
-    """Bool [B, heads, rows], True for a row with NaN or infinity in any of the tensors [B, heads, rows, ...]."""
-    # The largest magnitude of a row reads the tensor once and is NaN if any entry is.
-    peaks = [torch.linalg.vector_norm(x, torch.inf, -1) for x in tensors]
-    return ~(reduce(torch.maximum, peaks) < torch.inf)
-
-
-def _seeing(flagged: torch.Tensor, work: Work, *, by_key: bool = False) -> torch.Tensor:
-    """Bool [B, K, rows or 1], True for a row that sees a key that `flagged` [B, K, keys] flags.
-
-    `by_key`: bool [B, K, keys or 1], True for a key that a flagged row sees.
-    """
-    if work.sequences:
-        from .packing import visible_runs  # only what packs loads it
-
-        first, stop = visible_runs(work, flagged.device, by_key=by_key)
-        count = torch.nn.functional.pad(flagged.cumsum(-1, dtype=torch.int32), (1, 0))
-        return count.index_select(-1, stop) > count.index_select(-1, first)
-    if not by_key:
-        return _rows_seeing(flagged, work.lo, work.hi, len(work.q))
-    # Row i sees key j iff -hi <= j - i <= -lo: the same band with rows and keys exchanged.
-    lo, hi = (None if bound is None else -bound for bound in (work.hi, work.lo))
-    return _rows_seeing(flagged, lo, hi, work.keys)
-
-
-def _rows_seeing(flagged: torch.Tensor, lo: int | None, hi: int | None, rows: int) -> torch.Tensor:
-    """Bool [B, K, rows or 1], True for a row i with lo <= i - j <= hi for a key j that `flagged` [B, K, keys] flags."""
-    count = flagged.cumsum(-1, dtype=torch.int32)
-    until_last = count[..., -1:] if lo is None else _shifted(count, -lo, rows)
-    return until_last > (0 if hi is None else _shifted(count, -hi - 1, rows))
-
-
-def _shifted(count: torch.Tensor, shift: int, rows: int) -> torch.Tensor:
-    """[B, K, rows] with count [B, K, keys] at i + shift for row i: 0 before the first key, the total from the last key
-    on."""
-    inside = count[..., max(shift, 0) : max(shift + rows, 0)]
-    before = min(max(-shift, 0), rows)
-    after = rows - before - inside.shape[-1]
-    if not before and not after:
-        return inside
-    first, last = (x.expand(*count.shape[:2], n) for x, n in ((count.new_zeros(1), before), (count[..., -1:], after)))
-    return torch.cat([first, inside, last], -1)

@@ -253,25 +253,6 @@ def cumulative(work: Work, batch: int, device: torch.device) -> tuple[torch.Tens
     return _keep(work, (cumulative, batch, device), make)
 
 
-def visible_runs(work: Work, device: torch.device, *, by_key: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, stop) of the keys that each row of a packed work sees; `by_key`: of the rows that see each key."""
-
-    def make() -> Any:
-        sizes, lo, hi = np.array(_sizes(work)).T, work.lo, work.hi
-        if by_key:  # row i sees key j iff -hi <= j - i <= -lo
-            lo, hi = (None if bound is None else -bound for bound in (hi, lo))
-            sizes = sizes[::-1]
-        (count, seen), (stops, seen_stops) = sizes, sizes.cumsum(1)
-        first, stop = np.repeat(seen_stops - seen, count), np.repeat(seen_stops, count)
-        # What is as far from the end of its sequence.
-        same = np.arange(count.sum()) + np.repeat(seen_stops - stops, count)
-        first = first if hi is None else np.maximum(first, same - hi)
-        stop = stop if lo is None else np.minimum(stop, same - lo + 1)
-        return tuple(torch.as_tensor(x, device=device) for x in (first, stop))
-
-    return _keep(work, (visible_runs, by_key, device), make)
-
-
 def _places(work: Work, *, by_key: bool) -> tuple[np.ndarray, np.ndarray]:
     """(heads [n or 1, heads of a sequence], rows [n, 1]) of the rows, or keys, of the sequences of a gathered work."""
     runs = [part.k if by_key else (part.q,) for part in work.sequences]

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from ..kernels.base import as_dtype, spread_marks, wide
+from ..kernels.base import as_dtype, wide
 from ..kernels.pad import crop_to
 from ..pattern.ranges import shift_range
 from ..plan.work import Work
@@ -195,21 +195,13 @@ class OutputAccumulator:
         if accumulator.dtype != self.out.dtype:
             self._rows(self.out, section.rows).copy_(accumulator)
 
-    def finish(self, empty: Sequence[range], bad: torch.Tensor | None = None) -> Pair:
-        """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf; flagged rows get NaN.
-
-        `bad` [B, H, n] flags rows with a query that is not finite.
-        """
+    def finish(self, empty: Sequence[range]) -> Pair:
+        """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf."""
         self._allocate()
         assert self.out is not None and self.lse is not None
         for rows in empty:
             self._rows(self.out, rows).zero_()
             self._rows(self.lse, rows).fill_(-torch.inf)
-        # A bad key shows in column 0 of out, see `kernels.base.forward`.
-        marks = self.out[..., 0].isnan()
-        if bad is not None:
-            marks |= bad & (self.lse != -torch.inf)
-        spread_marks(marks, self.out, self.lse)
         return self.out, as_dtype(self.lse, wide(self.q.dtype))
 
     def _open_section(self, section: Section) -> RowViews:
@@ -247,19 +239,6 @@ def write(sums: RowViews, *parts: torch.Tensor) -> None:
         total.copy_(crop_to(part, total.shape[-1]))
 
 
-def split_views(marked: Tensors, hidden: Tensors | None) -> tuple[RowViews, RowViews]:
-    """Inputs of dense calls, and of calls with a band: `hidden`, from `hide_bad_rows` or `hide_bad_keys`. A visit
-    without a band needs none.
-    """
-    views = RowViews(*marked)
-    return views, views if hidden is None else RowViews(*hidden)
-
-
 def make_sums(*like: torch.Tensor) -> Tensors:
     """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
     return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
-
-
-def hide_keyless(lse: torch.Tensor) -> torch.Tensor:
-    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
-    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)

@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.base import (
-    Kernel,
-    as_dtype,
-    finite_rows,
-    hide_bad_keys,
-    hide_bad_rows,
-    mark_bad_keys,
-    mark_bad_rows,
-    spread_marks,
-)
-from ..kernels.base import backward as kernel_backward
-from ..kernels.base import forward as kernel_forward
+from ..kernels.base import Kernel, as_dtype
 from ..kernels.pad import delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
 from ..transport.base import PLAN_TAGS, Program, Tags
@@ -34,9 +23,7 @@ from .accumulators import (
     RowViews,
     accumulate,
     align_rows,
-    hide_keyless,
     make_sums,
-    split_views,
     write,
 )
 from .memory import empty
@@ -161,32 +148,26 @@ def _forward_ring(
 ) -> Program[Forward]:
     """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
-    query, bad = finite_rows(q)
-    own_keys = mark_bad_keys(k, v)
-    run.give(program.own["kv"], own_keys)
+    run.give(program.own["kv"], (k, v))
     output, inputs, count = OutputAccumulator(q, v.shape[-1], out), KernelInputs(), q.size(0)
-    own = RowViews(query)
+    own = RowViews(q)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"forward step {index}")
         for visit in step.visits:
             run.copy(visit.copies)
-            marked = run.get(visit.block)
-            if _is_rounded(job, visit):
-                marked = mark_bad_keys(*marked)
-            unmarked = visit.is_dense or (visit.is_own and own_keys[0] is k)
-            dense, banded = split_views(marked, None if unmarked else hide_bad_keys(*marked))
+            block = RowViews(*run.get(visit.block))
             dropping = _dropping(job, visit, q)
             for part in visit.parts:
                 for call in part.calls:
                     for batch in batches(call.work, count):
-                        (x,), keys = inputs.select(call.work, batch, own, dense if call.work.dense else banded)
+                        (x,), keys = inputs.select(call.work, batch, own, block)
                         kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
                         # A name for the result would keep it alive beside the next call's.
-                        output.add(part.section, call, *kernel_forward(kernel, x, keys, call.work, job.scale), batch)
+                        output.add(part.section, call, *kernel.forward(x, *keys, call.work, job.scale), batch)
                 if part.last:
                     output.close(part.section)
         yield from run.finish(step.waits)
-    return Forward(*output.finish(program.empty, bad), run.get(program.kept))
+    return Forward(*output.finish(program.empty), run.get(program.kept))
 
 
 def _backward_by_keys(
@@ -203,8 +184,7 @@ def _backward_by_keys(
     """`backward` of the ring where blocks of keys and values come to the queries of this rank."""
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
     dq, dk, dv = make_sums(q, k, v)
-    own_keys = mark_bad_keys(k, v)
-    run.give(program.own["kv"], own_keys)
+    run.give(program.own["kv"], (k, v))
     run.give(program.kept, result.kept)
     run.give(program.sums["grad"], (dk, dv))
     inputs, query, column = KernelInputs(), q, 1.0
@@ -215,27 +195,17 @@ def _backward_by_keys(
         else:  # dropout scales dO v^T but not dlse, which therefore becomes a part of delta
             grad, out = with_delta(grad, delta(grad, out, grad_lse), wider=True)
             column = 0.0
-    lse, grad, query, out = mark_bad_rows(result.lse, grad, query, out)
-    marked_rows = (grad, query, out, hide_keyless(lse))
-    hidden_rows = None if lse is result.lse else hide_bad_rows(*marked_rows)
-    rows, sums_of_rows = split_views(marked_rows, hidden_rows), RowViews(dq)
+    rows, sums_of_rows = RowViews(grad, query, out, result.lse), RowViews(dq)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
             run.copy(visit.copies)
-            marked = run.get(visit.block)
-            if _is_rounded(job, visit):
-                marked = mark_bad_keys(*marked)
+            block = run.get(visit.block)
             if grad_lse is not None:
-                marked = with_column(marked[0], 0.0), with_column(marked[1], column)
-            unmarked = visit.is_dense or (visit.is_own and own_keys[0] is k)
-            keys = split_views(marked, None if unmarked else hide_bad_keys(*marked))
+                block = with_column(block[0], 0.0), with_column(block[1], column)
             sums = sums_of_rows, RowViews(*run.get(visit.sums))
-            _differentiate(job, visit, inputs, rows, keys, sums, (False, visit.is_new))
+            _differentiate(job, visit, inputs, rows, RowViews(*block), sums, (False, visit.is_new))
         yield from run.finish(step.waits)
-    if lse is not result.lse:
-        spread_marks(lse.isnan(), dq)
-    spread_marks(dv[..., 0].isnan(), dk, dv)
     return job.gradients((dq, dk, dv), (q, k, v))
 
 
@@ -254,58 +224,44 @@ def _backward_by_queries(
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
     grad, q, k, v, out = map(align_rows, (grad, q, k, v, result.out))
     dq, dk, dv = make_sums(q, k, v)
-    lse, query, grad, row_delta = mark_bad_rows(result.lse, q, grad, delta(grad, out, grad_lse))
-    row = (hide_keyless(lse), delta_factor(grad, row_delta)) if _sends_factors(job) else (lse, row_delta)
-    run.give(program.own["q"], (query, grad))
-    run.give(program.own["row"], row)
+    row_delta = delta(grad, out, grad_lse)
+    run.give(program.own["q"], (q, grad))
+    run.give(program.own["row"], (result.lse, delta_factor(grad, row_delta) if _sends_factors(job) else row_delta))
     run.give(program.sums["dq"], (dq,))
-    inputs, marked_keys = KernelInputs(), mark_bad_keys(k, v)
-    are_finite = marked_keys[0] is k
-    if job.lse:
-        marked_keys = with_column(marked_keys[0], 0.0), with_column(marked_keys[1], 0.0)
-    keys, sums_of_keys = split_views(marked_keys, None if are_finite else hide_bad_keys(*marked_keys)), RowViews(dk, dv)
+    inputs, sums_of_keys = KernelInputs(), RowViews(dk, dv)
+    keys = RowViews(with_column(k, 0.0), with_column(v, 0.0)) if job.lse else RowViews(k, v)
     for index, step in enumerate(program.steps, program.first):
         yield from run.start(step.posts, f"backward step {index}")
         for visit in step.visits:
             run.copy(visit.copies)
-            marked = _query_inputs(job, run.get(visit.block), run.get(visit.rows), rounded=_is_rounded(job, visit))
-            unmarked = visit.is_dense or (visit.is_own and lse is result.lse)
-            rows = split_views(marked, None if unmarked else hide_bad_rows(*marked))
+            rows = RowViews(*_query_inputs(job, run.get(visit.block), run.get(visit.rows)))
             sums = RowViews(*run.get(visit.sums)), sums_of_keys
             _differentiate(job, visit, inputs, rows, keys, sums, (visit.is_new, False))
         yield from run.finish(step.waits)
-    if lse is not result.lse:
-        spread_marks(lse.isnan(), dq)
-    spread_marks(dv[..., 0].isnan(), dk, dv)
     return job.gradients((dq, dk, dv), (q, k, v))
-
-
-def _is_rounded(job: Job, visit: Visit) -> bool:
-    """Whether a block arrived in a narrower dtype, in which large numbers become infinite."""
-    return job.plan.comm_dtype is not None and not visit.is_own
 
 
 def _differentiate(
     job: Job,
     visit: Visit,
     inputs: KernelInputs,
-    by_query: tuple[RowViews, RowViews],
-    by_key: tuple[RowViews, RowViews],
+    by_query: RowViews,
+    by_key: RowViews,
     sums: tuple[RowViews, RowViews],
     is_new: tuple[bool, bool],
 ) -> None:
     """Add a visit's share of dq to `sums[0]`, and of dk and dv to `sums[1]`.
 
-    `by_query` are (dO, q, out, lse) and `by_key` are (k, v), from `_views`. `is_new`: for each of the sums, whether it
+    `by_query` are (dO, q, out, lse) and `by_key` are (k, v). `is_new`: for each of the sums, whether it
     is arbitrary, and the visit's only call writes all of it.
     """
     total = sums[0].tensors[0]
     count, dropping = total.size(0), _dropping(job, visit, total)
     for work in visit.works:
         for batch in batches(work, count):
-            rows, keys = inputs.select(work, batch, by_query[not work.dense], by_key[not work.dense])
+            (grad, q, out, lse), (k, v) = inputs.select(work, batch, by_query, by_key)
             kernel = job.kernel if dropping is None else dropping.select(work, batch)
-            dq, *of_keys = kernel_backward(kernel, rows, keys, work, job.scale)
+            dq, *of_keys = kernel.backward(grad, q, k, v, out, lse, work, job.scale)
             if is_new[0]:
                 write(sums[0], dq)
             else:
@@ -327,20 +283,18 @@ def _dropping(job: Job, visit: Visit, like: Tensor) -> DroppingKernels | None:
 
 
 def _sends_factors(job: Job) -> bool:
-    """Whether queries travel with lse as kernels take it, and with the factor of `times_unit` in place of delta.
+    """Whether queries travel with the factor of `times_unit` in place of delta.
 
     A gradient of lse needs delta itself, and so does dO that is rounded on its way.
     """
     return job.plan.comm_dtype is None and not job.lse
 
 
-def _query_inputs(job: Job, block: Tensors, row: Tensors, *, rounded: bool) -> Tensors:
-    """(dO, q, out, lse) of query rows as a kernel takes them; see `_is_rounded` for `rounded`."""
+def _query_inputs(job: Job, block: Tensors, row: Tensors) -> Tensors:
+    """(dO, q, out, lse) of query rows as a kernel takes them."""
     (query, grad), (lse, row_delta) = block, row
     if _sends_factors(job):
         return grad, query, times_unit(grad, row_delta), lse
-    if rounded:
-        lse, query, grad, row_delta = mark_bad_rows(lse, query, grad, row_delta)
     grad, out = with_delta(grad, row_delta, wider=job.lse)
     query = with_column(query, 0.0) if job.lse else query
-    return grad, query, out, hide_keyless(lse)
+    return grad, query, out, lse

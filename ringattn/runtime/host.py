@@ -10,7 +10,6 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels.base import mark_bad_keys, spread_marks
 from ..plan.plan import Plan
 from ..plan.row_overlap import find_copies
 from ..plan.row_sets import ALL_ROWS
@@ -108,17 +107,11 @@ class Host:
             target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)
             copies = find_copies(target, source, self.plan.part_heads(part.kind), len(rows))
             views = tensors[part]
-            if add:
-                spread_marks(views[-1][..., 0].isnan(), *views)
             for name, x in zip(STORED[part.kind], views, strict=True):
                 stored = self.storage.rows(name, rows)
                 to, of = (stored, x) if add else (x, stored)
                 for shared in copies:
                     copy_rows(to, of, RowIndex.of(shared, to.shape, of.shape, to.device), add=add)
-            if part.kind == "kv":
-                for x, marked in zip(views, mark_bad_keys(views[0], views[1]), strict=True):
-                    if x is not marked:
-                        x.copy_(marked)
 
     def _copy_in(self, targets: list[Tensor], fill: list[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
         """Let each function of `fill` fill a tensor of the device; an event that is recorded after the copies."""

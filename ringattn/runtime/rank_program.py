@@ -29,15 +29,12 @@ class Visit:
     """The kernel calls of one visit. `block` are the tensors of `part` of the visited block, `copies` make them ready.
 
     A forward has `parts`. A backward has `works`, adds to `sums`, and reads lse and delta of visited queries from
-    `rows`. With `is_new` its one call is the first of `sums` and writes all of them. `is_own`: the rank visits its own
-    block. `is_dense`: no call hides a key from some of its rows.
+    `rows`. With `is_new` its one call is the first of `sums` and writes all of them.
     """
 
     copies: tuple[Copy, ...]
     part: Part
     block: Numbers
-    is_own: bool
-    is_dense: bool
     parts: tuple[VisitPart, ...] = ()
     works: tuple[Work, ...] = ()
     rows: Numbers = ()
@@ -117,8 +114,7 @@ def _resolve_forward(plan: Plan, rank: int, kernel: Kernel, device: torch.device
 
     def visit(state: RankState, block: Part) -> Visit:
         mine, numbers = next(parts), state.block(block)
-        dense = all(call.work.dense for part in mine for call in part.calls)
-        return Visit(state.recorder.collect(), block, numbers, block == Part("kv", owner), dense, parts=mine)
+        return Visit(state.recorder.collect(), block, numbers, parts=mine)
 
     kept = rank_plan.kept if keep else ()
     return _resolve(
@@ -141,11 +137,8 @@ def _resolve_backward(plan: Plan, rank: int, kernel: Kernel, device: torch.devic
         part = Part("dq" if by_queries else "grad", block.owner, block.row_set)
         is_new = state.is_new(part) and len(mine) == 1 and _covers(mine[0], part, ring_plan)
         sums = state.sums(part, zero=not is_new)
-        dense = all(work.dense for work in mine)
         copies = state.recorder.collect()
-        return Visit(
-            copies, block, numbers, block.owner == owner, dense, works=mine, rows=rows, sums=sums, is_new=is_new
-        )
+        return Visit(copies, block, numbers, works=mine, rows=rows, sums=sums, is_new=is_new)
 
     own: tuple[Kind, ...] = ("q", "row") if by_queries else ("kv",)
     kept = () if by_queries else rank_plan.kept

@@ -56,7 +56,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     logits = q.double() @ k.mT * scale + bias
     lse = logits.logsumexp(-1)
-    return (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0) @ v, lse
+    weights = (logits - lse.unsqueeze(-1)).exp()
+    return weights.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0) @ v, lse
 
 
 def differentiate(

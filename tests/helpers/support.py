@@ -99,9 +99,9 @@ SUPPORT: dict[str, tuple[str, str, str, str, str]] = {
         "",
         CUDA,
     ),
-    "NaN and infinity reach only the rows that see them": (
-        "runtime/test_bad_numbers.py::test_the_rows_that_are_nan",
-        "runtime/test_bad_numbers.py::test_the_rows_that_are_nan",
+    "Every row that sees a NaN is NaN": (
+        "runtime/test_bad_numbers.py::test_every_row_that_sees_a_nan_is_nan",
+        "runtime/test_bad_numbers.py::test_every_row_that_sees_a_nan_is_nan",
         "",
         "",
         "kernels/test_emulated_cuda.py::test_bad_numbers_on_emulated_ops",

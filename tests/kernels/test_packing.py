@@ -27,7 +27,6 @@ from ringattn.kernels.packing import (
     pack,
     scatter,
     scatter_add,
-    visible_runs,
 )
 from ringattn.plan.work import Work
 from ringattn.planner import make_plan
@@ -109,12 +108,6 @@ def test_packed_works_hold_the_pairs_of_the_works(make: Callable[[Random, int], 
         for call in (call for call in calls if call.sequences):
             packed += len(call.sequences)
             assert call.gathered or make is neighbours
-            mask = torch.zeros(*(len(visible_runs(call, CPU, by_key=by_key)[0]) for by_key in (False, True)))
-            mask[tuple(zip(*visible_pairs(call), strict=True))] = 1
-            for by_key in (False, True):
-                first, stop = visible_runs(call, CPU, by_key=by_key)
-                mask, place = mask.mT if by_key else mask, torch.arange(mask.shape[0 if by_key else 1])
-                assert torch.equal(mask > 0, (first[:, None] <= place) & (place < stop[:, None]))
     assert packed > 150 and fewer > 100
 
 
@@ -226,7 +219,6 @@ def test_lengths_are_made_once(ops: EmulatedOps) -> None:
         rows, keys, most_rows, most_keys = cumulative(work, batch, CPU)
         assert rows.tolist() == keys.tolist() == [0, 4, 9, 13, 18][: 2 * batch + 1] and most_rows == most_keys == 5
         assert cumulative(work, batch, CPU)[0] is rows
-    assert visible_runs(work, CPU, by_key=True)[0] is visible_runs(work, CPU, by_key=True)[0]
 
 
 def test_the_emulated_op_refuses(ops: EmulatedOps) -> None:

@@ -1,5 +1,4 @@
-"""NaN and infinities go by rows: out, lse and gradients are NaN in the same rows whatever the ranks, tiling and
-kernel."""
+"""NaN acts as in torch's SDPA: every row that sees a bad number is NaN, in out and in the gradients, on every path."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import torch
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, Pattern, Window, local_window
-from ringattn.kernels import base
 
 TOKENS, PLACE = 48, 40
 WAYS: tuple[dict[str, Any], ...] = (
@@ -23,110 +21,58 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"ranks": 6, "schedule": "ring", "rotate": "keys"},
     {"stream": "host", "chunk": 7, "device": "cpu"},
 )
+PATTERNS: tuple[Pattern, ...] = (Causal(), Full(), Documents([8] * 6), Window(5, 2), local_window(1, blocks=0))
 
 
-PATTERNS: tuple[Pattern, ...] = (
-    Causal(),
-    Full(),
-    Documents([8] * 6),
-    Window(5, 2),
-    local_window(1, blocks=0),
-)
-
-
-@pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing looks at the numbers, as off the CPU, where looking would wait for the device."""
-    monkeypatch.setattr(base, "finite", lambda *tensors: False)
-    monkeypatch.setattr(base, "none", lambda flags: False)
-
-
-def check_bad_rows(pattern: Pattern, which: str, bad: float, ways: tuple[dict[str, Any], ...]) -> None:
-    """`which` is the input that is bad at PLACE; "lse" is the gradient of lse."""
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad", "lse"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_every_row_that_sees_a_nan_is_nan(pattern: Pattern, which: str) -> None:
+    """`which` is the input that is NaN at PLACE; "lse" is the gradient of lse. The other head stays finite."""
     mask = torch.from_numpy(pattern.mask(TOKENS)[0] > 0)
     rows = mask[:, PLACE] if which in ("k", "v") else torch.arange(TOKENS) == PLACE
-    keys = mask[rows].any(0)
     source = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(1, 2, TOKENS, 16, generator=source) for _ in range(4))
     grad_lse = torch.randn(1, 2, TOKENS, generator=source)
     {"q": q, "k": k, "v": v, "grad": grad, "lse": grad_lse.unsqueeze(-1).expand(-1, -1, -1, 4)}[which][
         0, 1, PLACE, 3
-    ] = bad
-    for way in ways:
+    ] = torch.nan
+    for way in WAYS:
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         attend: Any = ra.virtual_attention if "ranks" in way else ra.attention
         out, lse = attend(*inputs, pattern, return_lse=True, **way)
         results, cotangents = ((out, lse), (grad, grad_lse)) if which == "lse" else (out, grad)
         dq, dk, dv = torch.autograd.grad(results, inputs, cotangents)
+        assert all(x[0, 0].isfinite().all() for x in (out, lse, dq, dk, dv)), "the other head"
         in_out = rows & (which in ("q", "k", "v"))
-        for x, wanted in ((out, in_out), (lse.unsqueeze(-1), in_out), (dq, rows), (dk, keys), (dv, keys)):
-            assert x[0, 0].isfinite().all(), "the other head"
-            assert torch.equal(x[0, 1].isnan().all(-1), wanted), (way, x.shape)
-            assert torch.equal(x[0, 1].isfinite().all(-1), ~wanted), (way, x.shape)
+        for x, wanted in ((out, in_out), (dq, rows), (dk, mask[rows].any(0))):
+            assert x[0, 1].isnan().any(-1)[wanted].all(), way
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_the_rows_that_are_nan(pattern: Pattern, which: str, bad: float) -> None:
-    """In every way for NaN, in every other way for each infinity."""
-    check_bad_rows(pattern, which, bad, WAYS if bad != bad else WAYS[int(bad > 0) :: 2])
+@pytest.mark.parametrize("keys", [1, 3, 15, 16, 17, 520])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_rows_whose_logits_are_all_nan(which: str, keys: int, dtype: torch.dtype) -> None:
+    """The op for CPUs answers 0 for such a row of few keys; zero logits are no NaN."""
+    q, k, v = (
+        torch.zeros(2, 1, keys, 8, dtype=dtype),
+        torch.zeros(2, 1, keys, 8, dtype=dtype),
+        torch.ones(2, 1, keys, 8),
+    )
+    (q if which == "q" else k)[0] = torch.nan
+    out, lse = ra.attention(q, k, v.to(dtype), Full(), return_lse=True)
+    assert out[0].isnan().all() and lse[0].isnan().all()
+    assert (out[1] == 1).all() and (lse[1] - np.log(keys)).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v", "grad", "lse"])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_the_rows_that_are_nan_where_nothing_looks(unseen: None, pattern: Pattern, which: str) -> None:
-    check_bad_rows(pattern, which, torch.nan, WAYS[1:])
-
-
-@pytest.mark.parametrize("which", ["grad", "lse"])
-def test_bad_cotangents(which: str) -> None:
-    for pattern in PATTERNS:
-        check_bad_rows(pattern, which, torch.inf, WAYS[3:6])
-
-
-@pytest.mark.parametrize("rotate", ["keys", "queries"])
-def test_numbers_that_become_infinite_on_the_way(rotate: str) -> None:
-    """Rows of other ranks see a key that does not fit into the dtype of messages as a bad key; no other row does."""
-    pattern = Causal() & Window(9)
+def test_numbers_that_become_infinite_on_the_way() -> None:
+    """Rows of other ranks see infinity for a number that does not fit into the dtype of messages."""
     source = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(1, 1, TOKENS, 16, generator=source) for _ in range(3)]
-    inputs[2][0, 0, 11, 2] = 3.4e38
-    inputs = [x.requires_grad_() for x in inputs]
-    options = {"ranks": 4, "schedule": "ring", "comm_dtype": "bfloat16", "rotate": rotate, "layout": "contiguous"}
-    out = ra.virtual_attention(*inputs, pattern, **options)
-    rows = torch.arange(TOKENS)
-    assert torch.equal(out[0, 0].isnan().any(-1), (rows >= 12) & (rows <= 20)), "ranks hold 12 rows each"
-    dq, dk, dv = torch.autograd.grad(out.sum(), inputs)
-    assert torch.equal(dq[0, 0].isnan().all(-1), (rows >= 12) & (rows <= 20))
-    assert all(torch.equal(x[0, 0].isnan().all(-1), (rows >= 3) & (rows <= 20)) for x in (dk, dv))
-
-
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_what_the_dense_oracle_says(which: str) -> None:
-    """A NaN in q or k: exactly the rows of fp64 autograd. One in v makes NaN more entries of a row, but no other
-    row."""
-    pattern = Causal() & Window(9)
-    hidden = torch.from_numpy(pattern.mask(TOKENS)[0] == 0)
-    source = torch.Generator().manual_seed(1)
-    q, k, v, grad = (torch.randn(1, 1, TOKENS, 8, generator=source, dtype=torch.float64) for _ in range(4))
-    {"q": q, "k": k, "v": v}[which][0, 0, 20, 3] = torch.nan
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = []
-    for row in range(TOKENS):  # by rows, as 0 * NaN is NaN
-        seen = (~hidden[row]).nonzero().flatten()
-        x, y, z = (t[:, :, i] for t, i in zip(inputs, ([row], seen, seen), strict=True))
-        out.append((x @ y.mT * 8**-0.5).softmax(-1) @ z)
-    whole = torch.cat(out, 2)
-    truth = (whole, *torch.autograd.grad(whole, inputs, grad))
-    found = ra.virtual_attention(*inputs, pattern, ranks=3)
-    for a, b in zip((found, *torch.autograd.grad(found, inputs, grad)), truth, strict=True):
-        bad = a.isnan().any(-1)
-        if which == "v":
-            assert bad[b.isnan().any(-1)].all()
-        else:
-            assert torch.equal(bad, b.isnan().any(-1))
-        assert (a[~bad] - b[~bad]).abs().max() <= 1e-12
+    q, k, v = (torch.randn(1, 1, TOKENS, 16, generator=source) for _ in range(3))
+    v[0, 0, 11, 2] = 3.4e38
+    options = {"ranks": 4, "schedule": "ring", "comm_dtype": "bfloat16", "layout": "contiguous"}
+    out = ra.virtual_attention(q, k, v, Causal() & Window(9), **options)
+    assert not out[0, 0, 12:21].isfinite().all(-1).any(), "ranks hold 12 rows each"
+    assert out[0, 0, :11].isfinite().all()
 
 
 def test_a_bad_query_that_sees_nothing_is_a_row_of_zeros() -> None:

@@ -9,9 +9,7 @@ from itertools import groupby, product
 import torch
 
 from ...kernels import get_kernel
-from ...kernels.base import Kernel, hide_bad_keys, wide
-from ...kernels.base import backward as kernel_backward
-from ...kernels.base import forward as kernel_forward
+from ...kernels.base import Kernel, wide
 from ...machine.kernel_times import BACKWARD, WHOLE_KEYS
 from ...plan.work import Work
 from ...runtime.accumulators import KernelInputs, RowViews, accumulate
@@ -99,26 +97,22 @@ def make_call(
     inputs = KernelInputs()
     query, by_row = RowViews(q), RowViews(grad, q, out, lse)
 
-    def keys_of_visit() -> RowViews:
-        """k and v; as in the executor, the guard against bad numbers is part of a call with a band."""
-        return RowViews(*((k, v) if work.dense else hide_bad_keys(k, v)))
-
     def run_forward() -> None:
-        keys = keys_of_visit()
+        keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
                 (q_rows,), key_rows = inputs.select(call, batch, query, keys)
-                kernel_forward(kernel, q_rows, key_rows, call, scale)
+                kernel.forward(q_rows, *key_rows, call, scale)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
     of_rows, of_keys = RowViews(dq), RowViews(dk, dv)
 
     def run_backward() -> None:
-        keys = keys_of_visit()
+        keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                rows, key_rows = inputs.select(call, batch, by_row, keys)
-                dq_part, *key_parts = kernel_backward(kernel, rows, key_rows, call, scale)
+                (dout, *rows), key_rows = inputs.select(call, batch, by_row, keys)
+                dq_part, *key_parts = kernel.backward(dout, rows[0], *key_rows, *rows[1:], call, scale)
                 accumulate(of_rows, call, batch, dq_part)
                 accumulate(of_keys, call, batch, *key_parts, by_key=True)
 
