@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from .runtime.graph_op import keep_attention as keep_attention
     from .runtime.graph_op import save_attention_policy as save_attention_policy
     from .runtime.memory import auto_batch_size as auto_batch_size
-    from .timing.forecast import predict as predict
-    from .timing.simulation import simulate as simulate
-    from .timing.solvers.recurrence import Stall as Stall
-    from .timing.timeline import Timeline as Timeline
+    from .simulator.timing.forecast import predict as predict
+    from .simulator.timing.simulation import simulate as simulate
+    from .simulator.timing.solvers.recurrence import Stall as Stall
+    from .simulator.timing.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
 
@@ -79,10 +79,10 @@ _NAMES = {
     "plan.plan": "Plan",
     "planner": "make_plan",
     "plan.choice": "Prediction",
-    "timing.forecast": "predict",
-    "timing.simulation": "simulate",
-    "timing.solvers.recurrence": "Stall",
-    "timing.timeline": "Timeline",
+    "simulator.timing.forecast": "predict",
+    "simulator.timing.simulation": "simulate",
+    "simulator.timing.solvers.recurrence": "Stall",
+    "simulator.timing.timeline": "Timeline",
     "functional": "attention ring_attention virtual_attention",
     "runtime.memory": "auto_batch_size",
     "runtime.graph_op": "keep_attention save_attention_policy",

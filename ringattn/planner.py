@@ -69,7 +69,7 @@ def make_plan(
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
     names: tuple[str | Layout, ...] = (layout,)
     if choose_layout:
-        from .timing.auto import list_layouts  # a plan of a named layout and schedule needs no model of time
+        from .simulator.timing.auto import list_layouts  # a plan of a named layout and schedule needs no model of time
 
         names = list_layouts(ranks)
     layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
@@ -83,7 +83,7 @@ def make_plan(
         return make(layouts[0], schedule)
 
     def make_chosen() -> Plan:
-        from .timing.auto import choose
+        from .simulator.timing.auto import choose
 
         return choose(make, layouts, None if schedule == "auto" else (schedule,), on_machine)
 

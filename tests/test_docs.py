@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import support
 
-from ringattn.config.overrides import prepare
+from ringattn.cli.config.overrides import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringattn import Unsupported
-from ringattn.experiments.bench.case import BenchCase, BenchColumn, BenchSuite, Ratio
+from ringattn.bench.case import BenchCase, BenchColumn, BenchSuite, Ratio
 from ringattn.kernels.base import Kernel
 from ringattn.kernels.reference import Reference
 from ringattn.pattern import Pattern, make_tile
@@ -309,8 +309,8 @@ def test_text_can_spell_every_pattern_of_the_package() -> None:
 
 
 SOLVER = '''
-from ringattn.timing.solvers.base import RingSolver, RingTimes
-from ringattn.timing.solvers.stencil import solve_stencil
+from ringattn.simulator.timing.solvers.base import RingSolver, RingTimes
+from ringattn.simulator.timing.solvers.stencil import solve_stencil
 
 
 class Twice(RingSolver):

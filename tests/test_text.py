@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringattn.reporting.console import format_quantity
+from ringattn.simulator.reporting.console import format_quantity
 from ringattn.text import did_you_mean, duration, rate, size
 
 

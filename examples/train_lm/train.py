@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
-from ringattn.reporting import peak_memory
+from ringattn.simulator.reporting import peak_memory
 from ringattn.train import NO_LABEL, count_labels, linear_cross_entropy, mean_over_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))

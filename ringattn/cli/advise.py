@@ -7,17 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..advise.advice import Advice, advise, describe_counts, explain, record, tabulate
-from ..advise.search import Offer, Question
-from ..config.schema import AdviseConfig, parse_size
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable, write_json, write_text
 from ..machine.presets import MACHINES, get_machine
-from ..models.config import load_model
-from ..reporting.console import print_grid, print_paragraph
-from ..reporting.figures import check_matplotlib
-from ..reporting.progress_bar import show_progress
+from ..simulator.advise.advice import Advice, advise, describe_counts, explain, record, tabulate
+from ..simulator.advise.search import Offer, Question
+from ..simulator.models.config import load_model
+from ..simulator.reporting.console import print_grid, print_paragraph
+from ..simulator.reporting.figures import check_matplotlib
+from ..simulator.reporting.progress_bar import show_progress
 from ..text import did_you_mean
+from .config.schema import AdviseConfig, parse_size
 
 
 def main(config: AdviseConfig) -> None:
@@ -41,7 +41,7 @@ def main(config: AdviseConfig) -> None:
     if config.output.path is not None:
         write_json(config.output.path, record(advice))
     if config.output.page is not None:
-        page = import_module("..advise.page", __package__)
+        page = import_module("..simulator.advise.page", __package__)
         write_text(Path(config.output.page), page.render(advice))
     if config.output.path != STDOUT:
         _print(advice)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config.schema import BenchConfig, parse_size
+from ..bench import get_cases, get_suite
+from ..bench.records import read_results
+from ..bench.report import BenchReport, narrow, write_report
+from ..bench.runner import BenchOptions, run_suite
 from ..errors import BenchFailure, InvalidInput
-from ..experiments.bench import get_cases, get_suite
-from ..experiments.bench.records import read_results
-from ..experiments.bench.report import BenchReport, narrow, write_report
-from ..experiments.bench.runner import BenchOptions, run_suite
 from ..files import OUTPUTS, make_folder
-from ..reporting.console import get_console, print_grid, print_paragraph
+from ..simulator.reporting.console import get_console, print_grid, print_paragraph
 from ..text import plural
+from .config.schema import BenchConfig, parse_size
 
 
 def main(config: BenchConfig) -> None:

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from ..config.checks import CALIBRATE_SETTINGS, TRANSPORTS, check_settings
-from ..config.schema import CalibrateConfig, parse_size
+from ..bench.runner import describe_host
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
-from ..experiments.bench.runner import describe_host
-from ..experiments.calibrate.measure import Calibration, calibrate
-from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ..experiments.calibrate.rounds import CalibrationSizes
 from ..files import check_writable
 from ..machine.file import write_machine
 from ..machine.machine import MACHINE_NUMBERS
-from ..reporting.console import Number, format_quantity, get_console, print_grid, print_numbers
+from ..simulator.calibrate.measure import Calibration, calibrate
+from ..simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
+from ..simulator.calibrate.rounds import CalibrationSizes
+from ..simulator.reporting.console import Number, format_quantity, get_console, print_grid, print_numbers
 from ..text import did_you_mean, duration, plural
 from ..transport.base import Transport
 from ..transport.launcher import detect
+from .config.checks import CALIBRATE_SETTINGS, TRANSPORTS, check_settings
+from .config.schema import CalibrateConfig, parse_size
 from .ranks import check_ranks, rank_device, start_ranks
 
 

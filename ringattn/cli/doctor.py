@@ -14,11 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..config.schema import DoctorConfig
 from ..errors import InvalidInput, Unsupported
 from ..plan.work import Work
-from ..reporting.console import Number, print_numbers
+from ..simulator.reporting.console import Number, print_numbers
 from ..transport.launcher import detect
+from .config.schema import DoctorConfig
 
 #: Optional packages, what each is for, and the command that installs it.
 EXTRAS = {

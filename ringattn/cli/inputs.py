@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..config.schema import RunConfig
 from ..errors import InvalidInput
 from ..files import check_readable
 from ..layout.regular import Layout
 from ..nn import rotary
-from ..numerics.counter_random import counter_normal
+from ..simulator.numerics.counter_random import counter_normal
+from .config.schema import RunConfig
 from .tensor_files import DTYPES, StoredTensor, read_npz, read_safetensors
 
 NAMES = ("q", "k", "v")

@@ -14,13 +14,13 @@ from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
-from ..config.folders import CONFIG_DIR_OPTIONS, config_folders
-from ..config.overrides import explain_refusal, is_offered, is_sweep, prepare
-from ..config.schema import SCHEMAS, conf_dir, key_names
-from ..config.verb_help import verb_help
 from ..errors import InvalidInput, RingAttentionError
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output
+from .config.folders import CONFIG_DIR_OPTIONS, config_folders
+from .config.overrides import explain_refusal, is_offered, is_sweep, prepare
+from .config.schema import SCHEMAS, conf_dir, key_names
+from .config.verb_help import verb_help
 from .signals import ending_at_once, ending_tidily
 
 VERBS = {
@@ -129,7 +129,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
     if {"-h", "--help"} & set(arguments):
         measures = verb in ("bench", "report")
-        suites = {"suites": import_module("..experiments.bench", __package__).SUITES} if measures else {}
+        suites = {"suites": import_module("..bench", __package__).SUITES} if measures else {}
         print(verb_help(verb, config_folders(arguments), suites))  # noqa: T201
         return
     if verb == "report":
@@ -137,7 +137,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     launch = detect()
     jobs: list[str] = []
     if verb == "simulate":
-        sweep = import_module("..config.sweep", __package__)
+        sweep = import_module(".config.sweep", __package__)
         arguments, jobs = sweep.split_jobs(arguments)
         if is_sweep(arguments):  # its points are one study, in one folder
             arguments = sweep.as_study(arguments)
@@ -167,7 +167,7 @@ def _expand_report(arguments: list[str]) -> tuple[str, list[str]]:
         files = [argument for argument in arguments[at + 1 : at + 3] if not argument.startswith("-")]
         if len(files) < 2:
             raise InvalidInput("--compare: expected two results, such as ringattn report --compare old.jsonl new.jsonl")
-        quote = import_module("..config.sweep", __package__).quote
+        quote = import_module(".config.sweep", __package__).quote
         arguments = [*arguments[:at], f"compare=[{','.join(map(quote, files))}]", *arguments[at + 3 :]]
     if not arguments or not re.fullmatch(r"\w+", arguments[0]):
         return "report", arguments

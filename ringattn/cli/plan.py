@@ -6,11 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.build import plan_from_config
-from ..config.schema import PlanConfig
 from ..files import STDOUT, check_json, write_json
 from ..plan.plan import Plan
-from ..reporting.console import (
+from ..simulator.reporting.console import (
     Number,
     choice_record,
     get_console,
@@ -19,8 +17,10 @@ from ..reporting.console import (
     print_numbers,
     print_plain,
 )
+from ..simulator.timing.metered import count_lookups
 from ..text import plural, size
-from ..timing.metered import count_lookups
+from .config.build import plan_from_config
+from .config.schema import PlanConfig
 
 #: Up to this many ranks all ranks are counted; more ranks only where that takes at most so many lookups of tiles.
 SMALL_RANKS, MAX_LOOKUPS = 64, 1_500_000

@@ -11,16 +11,16 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..config.groups import TransportGroup
 from ..errors import InvalidInput, LaunchFailure, RingAttentionError
 from ..plan.plan import Plan
+from ..simulator.timing.metered import count_lookups
 from ..text import duration, plural
-from ..timing.metered import count_lookups
 from ..transport import TRANSPORTS as REGISTERED_TRANSPORTS
 from ..transport.base import Transport
 from ..transport.launcher import UNREAD, Launch, detect, drop_output, init_process_group, run_local
 from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
+from .config.groups import TransportGroup
 
 #: The most local ranks per core, and the most threads per core.
 MAX_PER_CORE = 32

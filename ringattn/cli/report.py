@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config.schema import ReportConfig
+from ..bench.records import read_results
+from ..bench.report import compare
 from ..errors import InvalidInput
-from ..experiments.bench.records import read_results
-from ..experiments.bench.report import compare
-from ..reporting.console import print_grid, print_paragraph
+from ..simulator.reporting.console import print_grid, print_paragraph
 from ..text import plural
 from . import bench
+from .config.schema import ReportConfig
 
 
 def main(config: ReportConfig) -> None:

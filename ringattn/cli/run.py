@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from ..config.checks import TRANSPORTS
-from ..config.schema import RunConfig
 from ..errors import InvalidInput
 from ..files import STDOUT
 from ..functional import ring_attention, virtual_attention
-from ..reporting.console import get_console
-from ..reporting.progress_bar import show_progress
+from ..simulator.reporting.console import get_console
+from ..simulator.reporting.progress_bar import show_progress
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
 from ..transport.records import Exchange
+from .config.checks import TRANSPORTS
+from .config.schema import RunConfig
 from .inputs import InputSource, open_source, read_shard
 from .ranks import MAX_WAIT, SECONDS_PER_PART, check_effort, check_ranks, rank_device, start_ranks
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, plan_run, save_output

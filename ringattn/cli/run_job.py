@@ -17,16 +17,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from .. import __version__
-from ..config.build import plan_from_config
-from ..config.schema import RunConfig
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable, write_json, writing
-from ..numerics.row_oracle import oracle_rows, places, sampled_rows
 from ..plan.plan import Plan
-from ..reporting import peak_memory as memory
-from ..reporting.console import Number, choice_record, describe_sizes, print_choice, print_numbers
+from ..runtime import peak_memory as memory
+from ..simulator.numerics.row_oracle import oracle_rows, places, sampled_rows
+from ..simulator.reporting.console import Number, choice_record, describe_sizes, print_choice, print_numbers
 from ..text import duration, plural, rate, size
+from .config.build import plan_from_config
+from .config.schema import RunConfig
 from .inputs import NAMES, InputSource, open_source
 
 T = TypeVar("T")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from ..config.checks import stream_conflict
-from ..config.schema import RunConfig, parse_size
 from ..errors import InvalidInput
 from ..files import replacing
 from ..kernels.base import wide
@@ -18,6 +16,8 @@ from ..runtime.handshake import Call
 from ..runtime.host import Storage
 from ..runtime.offload import HostTensors, check_chunk, get_device, make_stream
 from ..text import plural
+from .config.checks import stream_conflict
+from .config.schema import RunConfig, parse_size
 from .inputs import NAMES, FileSource, InputSource, RandomSource, open_source
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, save_output
 from .tensor_files import StoredTensor, create_safetensors

@@ -8,15 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ..config.build import machine_from_config, plan_from_config, simulate_options
-from ..config.checks import MODES, SIMULATE_SETTINGS, check_settings, refuse_settings_without_study
-from ..config.schema import SimulateConfig
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.plan import Plan
-from ..progress import listening
-from ..reporting.console import (
+from ..simulator.progress import listening
+from ..simulator.reporting.console import (
     Number,
     choice_record,
     describe_plan,
@@ -25,11 +22,14 @@ from ..reporting.console import (
     print_numbers,
     print_paragraph,
 )
-from ..reporting.progress_bar import show_progress
+from ..simulator.reporting.progress_bar import show_progress
+from ..simulator.timing.costs import JOULES_PER_KWH
+from ..simulator.timing.simulation import simulate_passes
+from ..simulator.timing.timeline import CAUSES, Timeline
 from ..text import did_you_mean, digits, duration, plural, size
-from ..timing.costs import JOULES_PER_KWH
-from ..timing.simulation import simulate_passes
-from ..timing.timeline import CAUSES, Timeline
+from .config.build import machine_from_config, plan_from_config, simulate_options
+from .config.checks import MODES, SIMULATE_SETTINGS, check_settings, refuse_settings_without_study
+from .config.schema import SimulateConfig
 
 
 def main(config: SimulateConfig) -> None:

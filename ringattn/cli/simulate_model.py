@@ -7,22 +7,22 @@ from typing import Any
 
 from rich.console import Console
 
-from ..config.schema import SimulateConfig
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, write_json
 from ..machine.bands import describe_band
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..machine.presets import CURRENCY
-from ..models.config import ModelConfig, load_model
-from ..models.inference import InferenceEstimate, decode, prefill
-from ..models.parallel import Parallel
-from ..models.pipeline import Pipeline, pipelined_step
-from ..models.training import PUBLISHED_STEPS, StepEstimate
-from ..progress import listening
-from ..reporting.console import Number, print_grid, print_numbers, print_paragraph
-from ..reporting.progress_bar import show_progress
+from ..simulator.models.config import ModelConfig, load_model
+from ..simulator.models.inference import InferenceEstimate, decode, prefill
+from ..simulator.models.parallel import Parallel
+from ..simulator.models.pipeline import Pipeline, pipelined_step
+from ..simulator.models.training import PUBLISHED_STEPS, StepEstimate
+from ..simulator.progress import listening
+from ..simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph
+from ..simulator.reporting.progress_bar import show_progress
+from ..simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
 from ..text import did_you_mean, digits, duration, plural, rate, size
-from ..timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
+from .config.schema import SimulateConfig
 
 PHASES = ("training", "prefill", "decode")
 #: What no formula of models/ covers.

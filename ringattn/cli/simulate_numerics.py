@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from ..config.build import plan_from_config
-from ..config.checks import SIMULATE_SETTINGS, check_settings
-from ..config.groups import NumericsGroup
-from ..config.schema import SimulateConfig, parse_size
 from ..errors import InvalidInput, NumericsFailure
 from ..files import STDOUT, check_json, write_json
-from ..numerics import GRADIENT_FAULTS, MODES, Fault, NumericsReport, chosen_rows, numerics
 from ..plan.plan import Plan
-from ..progress import listening
-from ..reporting.console import Number, describe_plan, get_console, print_numbers
-from ..reporting.peak_memory import peak
-from ..reporting.progress_bar import show_progress
+from ..runtime.peak_memory import peak
+from ..simulator.numerics import GRADIENT_FAULTS, MODES, Fault, NumericsReport, chosen_rows, numerics
+from ..simulator.progress import listening
+from ..simulator.reporting.console import Number, describe_plan, get_console, print_numbers
+from ..simulator.reporting.progress_bar import show_progress
 from ..text import did_you_mean, plural, size
+from .config.build import plan_from_config
+from .config.checks import SIMULATE_SETTINGS, check_settings
+from .config.groups import NumericsGroup
+from .config.schema import SimulateConfig, parse_size
 from .ranks import MAX_NIGHT, SAMPLED_SECONDS_PER_PART, SECONDS_PER_PART, check_effort, check_threads
 
 #: The most ranks of a plan: the simulator follows each block along all ranks, however few ranks have sampled rows.

@@ -7,9 +7,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ..config.schema import SimulateConfig
 from ..errors import InvalidInput
-from ..experiments.published.errors import (
+from ..files import STDOUT, writing
+from ..machine.bands import BANDS, SIZES, describe_band
+from ..simulator.published.errors import (
     ErrorStatistics,
     GroupErrors,
     all_errors,
@@ -17,13 +18,12 @@ from ..experiments.published.errors import (
     group_errors,
     preset_bands,
 )
-from ..experiments.published.measurements import SOURCES, read_measurements
-from ..experiments.published.predictions import CAUSES, PredictedRow, predict_measurements
-from ..experiments.published.scatter import draw_scatter
-from ..experiments.study.plots import check_matplotlib
-from ..files import STDOUT, writing
-from ..machine.bands import BANDS, SIZES, describe_band
-from ..reporting.console import get_console, print_grid, print_paragraph
+from ..simulator.published.measurements import SOURCES, read_measurements
+from ..simulator.published.predictions import CAUSES, PredictedRow, predict_measurements
+from ..simulator.published.scatter import draw_scatter
+from ..simulator.reporting.console import get_console, print_grid, print_paragraph
+from ..simulator.reporting.figures import check_matplotlib
+from .config.schema import SimulateConfig
 
 
 def main(config: SimulateConfig) -> None:
@@ -33,7 +33,7 @@ def main(config: SimulateConfig) -> None:
             "output.path=-: mode=published writes several files; give a folder, such as output.path=errors"
         )
     if config.output.path is not None:
-        check_matplotlib()
+        check_matplotlib("leave output.path out")
     predictions = predict_measurements(read_measurements())
     families = group_errors(predictions, lambda one: one.row.family)
     causes = group_errors(predictions, cause_of)

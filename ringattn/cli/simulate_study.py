@@ -13,18 +13,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..config.checks import SIMULATE_SETTINGS, check_settings
-from ..config.folders import ConfigFolders, config_folders, source_folders
-from ..config.schema import SimulateConfig
 from ..errors import InvalidInput
-from ..experiments.study.point import DIRECTIONS
-from ..experiments.study.runner import STUDIES, Study, run, run_share
-from ..experiments.study.space import list_points
-from ..experiments.study.tables import Row
 from ..files import STDOUT
-from ..reporting.console import print_plain
-from ..reporting.progress_bar import show_progress
+from ..simulator.reporting.console import print_plain
+from ..simulator.reporting.progress_bar import show_progress
 from ..text import plural
+from .config.checks import SIMULATE_SETTINGS, check_settings
+from .config.folders import ConfigFolders, config_folders, source_folders
+from .config.schema import SimulateConfig
+from .study.point import DIRECTIONS
+from .study.runner import STUDIES, Study, run, run_share
+from .study.space import list_points
+from .study.tables import Row
 
 
 def main(config: SimulateConfig) -> None:

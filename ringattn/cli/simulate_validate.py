@@ -14,30 +14,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config.checks import SIMULATE_SETTINGS, check_settings
-from ..config.groups import ConfigGroup, OutputGroup, TransportGroup
-from ..config.schema import CalibrateConfig, SimulateConfig, parse_size
 from ..errors import InvalidInput
-from ..experiments.calibrate.kernels import find_kernel, make_reference
-from ..experiments.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ..experiments.calibrate.noise import sizes_between
-from ..experiments.calibrate.passes import Pass, Runs, model_passes, time_passes
-from ..experiments.calibrate.validate import (
+from ..files import STDOUT, check_json, write_json
+from ..machine.file import read_machine, read_record
+from ..machine.kernel_times import BEYOND
+from ..machine.machine import Machine
+from ..simulator.calibrate.kernels import find_kernel, make_reference
+from ..simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
+from ..simulator.calibrate.noise import sizes_between
+from ..simulator.calibrate.passes import Pass, Runs, model_passes, time_passes
+from ..simulator.calibrate.validate import (
     LEVEL,
     Errors,
     held_out,
     summarise_groups,
     validation_cases,
 )
-from ..files import STDOUT, check_json, write_json
-from ..machine.file import read_machine, read_record
-from ..machine.kernel_times import BEYOND
-from ..machine.machine import Machine
-from ..reporting.console import get_console, print_grid
+from ..simulator.reporting.console import get_console, print_grid
 from ..text import duration, plural
 from ..transport.launcher import detect, run_local
 from ..transport.torchdist import TorchDist
 from . import calibrate
+from .config.checks import SIMULATE_SETTINGS, check_settings
+from .config.groups import ConfigGroup, OutputGroup, TransportGroup
+from .config.schema import CalibrateConfig, SimulateConfig, parse_size
 from .ranks import check_threads
 
 

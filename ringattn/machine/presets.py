@@ -38,7 +38,7 @@ def cited(value: float | int | bool, document: str) -> Fact:
 
 
 def fitted(value: float | int | bool, rows: str) -> Fact:
-    """A number that was fitted to published measurements: `rows` of experiments/published/measurements.csv."""
+    """A number that was fitted to published measurements: `rows` of simulator/published/measurements.csv."""
     return Fact(value, "fitted", rows)
 
 

@@ -22,12 +22,12 @@ from ..plan.plan import Plan
 from ..plan.schedules.pull import PullSchedule
 from ..plan.steps import Hop, RankPlan, Step
 from ..planner import PLANS, make_plan
-from ..reporting.peak_memory import available
 from ..transport.base import Counters
 from .executor import Forward, Job, backward, forward
 from .handshake import Call, describe
 from .host import Host, Storage
 from .memory import empty
+from .peak_memory import available
 
 #: The share of the device's free memory that chosen chunks take. Kernels need the rest for workspaces.
 SHARE = 0.5

@@ -13,8 +13,8 @@ from command_line import Inside, ringattn
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.config.overrides import prepare
-from ringattn.config.schema import SCHEMAS, parse_size
+from ringattn.cli.config.overrides import prepare
+from ringattn.cli.config.schema import SCHEMAS, parse_size
 from ringattn.errors import InvalidInput
 
 

@@ -10,14 +10,14 @@ import pytest
 from command_line import Inside
 
 import ringattn as ra
+from ringattn.cli.config.groups import MachineGroup, ModelGroup, StudyGroup
+from ringattn.cli.config.overrides import prepare
+from ringattn.cli.config.schema import SimulateConfig
 from ringattn.cli.simulate import main
-from ringattn.config.groups import MachineGroup, ModelGroup, StudyGroup
-from ringattn.config.overrides import prepare
-from ringattn.config.schema import SimulateConfig
 from ringattn.errors import InvalidInput
-from ringattn.models.config import load_model
-from ringattn.models.parallel import Parallel
-from ringattn.models.training import training_step
+from ringattn.simulator.models.config import load_model
+from ringattn.simulator.models.parallel import Parallel
+from ringattn.simulator.models.training import training_step
 
 
 def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:

@@ -16,10 +16,8 @@ from safetensors.torch import load_file, save_file
 from warm_python import executable
 
 import ringattn as ra
-from ringattn.cli.inputs import open_source
-from ringattn.cli.run import main
-from ringattn.config.overrides import prepare
-from ringattn.config.schema import (
+from ringattn.cli.config.overrides import prepare
+from ringattn.cli.config.schema import (
     ConfigGroup,
     InputGroup,
     LayoutGroup,
@@ -30,6 +28,8 @@ from ringattn.config.schema import (
     ScheduleGroup,
     TransportGroup,
 )
+from ringattn.cli.inputs import open_source
+from ringattn.cli.run import main
 from ringattn.errors import InvalidInput, RingAttentionError
 
 TOKENS = 301

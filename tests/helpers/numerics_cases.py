@@ -6,9 +6,9 @@ import oracle
 import torch
 
 import ringattn as ra
-from ringattn.numerics import make_source
 from ringattn.pattern import Pattern
 from ringattn.plan.plan import Plan
+from ringattn.simulator.numerics import make_source
 
 PATTERNS = (
     ra.Full(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringattn.timing.solvers.recurrence import Ring
+from ringattn.simulator.timing.solvers.recurrence import Ring
 
 NEVER = float("-inf")
 

@@ -6,10 +6,10 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from ringattn.config.groups import LayoutGroup, PatternGroup, ScheduleGroup, StudyGroup
-from ringattn.config.schema import MachineGroup, SimulateConfig
-from ringattn.experiments.study.runner import Study
-from ringattn.experiments.study.space import list_points
+from ringattn.cli.config.groups import LayoutGroup, PatternGroup, ScheduleGroup, StudyGroup
+from ringattn.cli.config.schema import MachineGroup, SimulateConfig
+from ringattn.cli.study.runner import Study
+from ringattn.cli.study.space import list_points
 
 
 def config(**more: Any) -> SimulateConfig:

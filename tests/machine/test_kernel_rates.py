@@ -11,7 +11,7 @@ from ringattn.machine.file import read_machine, write_machine
 from ringattn.machine.kernel_times import BACKWARD, KernelRates
 from ringattn.machine.presets import get_machine
 from ringattn.pattern import parse_pattern
-from ringattn.timing.kernel_seconds import modelled_seconds_per_pair
+from ringattn.simulator.timing.kernel_seconds import modelled_seconds_per_pair
 
 RATES = KernelRates("fa2", forward=1e12, backward=5e11, softmax=100.0, slots=64, memory=1e11, launch=1e-5, visit=1e-4)
 MACHINE = ra.Machine(flops=1.0, latency=1e-5, bandwidth=1e9, merge=1e10, gamma=0.05, kernel_rates=RATES)

@@ -11,11 +11,11 @@ from measured import ROWS, machine, times
 
 import ringattn as ra
 from ringattn.errors import InvalidInput, Unsupported
-from ringattn.experiments.calibrate import kernels
-from ringattn.experiments.calibrate.rounds import CalibrationSizes
 from ringattn.machine.kernel_times import KernelTimes, TimeGrid
 from ringattn.plan.work import Work
-from ringattn.timing.kernel_seconds import lower_to_tiles
+from ringattn.simulator.calibrate import kernels
+from ringattn.simulator.calibrate.rounds import CalibrationSizes
+from ringattn.simulator.timing.kernel_seconds import lower_to_tiles
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.integers(64, 1024), st.integers(64, 1024))

@@ -15,8 +15,8 @@ import yaml
 from measured import machine, measured_machine, times
 
 import ringattn as ra
-from ringattn.config.groups import MachineGroup
-from ringattn.config.schema import conf_dir
+from ringattn.cli.config.groups import MachineGroup
+from ringattn.cli.config.schema import conf_dir
 from ringattn.errors import InvalidInput
 from ringattn.machine.file import read_machine, read_record, write_machine
 from ringattn.machine.machine import MACHINE_NUMBERS, SOURCES

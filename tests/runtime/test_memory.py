@@ -16,7 +16,7 @@ from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.runtime.autograd import AllRanks
 from ringattn.runtime.memory import empty, typed_errors
 from ringattn.runtime.rank_program import backward_program, forward_program
-from ringattn.timing.costs import memory
+from ringattn.simulator.timing.costs import memory
 
 
 def inputs(tokens: int = 96, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def test_a_real_lack_of_memory() -> None:
     it."""
     code = """
 import resource, torch, ringattn as ra
-from ringattn.reporting.peak_memory import resident
+from ringattn.runtime.peak_memory import resident
 q = torch.zeros(1, 1, 1, 8).expand(1 << 14, 8, 256, 8)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), used + (1 << 29)))
@@ -64,7 +64,7 @@ found, out = ra.auto_batch_size(lambda batch: ra.attention(q[:batch], q[:batch],
 assert 1 <= found < 1 << 14 and len(out) == found
 print("batch", found)
 """
-    code = code.replace("from ringattn.reporting.peak_memory import resident\n", "")
+    code = code.replace("from ringattn.runtime.peak_memory import resident\n", "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "batch" in done.stdout

@@ -30,9 +30,9 @@ from ringattn import (
     Window,
 )
 from ringattn.cli.tensor_files import create_safetensors, read_safetensors
-from ringattn.reporting.peak_memory import available
 from ringattn.runtime.handshake import Call
 from ringattn.runtime.offload import HostStream, HostTensors, chunk_rows, make_stream, row_bytes
+from ringattn.runtime.peak_memory import available
 
 TOKENS, HEADS, KV_HEADS = 101, 4, 2
 CPU = torch.device("cpu")

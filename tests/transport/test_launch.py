@@ -14,7 +14,7 @@ import pytest
 import yaml
 from warm_python import executable
 
-from ringattn.config.overrides import prepare
+from ringattn.cli.config.overrides import prepare
 from ringattn.machine.file import read_machine, read_record
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"

@@ -11,8 +11,8 @@ import pytest
 
 import ringattn as ra
 from ringattn.cli import doctor, run
-from ringattn.config.groups import TransportGroup
-from ringattn.config.schema import RunConfig
+from ringattn.cli.config.groups import TransportGroup
+from ringattn.cli.config.schema import RunConfig
 from ringattn.transport.mpi import Mpi
 
 COMMAND = "pip install 'ringattn[mpi]'"

@@ -1,0 +1,381 @@
+"""The report of a suite's results: the tables that the console, the Markdown file and the page show, and its sentences.
+
+Every number is read from the results; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..errors import RingAttentionError
+from ..files import write_text
+from ..machine.presets import get_machine
+from ..pattern import parse_pattern
+from ..planner import make_plan
+from ..simulator.reporting.pages import Cell, render_page
+from ..simulator.timing.window import window
+from ..text import duration, shorten, size
+from . import SUITES
+from .case import BenchSuite, CaseRecord, iqr
+from .figures import draw_lines, draw_timeline
+
+#: Settings that get a column where cases differ, and a place in the sentence below the table where they do not.
+SETTINGS = (
+    "system",
+    "tokens",
+    "pattern",
+    "backward",
+    "ring_size",
+    "segment_lengths",
+    "dilation_rates",
+    "block",
+    "density",
+    "k",
+    "batch",
+    "heads",
+    "head_dim",
+    "dtype",
+    "layout",
+)
+#: The warning of results whose cases measured different versions of the code.
+MIXED = "The code changed during this run: its cases measured different versions. Run it again."
+#: Most characters of a setting and of a remark in a table.
+MOST_SETTING, MOST_REMARK = 40, 160
+#: Ranks of the drawn plan, where all cases ran on one.
+DRAWN_RANKS = 4
+
+
+@dataclass(frozen=True)
+class BenchTable:
+    """Cells as text, `Cell` where a number is behind the text."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """All that the templates say of a suite's results; `command` makes the results again."""
+
+    record: dict[str, Any]
+    command: str
+
+    @property
+    def suite(self) -> BenchSuite | None:
+        """The suite; None where the package that has it is not installed."""
+        name = self.record["suite"]
+        return SUITES.get(name)
+
+    @property
+    def warnings(self) -> list[str]:
+        """`MIXED` where it holds, and how many cases are missing."""
+        done = len(self.record["cases"])
+        planned = self.record.get("planned", done)  # results of earlier versions do not say
+        missing = (
+            f"Incomplete: {done} of {planned} cases; to measure the others: {self.command}" if done < planned else ""
+        )
+        return [warning for warning in (MIXED if self.record["mixed"] else "", missing) if warning]
+
+    @property
+    def conclusion(self) -> str | None:
+        """What the suite concludes from all its cases, as a sentence; None for a suite without a conclusion."""
+        if self.suite is None or self.suite.conclude is None or not self.record["cases"]:
+            return None
+        found = self.suite.conclude(self.record["cases"])
+        return f"{found['summary']}; target >= {found['target']}: {_yes_or_no(found['met'])}"
+
+    @property
+    def claims(self) -> list[tuple[str, str]]:
+        """The figures of earlier reports as (label, sentence)."""
+        cases = self.record["cases"]
+        claims = self.suite.claims if self.suite and cases else ()
+        return [
+            row
+            for claim in claims
+            for row in (
+                ("The earlier figure", claim.figure),
+                ("What it was", claim.really),
+                ("Ours", claim.ours(cases)),
+            )
+        ]
+
+    @property
+    def tables(self) -> list[BenchTable]:
+        """All tables that have rows."""
+        return list_tables(self.record)
+
+    @property
+    def shared(self) -> str:
+        """The settings that are equal for all cases, as name=value."""
+        equal = _settings(self.record["cases"])[1]
+        return ", ".join(f"{name}={value}" for name, value in equal.items() if value)
+
+    @property
+    def notes(self) -> list[str]:
+        """How the numbers were obtained, and the pattern of each system."""
+        cases = self.record["cases"]
+        patterns = [
+            f"{settings['system']}: {settings['pattern']}"
+            for settings in (case["settings"] for case in cases)
+            if {"system", "pattern"} <= settings.keys()
+        ]
+        return list(dict.fromkeys([*(note for case in cases for note in case["notes"]), *patterns]))
+
+    @property
+    def plan(self) -> tuple[str, str, Any] | None:
+        """(what is drawn, picture, timeline as an <svg> element) of a case; None where no case has a plan."""
+        return draw_plan(self.record["cases"])
+
+    @property
+    def figures(self) -> list[tuple[str, Any]]:
+        """(title, <svg> element) of the plots over tokens; empty without several lengths, or without matplotlib."""
+        time, memory = (_series(self.record["cases"], value) for value in (_median, _tensors))
+        drawn = (
+            ("median time", draw_lines(time, "tokens", "seconds, measured")),
+            ("peak of tensors", draw_lines(memory, "tokens", "bytes, measured")),
+        )
+        return [(title, svg) for title, svg in drawn if svg is not None]
+
+
+def render(report: BenchReport, kind: str) -> str:
+    """The report as "markdown" or "html"."""
+    return render_page(__package__ or "", "bench.j2", kind, {"report": report})
+
+
+def list_tables(record: dict[str, Any]) -> list[BenchTable]:
+    """The tables of results: by length, every column, ratios, memory against a formula, and what cases conclude."""
+    cases, kind = record["cases"], record["kind"]
+    tables = [
+        _by_tokens(f"median time by tokens [{kind}]", cases, _median, duration),
+        _by_tokens(f"peak of tensors per token [{kind}]", cases, _tensors_per_token, size),
+        _columns(f"every column [{kind}]", cases),
+        _ratios(f"ratios of times, round by round [{kind}]", cases),
+        _formulas("peak memory per rank [measured] and its formula [counted]", cases),
+        _summaries("what the cases conclude", cases),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def narrow(table: BenchTable) -> BenchTable:
+    """A table for a console: of a row for each case no columns of settings and details, and short remarks."""
+    is_of_cases = {"IQR", "remark"} & set(table.header)
+    left_out = (*SETTINGS, "threads", "min", "max", "tokens/s") if is_of_cases else ()
+    kept = [i for i, name in enumerate(table.header) if name not in left_out]
+    rows = [[shorten(row[i], MOST_SETTING) for i in kept] for row in table.rows]
+    return BenchTable(table.title, [table.header[i] for i in kept], rows)
+
+
+def _columns(title: str, cases: list[CaseRecord]) -> BenchTable:
+    """A row for each column of each case, and for each case that failed. Columns that nothing fills are left out."""
+    varied = _settings(cases)[0]
+    if "system" in varied:  # the case and the notes say both
+        varied = [name for name in varied if name not in ("system", "pattern")]
+    header = ["case", *varied, "ranks", "column", "threads", "median", "IQR", "min", "max", "tokens/s"]
+    header += ["peak of tensors", "peak of the process", "error", "remark"]
+    rows = []
+    for case in cases:
+        start = [case["case"], *(_setting(case, name) for name in varied), _count(case["ranks"])]
+        blank = [""] * (len(header) - len(start) - 1)
+        if "failed" in case:
+            rows.append([*start, *blank, describe_failure(case["failed"])])
+        for name, column in case.get("columns", {}).items():
+            rows.append([*start, *_column_cells(case, name, column), ""])
+        for name, reason in case.get("details", {}).get("missing", {}).items():
+            rows.append([*start, name, *blank[1:], reason])
+    return _without_empty(title, header, rows)
+
+
+def _column_cells(case: CaseRecord, name: str, column: dict[str, Any]) -> list[str]:
+    """From the name of a column to its error."""
+    tokens, peaks = case["settings"].get("tokens"), column.get("peaks", {})
+    rate = tokens / column["median"] if tokens and "system" in case["settings"] else None
+    numbers = (column["median"], iqr(column["seconds"]), column["min"], column["max"])
+    return [
+        name,
+        _count(column["threads"]),
+        *(Cell(duration(value), value) for value in numbers),
+        "" if rate is None else Cell(f"{rate:,.0f}", rate),
+        *(Cell(size(peaks[x]), peaks[x]) if x in peaks else "" for x in ("tensors", "process")),
+        Cell(f"{case['errors'][name]:.1e}", case["errors"][name]) if name in case["errors"] else "",
+    ]
+
+
+def describe_failure(failure: dict[str, str]) -> str:
+    """The class of a failure and the last line of its message."""
+    return shorten(f"{failure['class']}: {failure['message'].splitlines()[-1].strip()}", MOST_REMARK)
+
+
+def _ratios(title: str, cases: list[CaseRecord]) -> BenchTable:
+    rows = [
+        [
+            case["case"],
+            ratio["ratio"],
+            *(Cell(f"{ratio[x]:.3f}", ratio[x]) for x in ("median", "min", "max")),
+            "" if ratio["target"] is None else f">= {ratio['target']}",
+            _yes_or_no(ratio["met"]),
+        ]
+        for case in cases
+        for ratio in case.get("ratios", ())
+    ]
+    return _without_empty(title, ["case", "ratio", "median", "min", "max", "target", "met"], rows)
+
+
+def _formulas(title: str, cases: list[CaseRecord]) -> BenchTable:
+    rows = []
+    for case in cases:
+        if memory := case.get("memory"):
+            peak, formula = max(map(max, memory["peak_bytes"])), max(memory["formula_bytes"])
+            limit = "" if memory["limit"] is None else f"<= {memory['limit']}"
+            ratio = Cell(f"{memory['ratio']:.3f}", memory["ratio"])
+            cells = [Cell(size(peak), peak), Cell(size(formula), formula), ratio, limit, _yes_or_no(memory["met"])]
+            rows.append([case["case"], *cells])
+    return _without_empty(title, ["case", "peak", "formula", "ratio", "limit", "met"], rows)
+
+
+def _summaries(title: str, cases: list[CaseRecord]) -> BenchTable:
+    """The conclusions of cases: a dict, or a list of dicts, with equal keys in all cases."""
+    lists = [(case["case"], x if isinstance(x, list) else [x]) for case in cases if (x := case.get("summary"))]
+    header = list(lists[0][1][0]) if lists else []
+    rows = [[name, *(_value(row.get(key, "")) for key in header)] for name, rows in lists for row in rows]
+    return _without_empty(title, ["case", *header], rows)
+
+
+def _value(value: Any) -> str:
+    return Cell(f"{value:.3f}", value) if isinstance(value, float) else str(value)
+
+
+def _by_tokens(
+    title: str, cases: list[CaseRecord], value: Callable[[CaseRecord], float | None], show: Callable[[float], str]
+) -> BenchTable:
+    """A row for each system and number of ranks, a column for each length; failures by their class."""
+    cases = [case for case in cases if "system" in case["settings"]]
+    lengths = sorted({case["settings"]["tokens"] for case in cases})
+    rows: dict[str, dict[int, str]] = {}
+    for case in cases:
+        number = value(case)
+        text = case["failed"]["class"] if "failed" in case else "" if number is None else Cell(show(number), number)
+        rows.setdefault(line_name(case), {})[case["settings"]["tokens"]] = text
+    cells = [[name, *(by_length.get(length, "") for length in lengths)] for name, by_length in rows.items()]
+    return BenchTable(title, ["system", *(f"{length:,}" for length in lengths)], cells if len(lengths) > 1 else [])
+
+
+def line_name(case: CaseRecord) -> str:
+    """The name of a system, with the real ranks that shared it."""
+    return str(case["settings"]["system"]) + (f", {case['ranks']} ranks" if case["ranks"] > 1 else "")
+
+
+def _median(case: CaseRecord) -> float | None:
+    return next((column["median"] for column in case["columns"].values()), None)
+
+
+def _tensors(case: CaseRecord) -> float | None:
+    return next((column["peaks"]["tensors"] for column in case["columns"].values() if "peaks" in column), None)
+
+
+def _tensors_per_token(case: CaseRecord) -> float | None:
+    count = _tensors(case)
+    return None if count is None else count / case["settings"]["tokens"]
+
+
+def _series(cases: list[CaseRecord], value: Callable[[CaseRecord], float | None]) -> dict[str, list[tuple[int, float]]]:
+    """Points (tokens, value) of each system; only systems with more than two lengths."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for case in cases:
+        if "system" in case["settings"] and (number := value(case)) is not None:
+            series.setdefault(line_name(case), []).append((case["settings"]["tokens"], number))
+    return {name: points for name, points in series.items() if len(points) > 2}
+
+
+def draw_plan(cases: list[CaseRecord]) -> tuple[str, str, Any] | None:
+    """(what is drawn, picture, timeline) of the case with the most ranks; None where no case has a plan.
+
+    A case of one rank is drawn for `DRAWN_RANKS`. The timeline is that of the timing model on preset cpu.
+    """
+    planned = [case for case in cases if {"pattern", "layout"} <= case["settings"].keys()]
+    for case in sorted(planned, key=lambda case: -case["ranks"]):
+        ranks = case["ranks"] if case["ranks"] > 1 else DRAWN_RANKS
+        names = ("tokens", "layout", "schedule", "heads", "head_dim")
+        sizes = {name: case["settings"][name] for name in names if name in case["settings"]}
+        try:
+            plan = make_plan(parse_pattern(case["settings"]["pattern"]), ranks=ranks, **sizes)
+            steps = range(max(len(plan.for_rank(rank).forward) for rank in range(ranks)))
+            timeline = draw_timeline(window(plan, get_machine("cpu"), ranks=range(ranks), steps=steps))
+        except RingAttentionError:  # stored by another version, whose patterns may have other names
+            continue
+        unmeasured = "" if case["ranks"] > 1 else ", which were not measured"
+        words = f"{case['case']}: {plan.pattern!r}, {plan.layout.name} on {ranks} ranks{unmeasured}"
+        return words, plan.picture(width=80), timeline
+    return None
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> BenchTable:
+    """The columns of two results side by side: a ratio of medians above 1 + noise is slower, below 1 / that faster."""
+    before, after = (_columns_by_name(record) for record in (old, new))
+    rows = []
+    for key in dict.fromkeys((*before, *after)):
+        a, b = before.get(key), after.get(key)
+        if isinstance(a, float) and isinstance(b, float):
+            ratio = b / a
+            mark = "SLOWER" if ratio > 1 + noise else "faster" if ratio < 1 / (1 + noise) else ""
+            cells = [Cell(duration(a), a), Cell(duration(b), b), Cell(f"{ratio:.3f}", ratio), mark]
+        else:
+            texts = ["missing" if x is None else duration(x) if isinstance(x, float) else x for x in (a, b)]
+            cells = [*texts, "", "FAILS" if isinstance(a, float) and b is not None else ""]
+        rows.append([*key, *cells])
+    title = f"ratio of medians, new over old; noise band {noise:.0%} either way"
+    return BenchTable(title, ["case", "column", "old", "new", "ratio", "mark"], rows)
+
+
+def _columns_by_name(record: dict[str, Any]) -> dict[tuple[str, str], float | str]:
+    """The median of each (case, column), or the class of the failure of a case in place of its first column."""
+    found: dict[tuple[str, str], float | str] = {}
+    for case in record["cases"]:
+        for name, column in case.get("columns", {}).items():
+            found[case["case"], name] = median(column["seconds"])
+        if "failed" in case:
+            found[case["case"], "forward"] = case["failed"]["class"]
+    return found
+
+
+def _settings(cases: Iterable[CaseRecord]) -> tuple[list[str], dict[str, str]]:
+    """The names of settings that differ between cases, and the others with their values."""
+    values = {
+        name: {_setting(case, name) for case in cases if name in case["settings"]}
+        for name in SETTINGS
+        if any(name in case["settings"] for case in cases)
+    }
+    return [name for name in values if len(values[name]) > 1], {n: min(x) for n, x in values.items() if len(x) == 1}
+
+
+def _setting(case: CaseRecord, name: str) -> str:
+    value = case["settings"].get(name)
+    if value is None:
+        return ""
+    return _count(value) if type(value) is int else shorten(str(value), MOST_SETTING)
+
+
+def _count(value: int) -> Cell:
+    return Cell(f"{value:,}", value)
+
+
+def _without_empty(title: str, header: Sequence[str], rows: list[list[str]]) -> BenchTable:
+    """A table without the columns that are empty in all rows."""
+    kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return BenchTable(title, [header[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def _yes_or_no(met: bool | None) -> str:
+    return "" if met is None else "yes" if met else "NO"
+
+
+def write_report(path: Path, report: BenchReport) -> list[Path]:
+    """Write the report of the results at `path` beside them, as Markdown and as a page; returns both paths."""
+    written = [path.with_suffix(".md"), path.with_suffix(".html")]
+    for target, kind in zip(written, ("markdown", "html"), strict=True):
+        write_text(target, render(report, kind))
+    return written

@@ -1,0 +1,206 @@
+"""Suite "host": what a warm call of one rank costs the host, beside kernels and messages, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...kernels.aten_cpu import AtenCpu
+from ...pattern import parse_pattern
+from ...plan.work import Work
+from ...planner import make_plan
+from ...runtime.executor import Job, backward, forward
+from ...transport.base import Counters, Post, Tags, drive
+from ...transport.records import Agreed
+from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run, compare_with_target
+
+#: One rank of RANKS in a causal ring; few tokens, so that copies and merges take no time of their own.
+RANKS, RANK, HEADS, HEAD_DIM, TOKENS = 8, 3, 2, 16, 128
+SCHEDULES = ("ring", "allgather", "direct", "ulysses(2)", "double_ring(2)")
+#: Calls of one round, whose time is divided by their number.
+CALLS = 50
+#: Most milliseconds of a warm forward and of a warm backward, of the ring.
+LIMITS = {"forward": 0.8, "backward": 1.5}
+NOTE = (
+    "host: seconds of 50 warm calls of rank 3 of 8, causal zigzag, from the program's start to its result: buffers, "
+    "copies, merges and guards, with a kernel that returns stored zeros and a transport that writes zeros to what it "
+    "receives; without the handshake, autograd, kernels and messages; launches: ops that are no views, kernels as one "
+    "op each; bytes: what these ops read and write but for kernels, for 128 tokens of 2 heads of 16 in fp32"
+)
+
+
+class Silent:
+    """A transport of one rank without other ranks: zeros arrive, and all ranks send the records of this rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.counters, self.calls, self.agreed = Counters(), count(), Agreed()
+
+    def check(self, device: torch.device) -> None:
+        """Tensors of every device are accepted."""
+
+    def post(self, post: Post) -> None:
+        for message in post.recvs:
+            message.data.zero_()
+
+    def wait(self, ticket: None) -> None:
+        """Return at once."""
+
+    def gather(self, record: bytes) -> list[bytes]:
+        return [record] * self.size
+
+
+class NoKernel(AtenCpu):
+    """Makes the calls of the kernel of CPUs, and computes nothing. `calls` counts them.
+
+    The results of a work are made once: a call costs a look-up and no op.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._results: dict[Work, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._gradients: dict[Work, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        if work not in self._results:
+            self._results[work] = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3])
+        return self._results[work]
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        work: Work,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        if work not in self._gradients:
+            self._gradients[work] = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return self._gradients[work]
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts the ops that would be launched on a device, and the bytes that they read and write."""
+
+    launches = bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = func.is_view or func.namespace == "prim" or "empty" in func.__name__
+        if not is_view:
+            tensors = {id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)}
+            self.launches += 1
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors.values())
+        return result
+
+
+def make_passes(schedule: str, rotate: str = "auto") -> tuple[NoKernel, dict[str, Callable[[], Any]]]:
+    """(kernel, {"forward": run, "backward": run}): warm passes of one rank without messages and kernels."""
+    plan = make_plan(
+        parse_pattern("Causal()"),
+        tokens=TOKENS,
+        ranks=RANKS,
+        layout="zigzag",
+        schedule=schedule,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        rotate=rotate,
+    )
+    q, k, v, grad = (torch.zeros(1, HEADS, plan.layout.rows(RANK), HEAD_DIM, device="cpu") for _ in range(4))
+    kernel = NoKernel()
+    job, carrier = Job(plan, RANK, kernel, HEAD_DIM**-0.5), Silent(RANK, RANKS)
+
+    def run_forward() -> Any:
+        return drive(forward(job, q, k, v, keep=True, tags=Tags.of_call(0, backward=False)), carrier)
+
+    result = run_forward()
+
+    def run_backward() -> Any:
+        return drive(backward(job, grad, None, q, k, v, result, tags=Tags.of_call(0, backward=True)), carrier)
+
+    run_backward()
+    return kernel, {"forward": run_forward, "backward": run_backward}
+
+
+def count_passes(schedule: str, rotate: str = "auto") -> Iterator[tuple[str, dict[str, float]]]:
+    """For each pass the launches, kernel calls, launches per kernel call, and bytes of all ops but the kernels'."""
+    kernel, passes = make_passes(schedule, rotate)
+    for name, run in passes.items():
+        kernel.calls = 0
+        with LaunchCounter() as counter:
+            run()
+        launches = counter.launches + kernel.calls
+        yield (
+            name,
+            {
+                "launches": launches,
+                "kernel_calls": kernel.calls,
+                "launches_per_call": launches / max(kernel.calls, 1),
+                "bytes": counter.bytes,
+            },
+        )
+
+
+def list_cases() -> list[BenchCase]:
+    """A case per schedule, and for the ring one per form of its backward."""
+    return [
+        *(_case(schedule, "auto") for schedule in SCHEDULES),
+        *(_case("ring", rotate) for rotate in ("keys", "queries")),
+    ]
+
+
+def _case(schedule: str, rotate: str) -> BenchCase:
+    name = schedule.replace("(", "_").replace(")", "")
+    return BenchCase(
+        name if rotate == "auto" else f"{name}_{rotate}",
+        1,
+        {"schedule": schedule, "rotate": rotate, "tokens": TOKENS, "ranks": RANKS},
+        tuple(BenchColumn(column, 1, partial(_make, column=column)) for column in ("forward", "backward")),
+        summarise=_summarise,
+        notes=(NOTE,),
+    )
+
+
+def _make(context: Context, column: str) -> Run:
+    _, passes = make_passes(context.settings["schedule"], context.settings["rotate"])
+    run = passes[column]
+
+    def many() -> None:
+        for _ in range(CALLS):
+            run()
+
+    return many
+
+
+def _summarise(record: CaseRecord) -> dict[str, Any]:
+    """Milliseconds of the host per call, and what a call counts, of both passes."""
+    found: dict[str, Any] = {}
+    for name, counts in count_passes(record["settings"]["schedule"], record["settings"]["rotate"]):
+        found[f"{name}_ms"] = record["columns"][name]["median"] * 1e3 / CALLS
+        found |= {f"{name}_{key}": value for key, value in counts.items()}
+    return found
+
+
+def _conclude(records: list[CaseRecord]) -> dict[str, Any]:
+    """Whether the ring's passes take the host at most the promised time."""
+    rings = [record["summary"] for record in records if record["settings"]["schedule"] == "ring"]
+    shares = [LIMITS[name] / ring[f"{name}_ms"] for ring in rings for name in LIMITS]
+    worst = min(shares, default=0.0)
+    text = f"host time of the ring: the slowest pass takes {1 / worst if worst else 0:.2f} times its limit"
+    return compare_with_target(text, worst, 1.0)
+
+
+SUITE = BenchSuite(list_cases, _conclude)

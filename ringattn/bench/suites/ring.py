@@ -1,0 +1,212 @@
+"""Suite "ring": the ring against one process that does the same work on the same cores."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...errors import Unsupported
+from ...functional import ring_attention, virtual_attention
+from ...layout.regular import Layout, make_layout
+from ...pattern import Causal, Full
+from ...planner import make_plan
+from ...simulator.timing.costs import memory
+from ..case import (
+    BenchCase,
+    BenchColumn,
+    BenchSuite,
+    Context,
+    Ratio,
+    Run,
+    check_error,
+    make_call,
+    make_inputs,
+    make_pass,
+    make_settings,
+    make_shards,
+)
+
+CORES = 2
+HEADS, HEAD_DIM = 8, 64
+#: Columns of torch's own ring by the method that rotates K and V: torch's default, and messages between neighbours.
+TEMPLATES = {"template": "allgather", "template_a2a": "alltoall"}
+NOTE = (
+    "template and template_a2a: torch's private context-parallel ring, on the same CPU flash op, with its rotate "
+    "methods allgather (its default) and alltoall"
+)
+MEMORY_NOTE = (
+    "memory: rise of VmHWM, reset by clear_refs, over VmRSS before the inputs exist, the worst of all rounds and "
+    "ranks; mallopt makes glibc return freed blocks at once, as glibc would otherwise keep blocks of an earlier round; "
+    "formula: the model of memory of ra.simulate"
+)
+
+CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def list_cases() -> list[BenchCase]:
+    """Rings against one call and against torch's template, virtual rings, and peak memory.
+
+    Targets are the project's promises.
+    """
+    table = (
+        ("dense_4096", 4096, False, False, 0.97),
+        ("causal_4096", 4096, True, False, 0.95),
+        ("dense_4096_backward", 4096, False, True, 0.96),
+        ("causal_4096_backward", 4096, True, True, 0.96),
+    )
+    return [
+        *(_ring_case(*row) for row in table),
+        _virtual_case("virtual_dense_8192", False, 0.93),
+        _virtual_case("virtual_causal_8192", True, 0.85),
+        *(_memory_case(ranks, rotate) for rotate in (None, "keys", "queries") for ranks in (2, 4)),
+    ]
+
+
+def _settings(tokens: int, causal: bool, backward: bool, **more: Any) -> dict[str, Any]:
+    layout = "zigzag" if causal else "contiguous"
+    return make_settings(HEADS, HEAD_DIM, tokens, causal=causal, layout=layout, backward=backward, **more)
+
+
+def _make_single(context: Context) -> Run | None:
+    """One call on the whole sequence, on rank 0 with all cores; the other ranks wait."""
+    if context.rank:
+        return None
+    return make_call(context, partial(scaled_dot_product_attention, is_causal=context.settings["causal"]), whole=True)
+
+
+def _make_ring(context: Context) -> Run:
+    pattern = Causal() if context.settings["causal"] else Full()
+    layout = context.settings["layout"]
+    return make_call(context, partial(ring_attention, pattern=pattern, layout=layout, schedule="ring"))
+
+
+def make_template(context: Context, rotate: str) -> Run:
+    """torch's `_templated_ring_attention` with the CPU flash op; its head-tail balance equals our zigzag layout.
+
+    `rotate` is the method of torch's `set_rotate_method`.
+    """
+    try:  # a private module, needed only in cases that compare with it
+        import torch.distributed.tensor.experimental._context_parallel._attention as template
+    except ImportError as error:
+        raise Unsupported(
+            f"torch {torch.__version__} has no context-parallel template where torch 2.13 has it ({error}); "
+            "leave its cases out with cases=[...]"
+        ) from error
+    q, k, v, grad = make_shards(context, make_inputs(context.settings, 4))
+    causal, scale = context.settings["causal"], HEAD_DIM**-0.5
+    group: Any = dist.group.WORLD
+
+    def run() -> tuple[torch.Tensor, ...]:
+        template.set_rotate_method(rotate)
+        template._cp_options.enable_load_balance = causal
+        out, lse, *_ = template._templated_ring_attention(group, 2, CPU_FLASH, q, k, v, is_causal=causal, scale=scale)
+        if not context.settings["backward"]:
+            return (out,)
+        grads = template._templated_ring_attention_backward(
+            group,
+            2,
+            CPU_FLASH_BACKWARD,
+            grad,
+            "grad_out",
+            q,
+            k,
+            v,
+            out,
+            lse,
+            is_causal=causal,
+            dropout_p=0.0,
+            scale=scale,
+        )
+        return (out, *grads[:3])
+
+    return run
+
+
+def gather(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor of the whole sequence of which every rank has its shard. Collective."""
+    shards = [x.new_empty((*x.shape[:2], layout.rows(rank), x.shape[3])) for rank in range(layout.ranks)]
+    dist.all_gather(shards, x.contiguous())
+    return layout.unshard_tensor(shards)
+
+
+def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """Largest relative error of each column against the single call, over the output and the gradients; on rank 0."""
+    layout = make_layout(context.settings["layout"], tokens=context.settings["tokens"], ranks=context.ranks)
+    errors = {}
+    for name in ("ring", *TEMPLATES):
+        tensors = [gather(x, layout) for x in results[name]]
+        if context.rank == 0:
+            errors[name] = check_error(name, tensors, results["single"])
+    return errors
+
+
+def _ring_case(name: str, tokens: int, causal: bool, backward: bool, target: float | None) -> BenchCase:
+    columns = (
+        BenchColumn("single", CORES, _make_single),
+        BenchColumn("ring", 1, _make_ring),
+        *(BenchColumn(column, 1, partial(make_template, rotate=rotate)) for column, rotate in TEMPLATES.items()),
+    )
+    ratios = (Ratio("single", "ring", target), *(Ratio(column, "ring", 1.0) for column in TEMPLATES))
+    return BenchCase(name, CORES, _settings(tokens, causal, backward), columns, ratios, _check, notes=(NOTE,))
+
+
+def _make_virtual_ring(context: Context) -> Run:
+    q, k, v = make_inputs(context.settings, 3)
+    pattern = Causal() if context.settings["causal"] else Full()
+    return lambda: (virtual_attention(q, k, v, pattern, ranks=context.settings["virtual_ranks"], schedule="ring"),)
+
+
+def _check_virtual(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    return {"virtual": check_error("the virtual ring", results["virtual"][:1], results["single"][:1])}
+
+
+def _virtual_case(name: str, causal: bool, target: float) -> BenchCase:
+    settings = {**_settings(8192, causal, False, virtual_ranks=8), "layout": "contiguous"}
+    columns = (BenchColumn("single", CORES, _make_single), BenchColumn("virtual", CORES, _make_virtual_ring))
+    return BenchCase(name, 1, settings, columns, (Ratio("single", "virtual", target),), _check_virtual)
+
+
+def _memory_case(ranks: int, rotate: str | None = None, *, rows: int = 4096) -> BenchCase:
+    """Peak memory of contiguous dense attention with `rows` tokens per rank, forward; with `rotate`, also backward.
+
+    The peak must be what the model of memory predicts, and must not grow with the ranks.
+    """
+    backward = rotate is not None
+
+    def formula(context: Context) -> int:
+        plan = make_plan(
+            Full(),
+            tokens=context.settings["tokens"],
+            ranks=context.ranks,
+            schedule="ring",
+            heads=HEADS,
+            head_dim=HEAD_DIM,
+            dtype=context.settings["dtype"],
+            rotate=rotate or "auto",
+        )
+        return sum(memory(plan, backward=backward).values())
+
+    def make(context: Context) -> Run:
+        shard = context.settings["tokens"] // context.ranks  # fewer tokens than `rows` in the warm-up
+        tensors = [torch.randn(1, HEADS, shard, HEAD_DIM, device="cpu") for _ in range(4 if backward else 3)]
+        attend = partial(ring_attention, pattern=Full(), layout="contiguous", schedule="ring", rotate=rotate or "auto")
+        return make_pass(attend, tensors[:3], tensors[3] if backward else None)
+
+    return BenchCase(
+        f"memory_{rotate}_{ranks}_ranks" if rotate else f"memory_{ranks}_ranks",
+        ranks,
+        _settings(rows * ranks, False, backward, **({"rotate": rotate} if rotate else {})),
+        (BenchColumn("ring", 1, make),),
+        formula_bytes=formula,
+        limit=1.1,
+        rounds=2,
+        notes=(MEMORY_NOTE,),
+    )
+
+
+SUITE = BenchSuite(list_cases)

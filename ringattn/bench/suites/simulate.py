@@ -1,0 +1,150 @@
+"""Suite "simulate": virtual ranks against one device, and the seconds of the timing model, on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...functional import attention
+from ...kernels import get_kernel
+from ...machine.machine import Machine
+from ...pattern import Full, parse_pattern
+from ...plan.plan import Plan
+from ...planner import make_plan
+from ...simulator.numerics import Outcome, TensorSource, execute, make_groups, make_source
+from ...simulator.timing.simulation import simulate
+from ...simulator.timing.timeline import Timeline
+from ..case import BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, check_error
+
+HEADS, HEAD_DIM, TOKENS, RANKS = 8, 64, 65536, 1024
+#: Virtual ranks may take 1.3 times as long as one device.
+TARGET = 1 / 1.3
+#: Ranks, and steps, of the timelines.
+TIMELINE_RANKS = 1 << 18
+MACHINE = Machine(flops=5e14, latency=1e-5, bandwidth=5e10)
+VIRTUAL_NOTE = (
+    "virtual ranks: all ranks executed in cohorts (`numerics.way=all`) on existing tensors, without oracles and "
+    "ledger, after planning; attention: one call on the same tensors"
+)
+TIMING_NOTE = "timing: ra.simulate of a plan of 262,144 ranks; slow: each rank has its own factor (solver stencil)"
+
+
+def list_cases() -> list[BenchCase]:
+    """Three windows, a dilated backward, and two timelines; targets are the project's promises."""
+    return [
+        *(_virtual_case(f"window_{width}", f"Window({width})") for width in (63, 255, 1023)),
+        _virtual_case("dilated_backward", "Dilated((256,), (2,), causal=True)", backward=True),
+        _timing_case("what_if", slow=False),
+        _timing_case("every_step", slow=True),
+    ]
+
+
+def _virtual_case(name: str, pattern: str, *, backward: bool = False) -> BenchCase:
+    settings = {
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "dtype": "float32",
+        "tokens": TOKENS,
+        "virtual_ranks": RANKS,
+        "pattern": pattern,
+    }
+    return BenchCase(
+        name,
+        1,
+        settings,
+        (
+            BenchColumn("attention", 1, _make_attention(backward)),
+            BenchColumn("virtual ranks", 1, _make_virtual_ranks(backward)),
+        ),
+        (Ratio("attention", "virtual ranks", TARGET),),
+        None if backward else _check,
+        notes=(VIRTUAL_NOTE,),
+    )
+
+
+def _plan(context: Context) -> Plan:
+    settings = context.settings
+    return make_plan(
+        parse_pattern(settings["pattern"]),
+        tokens=settings["tokens"],
+        ranks=settings["virtual_ranks"],
+        schedule="ring",
+        heads=settings["heads"],
+        head_dim=settings["head_dim"],
+        dtype=settings["dtype"],
+        rotate="keys",
+    )
+
+
+def _make_attention(backward: bool) -> Callable[[Context], Run]:
+    def make(context: Context) -> Run:
+        plan = _plan(context)
+        source = make_source(plan)
+        q, k, v, grad = (source.rows(name, range(plan.tokens)) for name in ("q", "k", "v", "grad"))
+        if not backward:
+            return lambda: attention(q, k, v, plan.pattern)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        return lambda: torch.autograd.grad(attention(q, k, v, plan.pattern), inputs, grad)
+
+    return make
+
+
+def _make_virtual_ranks(backward: bool) -> Callable[[Context], Run]:
+    def make(context: Context) -> Run:
+        plan = _plan(context)
+        source = TensorSource.of(make_source(plan))
+        row = source.rows("q", range(1))
+        kernel = get_kernel("auto", row, row, row)
+        groups = make_groups(plan, range(plan.ranks), backward=backward)
+
+        def run() -> list[Outcome]:
+            scale = plan.head_dim**-0.5
+            return [
+                outcome
+                for group in groups
+                for outcome in execute(group, source, lambda: kernel, scale, grads=backward)[0]
+            ]
+
+        return run
+
+    return make
+
+
+def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
+    """Largest relative difference of the virtual ranks' output from the output of one device."""
+    layout = _plan(context).layout
+    shards = {
+        rank: outcome.out[i : i + 1] for outcome in results["virtual ranks"] for i, rank in enumerate(outcome.ranks)
+    }
+    out = layout.unshard_tensor([shards[rank] for rank in range(layout.ranks)])
+    return {"virtual ranks": check_error("the result of virtual ranks", [out], [results["attention"]])}
+
+
+def _timing_case(name: str, *, slow: bool) -> BenchCase:
+    def make(context: Context) -> Run:
+        ranks = context.settings["ranks"]
+        plan = make_plan(
+            Full(), tokens=4096 * ranks, ranks=ranks, heads=HEADS, head_dim=128, dtype="bfloat16", schedule="ring"
+        )
+        factors = 1 + np.random.default_rng(0).random(ranks) / 10
+
+        def run() -> Timeline:
+            return simulate(plan, MACHINE, slow=factors) if slow else simulate(plan, MACHINE)
+
+        return run
+
+    settings = {
+        "ranks": TIMELINE_RANKS,
+        "steps": TIMELINE_RANKS,
+        "flops": MACHINE.flops,
+        "latency": MACHINE.latency,
+        "bandwidth": MACHINE.bandwidth,
+    }
+    columns = (BenchColumn("timeline", 1, make),)
+    return BenchCase(name, 1, settings, columns, rounds=1 if slow else None, notes=(TIMING_NOTE,))
+
+
+SUITE = BenchSuite(list_cases)

@@ -1,0 +1,233 @@
+"""Config groups of the command line: the dataclasses that hold one option of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...errors import InvalidInput
+from ...machine.file import read_machine
+from ...machine.machine import MACHINE_NUMBERS, Machine
+from ...machine.presets import get_machine
+
+#: A whole number as people write it: 4096, 1e9 or 64k. `schema.parse_size` reads it.
+Size = int | float | str
+
+
+@dataclass
+class ConfigGroup:
+    """One option of a config group. `spec` is the text that the library parses; other fields are its parameters."""
+
+    spec: str = "???"
+
+
+@dataclass
+class PatternGroup(ConfigGroup):
+    """A pattern: its Python repr, and the parameters that conf/pattern/*.yaml put into that text."""
+
+    left: int | None = None
+    n: int | None = None
+    step: int | None = None
+    lengths: list[int] | None = None
+    segments: list[int] | None = None
+    rates: list[int] | None = None
+    causal: bool | None = None
+    mix: str | None = None
+    block: int | None = None
+    blocks: int | None = None
+
+
+@dataclass
+class LayoutGroup(ConfigGroup):
+    """A layout: its name with parameters, such as striped(64). `chunk` is a number of tokens, or "auto"."""
+
+    block: int | None = None
+    chunk: Size | None = None
+
+
+@dataclass
+class ScheduleGroup(ConfigGroup):
+    """A schedule: its name with parameters, such as ulysses(4, direct)."""
+
+    ranks_per_node: int | None = None
+    size: int | None = None
+    between: str | None = None
+
+
+Group = TypeVar("Group")
+
+
+def with_machine_numbers(group: type[Group]) -> type[Group]:
+    """The class with an optional key for each number of a machine, None by default; apply it before `dataclass`."""
+    for name, number in MACHINE_NUMBERS.items():
+        group.__annotations__[name] = f"{number.python_type.__name__} | None"
+        setattr(group, name, None)
+    return group
+
+
+@dataclass
+@with_machine_numbers
+class MachineGroup(ConfigGroup):
+    """A preset or a machine file, and the numbers that replace its own; a number that is None replaces nothing."""
+
+    path: str | None = None
+    extrapolate: bool = False
+
+    def made(self, device: str = "cpu", ranks: int | None = None) -> Machine:
+        """The machine. The preset `auto` is the default of the device type, and `file` is the machine file at `path`.
+
+        Raises InvalidInput where the given numbers do not fit together, or do not fit the number of ranks.
+        """
+        if (self.spec == "file") != (self.path is not None):
+            raise InvalidInput(
+                f"machine={self.spec} and machine.path={self.path}: a file needs both machine=file and its path; make "
+                "a machine file with ringattn calibrate output.path=machine.yaml"
+            )
+        if self.path is not None:
+            machine = read_machine(Path(self.path))
+        else:
+            machine = get_machine(None if self.spec == "auto" else self.spec, device)
+        replaced = {name: value for name in MACHINE_NUMBERS if (value := getattr(self, name)) is not None}
+        if "flops" in replaced:
+            replaced["kernel"] = None  # measured kernel times would take precedence over the given flops
+        machine = machine.changed(**replaced)
+        _check_nodes(machine, replaced, ranks)
+        if self.extrapolate and machine.kernel is not None:
+            machine = replace(machine, kernel=replace(machine.kernel, extrapolate=True))
+        return machine
+
+
+def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | None) -> None:
+    """Raise InvalidInput where numbers of nodes that the user gave do not fit together, or do not fit the ranks."""
+    size = machine.ranks_per_node
+    if "ranks_per_node" in replaced and ranks is not None and ranks > size and ranks % size:
+        raise InvalidInput(
+            f"machine.ranks_per_node={size}: {ranks} ranks do not fill nodes of {size} evenly; give a divisor of "
+            f"{ranks}, or another number of ranks"
+        )
+    for name in ("node_latency", "node_bandwidth", "shared_nic"):
+        if replaced.get(name) not in (None, False) and size == 1:
+            raise InvalidInput(
+                f"machine.{name}={replaced[name]} is for nodes with several ranks, and here every rank is a node by "
+                "itself; give machine.ranks_per_node=, the ranks of a node"
+            )
+
+
+@dataclass
+class ModelGroup:
+    """A model by name, or the Hugging Face config at `path`; without either, `simulate` takes a plan alone."""
+
+    spec: str | None = None
+    path: str | None = None
+
+
+@dataclass
+class TransportGroup(ConfigGroup):
+    """A transport. `gpu_aware` hands CUDA tensors to MPI."""
+
+    gpu_aware: bool = False
+
+
+@dataclass
+class InputGroup:
+    """The input of `ringattn run`: a text, random numbers, or the tensors of a file."""
+
+    name: str = "text"
+    path: str | None = None
+    seed: int = 0
+
+
+@dataclass
+class NumericsGroup:
+    """What `simulate mode=numerics` executes.
+
+    way="sample" executes `rows` query rows (their number, or their positions) on at most `spread` ranks. way="all"
+    executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` ranks at a time.
+
+    `fault` harms the visit of rank `fault_rank` to the block of rank `fault_owner`. Without `fault_rank`, the fault is
+    at the rank of the last sampled row, or at the middle rank; without `fault_owner`, in the block of the rank before.
+    The faults "lost" and "scaled" harm the gradients that return to the rank of the first sampled row.
+    """
+
+    way: str = "sample"
+    #: A size, or a list of sizes: OmegaConf has no union of the two.
+    rows: Any = 16
+    spread: int | None = None
+    first: int = 0
+    count: int | None = None
+    together: int = 128
+    period: int | None = 4099
+    fault: str | None = None
+    fault_rank: int | None = None
+    fault_owner: int | None = None
+    threads: int = 1
+
+
+@dataclass
+class OutputGroup:
+    """The file or folder that a command writes; None: nothing, or the default of the verb."""
+
+    path: str | None = None
+
+
+@dataclass
+class AdviseOutputGroup(OutputGroup):
+    """The JSON file that `ringattn advise` writes to `path`, and the HTML page that it writes to `page`."""
+
+    page: str | None = None
+
+
+@dataclass
+class RunOutputGroup(OutputGroup):
+    """The tensors that `ringattn run` writes to `path`, and the printed numbers that it writes to `report` as JSON."""
+
+    report: str | None = None
+
+
+@dataclass
+class WindowGroup:
+    """The point, ranks and steps that the heat map and the trace of a study show. Without a point, neither is made."""
+
+    point: int | None = None
+    first_rank: int = 0
+    ranks: int = 32
+    first_step: int = 0
+    steps: int = 64
+
+
+@dataclass
+class ExecuteGroup:
+    """What the numerics simulator executes of each plan of a study, in fp64.
+
+    `budget` is in seconds at assumed rates, so that every machine executes the same plans; None: nothing is executed.
+    """
+
+    budget: float | None = None
+    rows: int = 16
+    heads: int = 1
+    head_dim: int = 16
+    seed: int = 0
+
+
+@dataclass
+class StudyGroup:
+    """The points of a study: every combination of the values of `axes` with every entry of `together`.
+
+    Keys are keys of `simulate`, or label.NAME, which becomes a column of the tables. `extrapolate` is a Size or None.
+    `spread` is the number of jobs of Hydra's launcher that compute the points; the launcher tells each job its `share`.
+    """
+
+    name: str = "sweep"
+    axes: dict[str, Any] = field(default_factory=dict)
+    together: list[Any] = field(default_factory=list)
+    plots: list[str] = field(default_factory=lambda: ["stack", "efficiency", "memory"])
+    x: str | None = None
+    y: str | None = None
+    window: WindowGroup = field(default_factory=WindowGroup)
+    execute: ExecuteGroup = field(default_factory=ExecuteGroup)
+    extrapolate: Any = None
+    progress: bool = True
+    spread: int | None = None
+    share: int | None = None

@@ -1,0 +1,278 @@
+"""Schemas of the verbs of the command line, and sizes such as 64k."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidInput
+from ...text import shorten
+from .groups import (
+    AdviseOutputGroup,
+    ConfigGroup,
+    InputGroup,
+    LayoutGroup,
+    MachineGroup,
+    ModelGroup,
+    NumericsGroup,
+    OutputGroup,
+    PatternGroup,
+    RunOutputGroup,
+    ScheduleGroup,
+    Size,
+    StudyGroup,
+    TransportGroup,
+)
+
+#: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
+ROWS, WIDTHS, MESSAGES = (64, 256, 1024, 4096), (64, 256, 1024), (256, "4k", "64k", "1M", "4M", "16M")
+#: The largest size: the largest integer of 64 bits.
+MAX_SIZE = (1 << 63) - 1
+#: Factors of the suffixes of a size.
+_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def conf_dir() -> Path:
+    """The folder of ringattn's config groups: inside the package in a wheel, beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    beside = package.parent / "conf"
+    return beside if (beside / "run.yaml").is_file() else package / "conf"
+
+
+def parse_size(value: Size, name: str = "size") -> int:
+    """The whole number that a size such as 4096, 1_000_000, 64k, 1M, 2GiB (powers of 1024) or 1e9 stands for.
+
+    Raises InvalidInput, naming the setting `name`, where `value` is not a whole number >= 0, or above `MAX_SIZE`.
+    """
+    text = str(value).strip().replace("_", "").lower()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)(?:([kmgt])(?:ib)?)?", text)
+    if match is None:
+        problem = "is negative" if re.fullmatch(r"-\d.*", text) else "not a whole number"
+        raise _not_a_size(value, name, problem)
+    digits, suffix = match.groups()
+    if re.fullmatch(rf"0*[1-9]\d{{{len(str(MAX_SIZE))},}}", digits):
+        raise _too_large(value, name)  # without int(), which is slow for so many digits
+    number = (float(digits) if re.search(r"[.e]", digits) else int(digits)) * _SUFFIXES[suffix or ""]
+    if number == math.inf or number != int(number):
+        raise _not_a_size(value, name, "not a whole number")
+    if number > MAX_SIZE:
+        raise _too_large(value, name)
+    return int(number)
+
+
+def _not_a_size(value: Size, name: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{name}={value}: {problem}; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
+
+
+def _too_large(value: Size, name: str) -> InvalidInput:
+    return InvalidInput(
+        f"{name}={shorten(str(value), 40)}: is larger than 2^63 - 1 = {MAX_SIZE:,}, the largest size; give a smaller "
+        "number"
+    )
+
+
+@dataclass
+class ProblemSizes:
+    """The settings that `run`, `plan` and `simulate` share."""
+
+    pattern: PatternGroup = field(default_factory=PatternGroup)
+    layout: LayoutGroup = field(default_factory=LayoutGroup)
+    schedule: ScheduleGroup = field(default_factory=ScheduleGroup)
+    machine: MachineGroup = field(default_factory=MachineGroup)
+    output: OutputGroup = field(default_factory=OutputGroup)
+    #: Only Hydra reads it: an experiment sets other keys.
+    experiment: Any = None
+    ranks: int = 2
+    tokens: Size = "8k"
+    heads: int = 8
+    kv_heads: int | None = None
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "float32"
+    comm_dtype: str | None = None
+    rotate: str = "auto"
+
+    def size(self) -> int:
+        """The tokens of the sequence. Raises InvalidInput."""
+        return parse_size(self.tokens, "tokens")
+
+
+@dataclass
+class RunConfig(ProblemSizes):
+    """The settings of `ringattn run`; conf/run.yaml explains each."""
+
+    output: RunOutputGroup = field(default_factory=RunOutputGroup)
+    transport: TransportGroup = field(default_factory=TransportGroup)
+    kernel: ConfigGroup = field(default_factory=ConfigGroup)
+    input: InputGroup = field(default_factory=InputGroup)
+    stream: str | None = None
+    chunk: Size | None = None
+    device: str | None = None
+    scale: float | None = None
+    backward: bool = False
+    deterministic: bool = False
+    repeat: int = 3
+    sample: int = 8
+    threads: int | None = None
+    timeout: float = 120.0
+    progress: bool | None = None
+
+
+@dataclass
+class PlanConfig(ProblemSizes):
+    """The settings of `ringattn plan`; conf/plan.yaml explains each."""
+
+    ascii: bool = False
+
+
+@dataclass
+class ValidateGroup:
+    """The settings of `simulate mode=validate`.
+
+    `ranks` are the numbers of ranks to validate on; the first is calibrated, the others are held out. Without a
+    machine file, `rows`, `widths` and `messages` are calibrated first. `held_out` are the rows per rank of the compared
+    passes; None: sizes between the calibrated rows.
+    """
+
+    ranks: list[int] = field(default_factory=lambda: [2, 4])
+    held_out: list[Size] | None = None
+    rows: list[Size] = field(default_factory=lambda: list(ROWS[:-1]))
+    widths: list[Size] = field(default_factory=lambda: list(WIDTHS[:-1]))
+    messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
+    repeat: int = 5
+    seconds: float = 100.0
+    threads: int | None = None
+    timeout: float = 600.0
+
+
+@dataclass
+class SimulateConfig(ProblemSizes):
+    """The settings of `ringattn simulate`; conf/simulate.yaml explains each.
+
+    `slow`, `slow_links` and `stalls` are mappings or lists, which `timing.simulate` checks.
+    """
+
+    mode: str = "timing"
+    dtype: str = "auto"
+    backward: bool = False
+    slow: Any = None
+    slow_links: Any = None
+    stalls: Any = None
+    passes: int | None = None
+    solver: str = "auto"
+    seed: int = 0
+    shard: Size | None = None
+    model: ModelGroup = field(default_factory=ModelGroup)
+    phase: str = "training"
+    cp: int = 1
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batches: int | None = None
+    interleaved: int = 1
+    checkpointing: str = "full"
+    sharding: str = "weights"
+    validate: ValidateGroup = field(default_factory=ValidateGroup)
+    numerics: NumericsGroup = field(default_factory=NumericsGroup)
+    study: StudyGroup = field(default_factory=StudyGroup)
+
+    def __post_init__(self) -> None:
+        if self.dtype == "auto":
+            self.dtype = "float64" if self.mode == "numerics" else "bfloat16" if self.model.spec else "float32"
+
+    def length(self) -> int:
+        """The tokens, which are 0 for a point of a study that is refused. Raises InvalidInput."""
+        return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
+
+    def size(self) -> int:
+        """The tokens of the sequence. Raises InvalidInput where the sequence is empty."""
+        tokens = self.length()
+        if not tokens and self.ranks:  # with ranks=0, the error is about the ranks, and is raised elsewhere
+            name = "tokens" if self.shard is None else "shard"
+            raise InvalidInput(f"{name}=0: without tokens there is nothing to simulate; try {name}=64k")
+        return tokens
+
+
+@dataclass
+class AdviseConfig:
+    """The settings of `ringattn advise`; conf/advise.yaml explains each. `prices` are numbers by machine."""
+
+    model: ModelGroup = field(default_factory=lambda: ModelGroup("llama3_8b"))
+    machine: MachineGroup = field(default_factory=lambda: MachineGroup("h100_nvlink_ib"))
+    output: AdviseOutputGroup = field(default_factory=AdviseOutputGroup)
+    tokens: Size = "1M"
+    gpus: int = 8
+    prices: Any = None
+    batch: int | None = None
+    by: str = "time"
+    dtype: str = "bfloat16"
+
+
+@dataclass
+class BenchConfig:
+    """The settings of `ringattn bench`; conf/bench.yaml explains each."""
+
+    suite: str = "ring"
+    cases: list[str] | None = None
+    repeat: int = 5
+    output: OutputGroup = field(default_factory=OutputGroup)
+    memory: Size | None = None
+
+
+@dataclass
+class ReportConfig(BenchConfig):
+    """The settings of `ringattn report`; conf/report.yaml explains each."""
+
+    suite: str = "standard"
+    results: str | None = None
+    compare: list[str] | None = None
+    noise: float = 0.1
+
+
+@dataclass
+class DoctorConfig:
+    """The setting of `ringattn doctor`; conf/doctor.yaml explains it."""
+
+    capability: str | None = None
+
+
+@dataclass
+class CalibrateConfig:
+    """The settings of `ringattn calibrate`; conf/calibrate.yaml explains each."""
+
+    transport: TransportGroup = field(default_factory=TransportGroup)
+    kernel: ConfigGroup = field(default_factory=ConfigGroup)
+    machine: MachineGroup = field(default_factory=MachineGroup)
+    output: OutputGroup = field(default_factory=OutputGroup)
+    ranks: int = 2
+    device: str = "cpu"
+    heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    rows: list[Size] = field(default_factory=lambda: list(ROWS))
+    widths: list[Size] = field(default_factory=lambda: list(WIDTHS))
+    messages: list[Size] = field(default_factory=lambda: list(MESSAGES))
+    repeat: int = 5
+    seconds: float = 0.0
+    threads: int | None = None
+    timeout: float = 600.0
+
+
+SCHEMAS: dict[str, type] = {
+    "run": RunConfig,
+    "plan": PlanConfig,
+    "simulate": SimulateConfig,
+    "advise": AdviseConfig,
+    "bench": BenchConfig,
+    "report": ReportConfig,
+    "calibrate": CalibrateConfig,
+    "doctor": DoctorConfig,
+}
+
+
+def key_names(schema: type) -> list[str]:
+    """The keys of a schema in order: groups and settings, without the keys within groups."""
+    return [one.name for one in fields(schema)]

@@ -1,0 +1,239 @@
+"""Plots of a study as SVG and PNG, with the same bytes in every run. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import InvalidInput
+from ...simulator.reporting.figures import COLOURS, save_figure
+from ...simulator.timing.window import StepWindow
+from ...text import did_you_mean
+from .point import DIRECTIONS, WAITS
+from .tables import Row, Table
+
+#: Panels side by side; on a phone, a page shows them 160 pixels wide. Most numbers below the bars of a panel.
+PANELS, MOST_TICKS = 2, 12
+#: Markers and dashes of lines: with COLOURS they tell 160 lines apart.
+MARKERS, DASHES = "osD^", ("-", "--", ":", "-.")
+CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "jitter", "host", "call")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise InvalidInput for a plot that is unknown or named twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InvalidInput(f"study.plots: {name} is there twice; name each plot once")
+        seen.add(name)
+        if name not in PLOTS:
+            raise InvalidInput(f"study.plots: {did_you_mean(name, PLOTS)}{name!r} is none of {', '.join(PLOTS)}")
+
+
+def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:
+    """The axes of the plots: `x` and `y`, or else the first two axes with several numbers. Raises InvalidInput."""
+    numeric = [name for name in table.axes if len(_numbers(table, name)) > 1]
+    for name in (x, y):
+        if name is not None and name not in numeric:
+            more = f"; give it two numbers or more, such as study.axes.{name}=[8,64]" if name in table.axes else ""
+            raise InvalidInput(
+                f"study: {name} is no axis with several numbers; those are {', '.join(numeric) or 'none here'}{more}"
+            )
+    if x is not None and x == y:
+        raise InvalidInput(f"study: x and y are both {x}; give two axes, or leave y out")
+    others = [name for name in numeric if name not in (x, y)]
+    x = x or (others.pop(0) if others else None)
+    if x is None:
+        raise InvalidInput(
+            "study: plots need an axis with several numbers; add an axis, or leave plots out with study.plots=[]"
+        )
+    return x, y or (others[0] if others else None)
+
+
+def _numbers(table: Table, name: str) -> list[Any]:
+    """The different numbers of a column, ascending."""
+    return sorted({row[name] for row in table.rows if _is_number(row.get(name))})
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)  # not bool
+
+
+def draw(folder: Path, name: str, table: Table, x: str, y: str | None) -> list[Path]:
+    """Draw the plot `name` of the table; returns its files, none where no row has numbers."""
+    figure = _make_figure()
+    return save_figure(figure, folder, name) if PLOTS[name](figure, table, x, y) else []
+
+
+def draw_delays(folder: Path, name: str, window: StepWindow) -> list[Path]:
+    """A heat map of how much later each rank starts each step of a window because of slow ranks, links and stalls."""
+    figure = _make_figure()
+    axes = figure.subplots()
+    first, last = window.steps.start, window.steps.stop
+    extent = (first - 0.5, last + 0.5, window.ranks.start - 0.5, window.ranks.stop - 0.5)
+    image = axes.imshow(
+        window.late.T, origin="lower", aspect="auto", extent=extent, interpolation="nearest", cmap="magma"
+    )
+    figure.colorbar(image, ax=axes, label="later than without faults [s], modelled")
+    axes.set(xlabel="step", ylabel="rank", title=f"delays, solver {window.solver}")
+    return save_figure(figure, folder, name)
+
+
+def _make_figure() -> Any:
+    return import_module("matplotlib.figure").Figure(figsize=(7.2, 4.2), layout="constrained")
+
+
+def list_passes(row: Row) -> tuple[str, ...]:
+    """The directions whose passes the row has numbers of."""
+    return tuple(direction for direction in DIRECTIONS if f"{direction} time" in row)
+
+
+def total(row: Row, name: str) -> float:
+    """The sum of a number over all passes of a row."""
+    return sum(row.get(f"{direction} {name}", 0.0) for direction in list_passes(row))
+
+
+def find_series(table: Table, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
+    """The rows with numbers, sorted by x, in groups that differ in x alone, by a label; each is a line of a plot.
+
+    Axes in `without` do not tell groups apart either, and neither do axes that vary together with x.
+    """
+    tied = table.together if x in table.together else ()
+    others = [name for name in table.axes if name not in (x, *without, *tied)]
+    varied = [name for name in others if len({str(row.get(name)) for row in table.rows}) > 1]
+    series: dict[str, list[Row]] = {}
+    for row in table.rows:
+        if row["status"] == "ok" and _is_number(row.get(x)):
+            series.setdefault(", ".join(_label(name, row.get(name)) for name in varied), []).append(row)
+    for rows in series.values():
+        rows.sort(key=lambda row: row[x])
+    return series
+
+
+def _label(name: str, value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if name in ("pattern", "layout", "schedule", "machine") else f"{name}={text}"
+
+
+def _draw_efficiency(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Lines of computing time over time; False where no row has numbers, as of the other plots."""
+    series = find_series(table, x)
+    figure.set_size_inches(7.2, 4.0 + 0.16 * -(-len(series) // 2))
+    axes = figure.subplots()
+    for i, (label, rows) in enumerate(series.items()):
+        share = [total(row, "compute") / total(row, "time") if total(row, "time") else math.nan for row in rows]
+        style = {"color": COLOURS[i % 10], "marker": MARKERS[i // 10 % 4], "linestyle": DASHES[i // 40 % 4]}
+        axes.plot([row[x] for row in rows], share, label=label or None, markersize=3, **style)
+    values = _numbers(table, x)
+    if len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8:
+        axes.set_xscale("log", base=2)
+    axes.set_xlabel(x)
+    axes.set(ylabel="mean computing time / time, modelled", ylim=(0, 1.05))
+    axes.set_title("efficiency")
+    if any(series):
+        figure.legend(loc="outside lower center", fontsize=7, ncols=2)
+    return bool(series)
+
+
+def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Bars of the time by cause."""
+    heights = {cause: _share_of_time(cause) for cause in CAUSES}
+    return _draw_bars(figure, table, x, "share of the time, modelled", "time by cause", heights)
+
+
+def _share_of_time(cause: str) -> Callable[[Row], float]:
+    return lambda row: total(row, cause) / total(row, "time") if total(row, "time") else 0.0
+
+
+def _draw_memory(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """Bars of a rank's memory by category, in the backward where the study has it."""
+    names = [column.name for column in table.columns if ": " in column.name and column.name.split(" ")[1] == "memory:"]
+    direction = "backward" if any(name.startswith("backward") for name in names) else "forward"
+    heights = {name.partition(": ")[2]: _gibibytes(name) for name in names if name.startswith(direction)}
+    return _draw_bars(figure, table, x, "GiB per rank, modelled", f"memory in the {direction}", heights)
+
+
+def _gibibytes(name: str) -> Callable[[Row], float]:
+    return lambda row: row.get(name, 0) / 2**30
+
+
+def _draw_bars(
+    figure: Any, table: Table, x: str, ylabel: str, title: str, heights: dict[str, Callable[[Row], float]]
+) -> bool:
+    """Stacked bars, a panel for each series; `heights` gives the height of each part of a row's bar."""
+    series = list(find_series(table, x).items())
+    if not series:
+        return False
+    lines = -(-len(series) // PANELS)
+    figure.set_size_inches(7.2, 0.8 + 2.9 * lines)
+    panels = figure.subplots(lines, min(PANELS, len(series)), sharey=True, squeeze=False).ravel()
+    for axes in panels[len(series) :]:
+        axes.remove()
+    drawn: dict[str, Any] = {}
+    for axes, (label, rows) in zip(panels, series, strict=False):
+        bottom = np.zeros(len(rows))
+        for (name, height), colour in zip(heights.items(), COLOURS * 2, strict=False):
+            values = np.array([height(row) for row in rows])
+            if values.any():
+                drawn[name] = axes.bar(range(len(rows)), values, bottom=bottom, color=colour)
+                bottom += values
+        ticks = range(0, len(rows), -(-len(rows) // MOST_TICKS))
+        axes.set_xticks(ticks, [f"{rows[i][x]:,}" for i in ticks], rotation=60, ha="right", fontsize=6)
+        axes.set_xlabel(x)
+        axes.set_title(label, fontsize=7)
+    figure.supylabel(ylabel, fontsize=9)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", fontsize=7, ncols=4)
+    figure.suptitle(title)
+    return True
+
+
+def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
+    """A map over two axes of the series that takes the least time."""
+    assert y is not None  # `checks` refuses a crossover without y before the first point
+    best = find_fastest(table, x, y)
+    if not best:
+        return False
+    columns, rows = _numbers(table, x), _numbers(table, y)
+    names = sorted({name for name, _ in best.values()})
+    cells = np.full((len(rows), len(columns)), np.nan)
+    for (x_value, y_value), (name, _) in best.items():
+        cells[rows.index(y_value), columns.index(x_value)] = names.index(name)
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(names))]
+    colormap = import_module("matplotlib.colors").ListedColormap(colours)
+    axes = figure.subplots()
+    axes.imshow(cells, origin="lower", aspect="auto", cmap=colormap, vmin=-0.5, vmax=len(names) - 0.5)
+    axes.set_xticks(range(len(columns)), [f"{value:,g}" for value in columns], rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(range(len(rows)), [f"{value:,g}" for value in rows], fontsize=7)
+    axes.set(xlabel=x, ylabel=y, title="least time, modelled (white: all refused)")
+    patch = import_module("matplotlib.patches").Patch
+    handles = [patch(color=colour, label=name or "all") for colour, name in zip(colours, names, strict=True)]
+    axes.legend(handles=handles, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return True
+
+
+def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[str, float]]:
+    """(label, seconds) of the series with the least time of all passes, for each pair of values of x and y.
+
+    Of equally fast series, the first in the order of the table.
+    """
+    best: dict[tuple[Any, Any], tuple[str, float]] = {}
+    for label, rows in find_series(table, x, without=(y,)).items():
+        for row in rows:
+            if _is_number(row.get(y)):
+                place, seconds = (row[x], row[y]), total(row, "time")
+                if place not in best or seconds < best[place][1]:
+                    best[place] = (label, seconds)
+    return best
+
+
+PLOTS: dict[str, Callable[[Any, Table, str, str | None], bool]] = {
+    "efficiency": _draw_efficiency,
+    "stack": _draw_stack,
+    "memory": _draw_memory,
+    "crossover": _draw_crossover,
+}

@@ -1,0 +1,480 @@
+"""`advise`: the best ways to train a model on a cluster, with reasons, how sure they are and what would change them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log
+from typing import Any
+
+from ...errors import InvalidInput
+from ...machine.bands import describe_band
+from ...machine.presets import CURRENCY
+from ...text import did_you_mean, digits, duration, plural, rate, size
+from ..models.attention import plan_of_widest_layer
+from ..models.parallel import CHECKPOINTING
+from ..models.training import ATTENTION_PARTS, PUBLISHED_STEPS
+from ..progress import Listener
+from ..timing.simulation import simulate
+from .search import (
+    EQUAL,
+    SHOWN,
+    Found,
+    Offer,
+    Question,
+    TrainingCandidate,
+    least_step,
+    list_spreads,
+    search,
+    simulate_step,
+)
+
+#: What candidates are sorted by: the time, or the cost, of a token.
+ORDERS = ("time", "cost")
+#: Factors on the bandwidth between nodes, on the tokens, and on the time of one slow GPU, whose effect is modelled.
+BANDWIDTHS, LENGTHS, SLOWNESS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0), (1.0, 1.1, 1.5, 2.0)
+#: The longest sequences that the frontier of tokens looks at.
+MOST_TOKENS = 1 << 30
+#: Categories of memory that are states of the weights, and parts of a step that are traffic outside attention.
+STATES, TRAFFIC = ("weights", "gradients", "optimizer"), ("tp", "fsdp", "pp")
+#: The least part of the time for which more memory is named.
+WORTH = 0.03
+#: A GPU whose memory is fuller than this is said to be nearly full.
+NEARLY_FULL = 0.9
+
+
+@dataclass(frozen=True)
+class Advice:
+    """All that was found. Of each machine and number of GPUs, `found` has the candidates."""
+
+    question: Question
+    by: str
+    found: dict[tuple[str, int], Found]
+    #: The best candidates of different shapes, best first; at most SHOWN.
+    best: list[TrainingCandidate]
+    #: Seconds of 1e9 tokens of each of `best` at each of BANDWIDTHS; none where one node has all GPUs of the first.
+    bandwidths: list[list[float]]
+    #: Factors on the step of the best candidate where one GPU takes each of SLOWNESS times as long.
+    stragglers: list[float]
+    #: The best candidate at each of LENGTHS times the tokens; None: nothing fits.
+    lengths: list[TrainingCandidate | None]
+
+    @cached_property
+    def all(self) -> list[TrainingCandidate]:
+        """Every candidate that was the best of its shape."""
+        return [candidate for found in self.found.values() for candidate in found.best]
+
+    @cached_property
+    def pareto(self) -> list[TrainingCandidate]:
+        """Candidates than which no other is both faster and cheaper, by time."""
+        front: list[TrainingCandidate] = []
+        for candidate in sorted(self.all, key=lambda one: (one.seconds, one.cost)):
+            if not front or candidate.cost < front[-1].cost * (1 - EQUAL):
+                front.append(candidate)
+        return front
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What became of all candidates."""
+        return sum((found.counts for found in self.found.values()), Counter())
+
+    @property
+    def unit(self) -> str:
+        """What cost is counted in."""
+        return "GPU hours" if self.best[0].offer.price is None else f"price's currency, {CURRENCY} in presets"
+
+    @property
+    def verdict(self) -> str:
+        """The best candidate and the bandwidth that would change it, in one sentence."""
+        best, step, model = self.best[0], self.best[0].step, self.question.model
+        mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
+        return (
+            f"{'Fastest' if self.by == 'time' else 'Cheapest'} for {model.name} on sequences of "
+            f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}; a step of "
+            f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
+            f"tokens take {duration(best.seconds)} and {self.price(best.cost)} [modelled]{self._bandwidth_change()}."
+        )
+
+    def price(self, cost: float) -> str:
+        """A cost of 1e9 tokens in words."""
+        hours = self.best[0].offer.price is None
+        return f"{digits(cost)} GPU hours" if hours else f"cost {digits(cost)} ({CURRENCY} in presets)"
+
+    @property
+    def changes(self) -> list[str]:
+        """What else would change the verdict, a sentence each."""
+        return [*self._length_changes(), self._memory_change(), *self._price_changes()]
+
+    def _bandwidth_change(self) -> str:
+        """The end of the verdict; "" where no bandwidths were compared."""
+        if not self.bandwidths:
+            return ""
+        now = self.best[0].offer.machine.bandwidth
+        for place in sorted(range(len(BANDWIDTHS)), key=lambda i: abs(log(BANDWIDTHS[i]))):
+            winner = min(range(len(self.best)), key=lambda i: self.bandwidths[i][place])
+            if self.bandwidths[winner][place] < self.bandwidths[0][place] * (1 - EQUAL):
+                changed = rate(now * BANDWIDTHS[place], "B/s")
+                return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {self.best[winner].name} is faster"
+        low, high = (rate(now * factor, "B/s") for factor in (BANDWIDTHS[0], BANDWIDTHS[-1]))
+        return f"; at {low} to {high} between nodes, none of the others shown becomes faster"
+
+    def _length_changes(self) -> list[str]:
+        best, lines = self.best[0], []
+        for factor, other in zip(LENGTHS, self.lengths, strict=True):
+            tokens = max(int(self.question.tokens * factor), 1)
+            if other is None:
+                lines.append(f"Tokens: at {tokens:,} nothing fits on {describe_place(best)}.")
+            elif (other.shape, other.choices) != (best.shape, best.choices):
+                lines.append(f"Tokens: at {tokens:,} the fastest is {other.name}, {other.choices}.")
+            else:
+                lines.append(f"Tokens: at {tokens:,} it stays the fastest.")
+        return lines
+
+    def _memory_change(self) -> str:
+        """The least memory with which something else could be faster."""
+        best = self.best[0]
+        too_large = self.found[best.offer.name, best.step.gpus].too_large
+        faster = [one for one in too_large if one.seconds < best.seconds * (1 - WORTH)]
+        if not faster:
+            return f"Memory: more of it would not help, as nothing that does not fit could take {WORTH:.0%} less time."
+        other = min(faster, key=lambda one: one.bytes)
+        return (
+            f"Memory: with {size(other.bytes)} on each GPU, {other.name}, {other.choices}, could fit, and take up to "
+            f"{1 - other.seconds / best.seconds:.0%} less time."
+        )
+
+    def _price_changes(self) -> list[str]:
+        """At which price of its machine the cheapest candidate of another machine wins."""
+        cheapest: dict[str, TrainingCandidate] = {}
+        for candidate in sorted(self.all, key=lambda one: one.cost):
+            cheapest.setdefault(candidate.offer.name, candidate)
+        first, *others = cheapest.values()
+        lines = []
+        for other in others:
+            assert first.offer.price is not None and other.offer.price is not None
+            price = other.offer.price * first.cost / other.cost if other.cost else 0.0
+            lines.append(
+                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} an hour; below {digits(price)} "
+                f"instead of {digits(other.offer.price)} an hour, {other.offer.name} is cheaper."
+            )
+        return lines
+
+    @property
+    def doubts(self) -> list[str]:
+        """How sure the order is, a sentence each."""
+        best = self.best[0]
+        lines = []
+        for name in dict.fromkeys(candidate.offer.name for candidate in self.best):
+            one = next(candidate for candidate in self.best if candidate.offer.name == name)
+            rows = one.parallel.rows // one.pipeline.count(one.parallel.rows)
+            band = describe_band(one.offer.machine.preset, rows * -(-self.question.tokens // one.parallel.cp))
+            lines.append(f"Attention on {band or f'{name}: no published measurement of this machine'}.")
+        low, high = span(best)
+        if low == high:
+            return [*lines, "Without a band nothing says how sure the order is.", f"{PUBLISHED_STEPS}."]
+        close = [f"{place}. {one.name}" for place, one in enumerate(self.best, 1) if place > 1 and span(one)[0] <= high]
+        if close:
+            lines.append(
+                f"Their bands overlap with that of the first, so that they may be as fast: {', '.join(close)}."
+            )
+        return [*lines, f"{PUBLISHED_STEPS}."]
+
+    @property
+    def not_fitting(self) -> list[str]:
+        """What does not fit with all GPUs, and why, a line for each machine and setting."""
+        return [
+            f"{offer.name}: {line}"
+            for offer in self.question.offers
+            for line in explain_too_large(self.found[offer.name, self.question.gpus], offer)
+        ] + [
+            f"{offer.name}: nothing fits on {', '.join(map(str, none))} GPUs"
+            for offer in self.question.offers
+            if (none := [gpus for gpus in self.question.counts if not self.found[offer.name, gpus].best])
+        ]
+
+    @property
+    def refused(self) -> list[str]:
+        """Candidates that no plan or simulation takes, by reason."""
+        reasons = sum((found.refused for found in self.found.values()), Counter[str]())
+        return [f"{plural(count, 'candidate')}: {reason}" for reason, count in reasons.items()]
+
+    @cached_property
+    def frontier(self) -> dict[str, list[tuple[int, int]]]:
+        """By checkpointing: (GPUs, most tokens of one sequence that fit on them), of the best candidate's machine."""
+        return {name: find_frontier(self.question, self.best[0].offer, name) for name in CHECKPOINTING}
+
+    @property
+    def efficiency(self) -> dict[str, list[tuple[int, float]]]:
+        """By machine: (GPUs, TFLOP/s of the model on each GPU) of the fastest candidates."""
+        series: dict[str, list[tuple[int, float]]] = {}
+        for (name, gpus), found in self.found.items():
+            if found.best:
+                series.setdefault(name, []).append((gpus, found.best[0].step.tflops))
+        return series
+
+
+def describe_place(candidate: TrainingCandidate) -> str:
+    """The GPUs of a candidate in words."""
+    return f"{plural(candidate.step.gpus, 'GPU')} of {candidate.offer.name}"
+
+
+def span(candidate: TrainingCandidate) -> tuple[float, float]:
+    """Seconds of 1e9 tokens at both ends of the band of attention; both as modelled where there is no band."""
+    step, per_token = candidate.step, 1e9 / candidate.step.tokens
+    low, high = step.seconds_low, step.seconds_high
+    return per_token * (step.seconds if low is None else low), per_token * (step.seconds if high is None else high)
+
+
+def shares(candidate: TrainingCandidate) -> dict[str, float]:
+    """Shares of a step: attention that computes, all else of attention, products and norms, traffic, and the bubble."""
+    parts, seconds = candidate.step.parts, candidate.step.seconds
+    attention = sum(parts[name] for name in ATTENTION_PARTS)
+    traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
+    least = min(candidate.least_attention, attention)
+    return {
+        "attention computes": least / seconds,
+        "attention waits, merges and starts": (attention - least) / seconds,
+        "products, norms and optimiser": (seconds - attention - traffic - bubble) / seconds,
+        f"exposed traffic of {', '.join(TRAFFIC)}": traffic / seconds,
+        "bubble of the pipeline": bubble / seconds,
+    }
+
+
+def explain(candidate: TrainingCandidate) -> str:
+    """What bounds a candidate, in words."""
+    parts = shares(candidate)
+    largest = max(parts, key=lambda name: parts[name])
+    others = ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if name != largest and share >= 0.001)
+    words = f"bound by: {largest} {parts[largest]:.1%} of the step; {others}"
+    memory = candidate.offer.machine.memory
+    if memory is None:
+        return words
+    category = max(candidate.step.memory, key=lambda name: candidate.step.memory[name])
+    nearly = "memory nearly full" if candidate.bytes > NEARLY_FULL * memory else "memory"
+    return f"{words}; {nearly}: {size(candidate.bytes)} of {size(memory)}, most of it {category}"
+
+
+def explain_too_large(found: Found, offer: Offer) -> list[str]:
+    """What does not fit and why, a line for each setting."""
+    has = offer.machine.memory
+    if has is None:
+        return []
+    groups: dict[str, list[TrainingCandidate]] = {}
+    for one in found.too_large:
+        states = sum(one.step.memory[name] for name in STATES) > has / 2
+        setting = f"sharding={one.parallel.shard}" if states else f"checkpointing={one.parallel.checkpointing}"
+        groups.setdefault(setting, []).append(one)
+    lines = []
+    for setting, entries in groups.items():
+        first = min(entries, key=lambda one: one.bytes)
+        memory = first.step.memory
+        category = max(memory, key=lambda name: memory[name])
+        lines.append(
+            f"{setting}: the least need is {size(first.bytes)} of {size(has)}, of {first.name}, of which {category} "
+            f"{size(memory[category])} ({plural(len(entries), 'candidate')})"
+        )
+    return lines
+
+
+def describe_counts(counts: Counter[str]) -> str:
+    """What became of the candidates, in words."""
+    words = {
+        "too large": "do not fit into memory",
+        "slower": "cannot be faster than those found",
+        "refused": "were refused",
+        "simulated": "were simulated",
+    }
+    parts = ", ".join(f"{counts[name]:,} {text}" for name, text in words.items() if counts[name])
+    return f"{plural(sum(counts.values()), 'candidate')}: {parts}"
+
+
+def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[tuple[int, int]]:
+    """(GPUs, most tokens) of one sequence on all of them, in powers of two, by counted bytes."""
+    points = []
+    for gpus in question.counts:
+        most, tokens = 0, 1 << 10
+        while tokens <= MOST_TOKENS and _any_fits(
+            replace(question, tokens=tokens, batch=1), offer, gpus, checkpointing
+        ):
+            most, tokens = tokens, 2 * tokens
+        if most:
+            points.append((gpus, most))
+    return points
+
+
+def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
+    return any(
+        least_step(question, offer.machine, parallel, pipeline).fits is not False
+        for parallel, pipeline in list_spreads(question, offer.machine, gpus)
+        if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none")
+    )
+
+
+def advise(question: Question, by: str = "time", tell: Listener = lambda done, count, what: None) -> Advice:
+    """The advice on a question; `by` is one of ORDERS, and `tell` receives the progress.
+
+    Raises InvalidInput where nothing fits, and where offers are compared without prices.
+    """
+    if by not in ORDERS:
+        raise InvalidInput(f"by={by}: {did_you_mean(by, ORDERS)}expected one of {', '.join(ORDERS)}")
+    if len(question.offers) > 1 and any(offer.price is None for offer in question.offers):
+        raise InvalidInput("prices: several machines are compared by their prices; give each a price an hour")
+    found = {}
+    tasks = [(offer, gpus) for offer in question.offers for gpus in question.counts]
+    for done, (offer, gpus) in enumerate(tasks):
+        tell(done, len(tasks) + 3, f"{plural(gpus, 'GPU')} of {offer.name}")
+        found[offer.name, gpus] = search(question, offer, gpus, SHOWN if gpus == question.gpus else 1)
+    best = _choose(found, by)
+    if not best:
+        raise _nothing_fits(question, found)
+    tell(len(tasks), len(tasks) + 3, "other bandwidths")
+    far = best[0].step.gpus > best[0].offer.machine.ranks_per_node
+    bandwidths = [_vary_bandwidth(question, candidate) for candidate in best] if far else []
+    tell(len(tasks) + 1, len(tasks) + 3, "slow GPUs")
+    stragglers = _slow_down(question, best[0])
+    tell(len(tasks) + 2, len(tasks) + 3, "other lengths")
+    lengths = [_vary_length(question, best[0], found, factor) for factor in LENGTHS]
+    return Advice(question, by, found, best, bandwidths, stragglers, lengths)
+
+
+def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:
+    """The best candidates of all, of equal ones the one with fewer bytes."""
+
+    def key(candidate: TrainingCandidate) -> tuple[int, int, int]:
+        value = candidate.seconds if by == "time" else candidate.cost
+        return round(log(value) / EQUAL) if value else 0, candidate.order[0], candidate.bytes
+
+    return sorted((candidate for one in found.values() for candidate in one.best), key=key)[:SHOWN]
+
+
+def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> InvalidInput:
+    lines = [line for offer in question.offers for line in explain_too_large(found[offer.name, question.gpus], offer)]
+    refused = [reason for one in found.values() for reason in one.refused]
+    why = "; ".join([*lines, *refused][:3]) or "no cp x dp x tp x pp has this number of GPUs and this batch"
+    return InvalidInput(
+        f"{question.model.name} with {question.tokens:,} tokens fits on no number of GPUs up to {question.gpus}: {why};"
+        " try more GPUs, fewer tokens, or machines with more memory"
+    )
+
+
+def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[float]:
+    """Seconds of 1e9 tokens at each of BANDWIDTHS."""
+    machine = candidate.offer.machine
+    seconds = []
+    for factor in BANDWIDTHS:
+        changed = machine if factor == 1 else replace(machine, bandwidth=factor * machine.bandwidth)
+        step = simulate_step(question, changed, candidate)
+        seconds.append(1e9 / step.tokens * step.seconds)
+    return seconds
+
+
+def _slow_down(question: Question, candidate: TrainingCandidate) -> list[float]:
+    """Factors on the step where one GPU takes each of SLOWNESS times as long for all that it computes."""
+    plan, machine = plan_of_widest_layer(
+        question.model, candidate.offer.machine, question.tokens, candidate.parallel, question.dtype
+    )
+    times = [
+        sum(
+            simulate(plan, machine, backward=direction, slow={plan.ranks // 2: slow}).seconds
+            for direction in (False, True)
+        )
+        for slow in SLOWNESS
+    ]
+    attention = sum(candidate.step.parts[name] for name in ATTENTION_PARTS)
+    bubble = candidate.step.parts["bubble"]  # all other stages take as long as before
+    rest = candidate.step.seconds - attention - bubble
+    return [
+        (attention * seconds / times[0] + rest * slow + bubble) / candidate.step.seconds
+        for slow, seconds in zip(SLOWNESS, times, strict=True)
+    ]
+
+
+def _vary_length(
+    question: Question, best: TrainingCandidate, found: dict[tuple[str, int], Found], factor: float
+) -> TrainingCandidate | None:
+    """The fastest candidate with another length on the GPUs of the best, with the plans that were best before."""
+    other = replace(question, tokens=max(int(question.tokens * factor), 1))
+    known: dict[tuple[int, int], tuple[str, str]] = {}
+    for one in found[best.offer.name, best.step.gpus].best:
+        # What `auto` took before is not chosen again.
+        plan, _ = plan_of_widest_layer(
+            question.model, best.offer.machine, question.tokens, one.parallel, question.dtype
+        )
+        known.setdefault((one.parallel.cp, one.parallel.tp), (one.parallel.layout, plan.schedule))
+    fastest = search(other, best.offer, best.step.gpus, 1, known).best
+    return fastest[0] if fastest else None
+
+
+def record(advice: Advice) -> dict[str, Any]:
+    """The advice as plain data: seconds, bytes, and costs of 1e9 tokens."""
+    question = advice.question
+    return {
+        "question": {
+            "model": question.model.name,
+            "tokens": question.tokens,
+            "gpus": question.gpus,
+            "batch": question.batch,
+            "dtype": question.dtype,
+            "by": advice.by,
+            "machines": {offer.name: offer.price for offer in question.offers},
+        },
+        "verdict": advice.verdict,
+        "changes": advice.changes,
+        "best": [_record(candidate) for candidate in advice.best],
+        "pareto": [_record(candidate) for candidate in advice.pareto],
+        "does not fit": advice.not_fitting,
+        "how sure": advice.doubts,
+        "counts": {f"{name}, {gpus} GPUs": dict(found.counts) for (name, gpus), found in advice.found.items()},
+        "refused": advice.refused,
+        "bandwidth": [
+            {"factor": factor, "seconds": [line[place] for line in advice.bandwidths]}
+            for place, factor in enumerate(BANDWIDTHS)
+            if advice.bandwidths
+        ],
+        "stragglers": dict(zip(map(str, SLOWNESS), advice.stragglers, strict=True)),
+        "frontier": advice.frontier,
+    }
+
+
+def _record(candidate: TrainingCandidate) -> dict[str, Any]:
+    parallel, step = candidate.parallel, candidate.step
+    low, high = span(candidate)
+    return {
+        "machine": candidate.offer.name,
+        "gpus": step.gpus,
+        **{name: getattr(parallel, name) for name in ("cp", "dp", "tp", "layout", "schedule", "checkpointing")},
+        "pp": candidate.pipeline.stages,
+        "interleaved": candidate.pipeline.interleaved,
+        "sharding": parallel.shard,
+        "batch": parallel.rows * parallel.dp,
+        "plan": step.plan,
+        "step seconds": step.seconds,
+        "seconds of 1e9 tokens": candidate.seconds,
+        "seconds of 1e9 tokens, band": [low, high],
+        "cost of 1e9 tokens": None if candidate.offer.price is None else candidate.cost,
+        "mfu": step.mfu,
+        "tflops": step.tflops,
+        "tokens per second and GPU": step.tokens_per_second,
+        "parts": step.parts,
+        "memory": step.memory,
+        "why": explain(candidate),
+    }
+
+
+def tabulate(candidates: Sequence[TrainingCandidate]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table of candidates."""
+    header = ["candidate", "1e9 tokens", "step", "cost of 1e9", "MFU", "memory"]
+    rows = [
+        [
+            f"{place}. {candidate.offer.name} x {candidate.step.gpus}: {candidate.name}",
+            duration(candidate.seconds),
+            duration(candidate.step.seconds),
+            f"{digits(candidate.cost)}" + (" GPU h" if candidate.offer.price is None else ""),
+            "" if candidate.step.mfu is None else f"{candidate.step.mfu:.1%}",
+            size(candidate.bytes),
+        ]
+        for place, candidate in enumerate(candidates, 1)
+    ]
+    return header, rows

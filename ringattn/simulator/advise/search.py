@@ -1,0 +1,363 @@
+"""The search: every way to spread a model over GPUs, pruned by bytes and by the least time, else simulated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from math import ceil, inf, log
+
+from ...dtypes import ITEM_BYTES
+from ...errors import InvalidInput, RingAttentionError
+from ...machine.kernel_times import BACKWARD, BLOCK
+from ...machine.machine import Machine
+from ...pattern import Causal, Pattern, Window
+from ...plan.schedules import split_ulysses
+from ..models.attention import LayerAttention
+from ..models.config import ModelConfig
+from ..models.parallel import CHECKPOINTING, SHARDS, Parallel
+from ..models.pipeline import Pipeline, pipelined_step
+from ..models.training import ATTENTION_PARTS, StepEstimate
+
+#: Layouts that are compared.
+LAYOUTS = ("zigzag", "contiguous")
+#: Up to this many context-parallel ranks every schedule is simulated; of more ranks, the one that `auto` takes.
+SMALL = 16
+#: Candidates that are shown.
+SHOWN = 5
+#: Times within this part are equal: the candidate with fewer bytes is the better one.
+EQUAL = 1e-3
+#: Numbers of GPUs: cp, dp, tp and pp.
+Shape = tuple[int, int, int, int]
+#: (layout, schedule) by (cp, tp).
+KnownPlans = Mapping[tuple[int, int], tuple[str, str]]
+#: Categories of memory that are states of the weights.
+STATES = ("weights", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A machine, and the price of one of its GPUs for an hour; None: unknown."""
+
+    name: str
+    machine: Machine = field(repr=False)
+    price: float | None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: training `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of the offers.
+
+    `batch` are the sequences of a step; None: one for each stage of each data-parallel group. Raises InvalidInput.
+    """
+
+    model: ModelConfig
+    offers: tuple[Offer, ...]
+    tokens: int
+    gpus: int
+    batch: int | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "gpus", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInput(f"{name}={value}: must be at least 1; try {name}={'1M' if name == 'tokens' else 8}")
+        if not self.offers:
+            raise InvalidInput("no machine to compare; name at least one, such as machine=h100_nvlink_ib")
+
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of GPUs that are compared: all, and halves as long as they are whole."""
+        counts = [self.gpus]
+        while counts[-1] % 2 == 0:
+            counts.append(counts[-1] // 2)
+        return counts
+
+
+@dataclass(frozen=True)
+class TrainingCandidate:
+    """A way to train, simulated."""
+
+    offer: Offer
+    parallel: Parallel
+    pipeline: Pipeline
+    step: StepEstimate
+    #: Seconds of attention at the rate of a full GPU, without messages: less than these no schedule takes.
+    least_attention: float
+
+    @property
+    def shape(self) -> Shape:
+        """cp, dp, tp and pp."""
+        return shape_of(self.parallel, self.pipeline)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which all GPUs train on 1e9 tokens."""
+        return 1e9 / self.step.tokens * self.step.seconds
+
+    @property
+    def cost(self) -> float:
+        """The price of 1e9 tokens; without a price of the offer, GPU hours."""
+        return self.step.cost_per_billion_tokens(1.0 if self.offer.price is None else self.offer.price)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of one GPU."""
+        return sum(self.step.memory.values())
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What candidates on as many GPUs are sorted by: time per token in steps of EQUAL, then bytes."""
+        return order_of(self.step), self.bytes
+
+    @property
+    def name(self) -> str:
+        """The shape in words."""
+        return describe_shape(self.shape)
+
+    @property
+    def choices(self) -> str:
+        """Checkpointing, sharding and the parts of a stage in words."""
+        parts = f", interleaved={self.pipeline.interleaved}" if self.pipeline.interleaved > 1 else ""
+        return f"checkpointing={self.parallel.checkpointing}, sharding={self.parallel.shard}{parts}"
+
+
+def shape_of(parallel: Parallel, pipeline: Pipeline) -> Shape:
+    """The shape of a way to spread a model."""
+    return parallel.cp, parallel.dp, parallel.tp, pipeline.stages
+
+
+def describe_shape(shape: Shape) -> str:
+    """A shape in words, as far as its numbers are not 1."""
+    parts = [f"{name}={number}" for name, number in zip(("cp", "dp", "tp", "pp"), shape, strict=True) if number > 1]
+    return " ".join(parts) or "one GPU"
+
+
+def order_of(step: StepEstimate) -> int:
+    """The seconds of a step per token, as a whole number of steps of EQUAL."""
+    return round(log(step.seconds / step.tokens) / EQUAL)
+
+
+@dataclass
+class Found:
+    """What a search found, and what became of every candidate."""
+
+    #: The best candidate of each shape that was simulated, best first.
+    best: list[TrainingCandidate] = field(default_factory=list)
+    #: Numbers of candidates: too large, slower, simulated, refused.
+    counts: Counter[str] = field(default_factory=Counter)
+    #: What is too large: with the least step.
+    too_large: list[TrainingCandidate] = field(default_factory=list)
+    #: Refused candidates by reason.
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def add_too_large(self, candidate: TrainingCandidate) -> None:
+        """Note a candidate that does not fit."""
+        self.counts["too large"] += 1
+        self.too_large.append(candidate)
+
+
+def search(question: Question, offer: Offer, gpus: int, shown: int, known: KnownPlans | None = None) -> Found:
+    """The best `shown` candidates of different shapes on exactly `gpus` GPUs, and perhaps more; nothing better exists.
+
+    Candidates are simulated from the least possible time on, until that of the next is more than the time of the last
+    one shown. `known` are (layout, schedule) by (cp, tp): of these only the named one is tried, of others the ring;
+    None: all are.
+    """
+    found, best = Found(), dict[Shape, TrainingCandidate]()
+    waiting: list[tuple[int, int, TrainingCandidate]] = []
+    for parallel, pipeline in list_spreads(question, offer.machine, gpus):
+        least: dict[tuple[str, int], StepEstimate] = {}
+        for layout, schedule in list_plans(offer.machine, question.model, parallel, known):
+            spread, kind = replace(parallel, layout=layout, schedule=schedule), (layout, split_ulysses(schedule)[0])
+            if kind not in least:
+                least[kind] = least_step(question, offer.machine, spread, pipeline)
+            step = least[kind]
+            attention = sum(step.parts[name] for name in ATTENTION_PARTS)
+            bound = TrainingCandidate(offer, spread, pipeline, step, attention)
+            if step.fits is False:
+                found.add_too_large(bound)
+            else:
+                waiting.append((order_of(step), len(waiting), bound))
+    waiting.sort(key=lambda entry: entry[:2])
+    for order, _, bound in waiting:
+        if len(best) >= shown and order > sorted(one.order[0] for one in best.values())[shown - 1]:
+            found.counts["slower"] += 1
+            continue
+        candidate = _simulate(question, bound, found)
+        if candidate is not None and candidate.order < _order(best.get(candidate.shape)):
+            best[candidate.shape] = candidate
+    found.best = sorted(best.values(), key=lambda one: one.order)
+    return found
+
+
+def _order(candidate: TrainingCandidate | None) -> tuple[float, float]:
+    return (inf, 0.0) if candidate is None else candidate.order
+
+
+def _simulate(question: Question, bound: TrainingCandidate, found: Found) -> TrainingCandidate | None:
+    """The candidate simulated; None, noted in `found`, where it is refused or does not fit."""
+    try:
+        candidate = replace(bound, step=simulate_step(question, bound.offer.machine, bound))
+    except RingAttentionError as error:
+        found.counts["refused"] += 1
+        found.refused[str(error)] += 1
+        return None
+    if candidate.step.fits is False:
+        found.add_too_large(candidate)
+        return None
+    found.counts["simulated"] += 1
+    return candidate
+
+
+def simulate_step(question: Question, machine: Machine, candidate: TrainingCandidate) -> StepEstimate:
+    """The step of a candidate, simulated on `machine`."""
+    parallel, pipeline = candidate.parallel, candidate.pipeline
+    return pipelined_step(question.model, machine, question.tokens, parallel, pipeline, question.dtype)
+
+
+def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:
+    """Every cp x dp x tp x pp = `gpus` with each checkpointing and sharding.
+
+    tp lies in a node and divides K/V heads. Stages have one part, or as many as they have layers, where that is not
+    worse for sure: with at most as many micro-batches as stages it keeps no more and waits less.
+    """
+    model = question.model
+    for tp, cp, pp in product(_divisors(gpus), repeat=3):
+        dp = gpus // (tp * cp * pp)
+        if (
+            tp * cp * pp * dp != gpus
+            or tp > machine.ranks_per_node
+            or machine.ranks_per_node % tp
+            or any(count % tp for count in (model.heads, model.kv_heads, model.mlp))
+            or cp > question.tokens
+            or pp > model.layers
+            or (question.batch is not None and question.batch % dp)
+        ):
+            continue
+        rows = pp if question.batch is None else question.batch // dp
+        parts = {1} if rows % pp else {1, model.layers // pp} if rows > pp else {model.layers // pp}
+        for checkpointing, interleaved in product(CHECKPOINTING, sorted(parts) if pp > 1 else (1,)):
+            for shard in SHARDS if cp * dp > 1 else SHARDS[:1]:
+                parallel = Parallel(cp, dp, tp, checkpointing=checkpointing, shard=shard, rows=rows)
+                yield parallel, Pipeline(pp, interleaved=interleaved)
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
+def list_plans(
+    machine: Machine,
+    model: ModelConfig,
+    parallel: Parallel,
+    known: KnownPlans | None = None,
+) -> Sequence[tuple[str, str]]:
+    """(layout, schedule) that are tried for a spread."""
+    cp, tp = parallel.cp, parallel.tp
+    if cp == 1:
+        return (("contiguous", "ring"),)
+    if known is not None:
+        return (known.get((cp, tp), (LAYOUTS[0], "ring")),)
+    if cp > SMALL:
+        return [(layout, "auto") for layout in LAYOUTS]
+    node = max(machine.ranks_per_node // tp, 1)
+    # Without a window every block visits every rank, so that sending it directly saves nothing over the ring.
+    schedules = ["ring", "allgather", *(["direct"] if any(model.windows) else [])]
+    if 1 < node < cp and cp % node == 0:
+        schedules.append(f"double_ring({node})")
+    groups = node if node > 1 else cp
+    shared = (cp, model.heads // tp, model.kv_heads // tp)
+    schedules += [
+        f"ulysses({count}, ring)"
+        for count in range(2, min(groups, cp) + 1)
+        if not any(number % count for number in (*shared, groups))
+    ]
+    return [(layout, schedule) for layout in LAYOUTS for schedule in schedules]
+
+
+def least_step(question: Question, machine: Machine, parallel: Parallel, pipeline: Pipeline) -> StepEstimate:
+    """A step in which neither seconds nor bytes of any schedule can be less."""
+    return pipelined_step(
+        question.model, machine, question.tokens, parallel, pipeline, question.dtype, least_attention_of_layers
+    )
+
+
+def least_attention_of_layers(
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+) -> list[tuple[int, LayerAttention]]:
+    """(number of layers, attention of such a layer) that no schedule is faster or smaller than.
+
+    Attention computes the visible pairs at the rate of a full GPU, on ranks that are equally busy but for contiguous
+    layouts, and holds what every schedule holds. Without messages: they only add to both.
+    """
+    rows, item = parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype]
+    wide = max(item, 4)
+    output = model.heads // parallel.tp * model.head_dim
+    inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim
+    # The gradient of the output; accumulators and gradients of q, k and v; the gradients of one visit.
+    buffers = rows * (output * item + inputs * (2 * wide + (item if item != wide else 0)))
+    layers = []
+    for window, count in Counter(model.windows).items():
+        busy = _busiest_pairs(window, tokens, parallel, machine)
+        forward, backward = (
+            _least_pass(model, machine, tokens, parallel, item, busy, direction) for direction in (False, True)
+        )
+        layers.append((count, LayerAttention(forward, backward, _count_pairs(window, tokens), buffers, "")))
+    return layers
+
+
+@lru_cache(maxsize=4096)
+def _count_pairs(window: int | None, tokens: int, first: int = 0, last: int | None = None) -> int:
+    """Visible pairs of the rows from `first` to `last`, of one head."""
+    pattern: Pattern = Causal() if window is None else Causal() & Window(window - 1)
+    return pattern.count(range(first, tokens if last is None else last), range(tokens))
+
+
+def _busiest_pairs(window: int | None, tokens: int, parallel: Parallel, machine: Machine) -> float:
+    """Pairs of one head that the busiest rank computes at least."""
+    mean = _count_pairs(window, tokens) / parallel.cp
+    if parallel.layout != "contiguous":
+        return mean
+    # The ranks of a Ulysses group share the rows of all of them, so that the group is as busy as one rank of a ring.
+    group = _largest_group(machine, parallel) if parallel.schedule == "auto" else split_ulysses(parallel.schedule)[0]
+    start = tokens - tokens * group // parallel.cp
+    return max(mean, _count_pairs(window, tokens, start) / group)
+
+
+def _largest_group(machine: Machine, parallel: Parallel) -> int:
+    """The most ranks of a Ulysses group: those of a node, or all where every rank is a node."""
+    node = machine.ranks_per_node // parallel.tp
+    return min(node if node > 1 else parallel.cp, parallel.cp)
+
+
+def _least_pass(
+    model: ModelConfig,
+    machine: Machine,
+    tokens: int,
+    parallel: Parallel,
+    item: int,
+    pairs: float,
+    backward: bool,
+) -> float:
+    """Seconds that attention of one layer takes at least, where the busiest rank computes `pairs` pairs of a head.
+
+    0 by measured kernel times, whose best rate is at no known size.
+    """
+    rates, heads = machine.kernel_rates, model.heads // parallel.tp
+    if machine.kernel is not None:
+        return 0.0
+    computed = parallel.rows * heads * pairs
+    if rates is None:
+        return computed * 4 * model.head_dim * (BACKWARD if backward else 1.0) / machine.flops
+    rows = ceil(tokens / parallel.cp)
+    # A zigzag shard has two pieces, each with a thread block that is not full.
+    blocks = parallel.rows * heads * (rows / BLOCK + 2)
+    seconds = computed * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)
+    group = _largest_group(machine, parallel)
+    if group == parallel.cp or machine.one_gather:
+        return seconds
+    return seconds + (rates.launch + rates.visit) * pairs / group / rows**2  # a visit has at most this many pairs

@@ -1,0 +1,347 @@
+"""Models: the sizes that time, memory and parameters follow from, by name or from a Hugging Face config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidInput
+from ...files import check_readable
+from ...text import did_you_mean
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a decoder-only language model. Raises InvalidInput for sizes that do not fit each other."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    #: Columns of the MLP, of each expert.
+    mlp: int
+    vocab: int
+    experts: int = 1
+    experts_per_token: int = 1
+    #: Whether the MLP has a gate: three matrices instead of two.
+    gated: bool = True
+    #: Keys that a query of each layer sees, its own among them; None: all before it. (): None for every layer.
+    windows: tuple[int | None, ...] = ()
+    sinks: bool = False
+    softcap: float | None = None
+    #: Whether the embedding is the output matrix, too.
+    tied: bool = False
+    #: Parameters of a layer beside its matrices (norms, biases, sinks), without those of experts, and of one expert.
+    vectors: int = 0
+    expert_vectors: int = 0
+    #: Bytes of a weight as stored for inference, of the matrices of experts (of the MLP) and of attention; None: those
+    #: of the activations. Training holds weights in the dtype of the activations.
+    mlp_item: float | None = None
+    attention_item: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "experts_per_token")
+        for name in sizes:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidInput(
+                    f"model {self.name}: {name}={value!r} must be a whole number >= 1; correct the config"
+                )
+        if self.heads % self.kv_heads:
+            raise InvalidInput(
+                f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} key/value heads evenly; give a "
+                "divisor of the heads"
+            )
+        if self.experts_per_token > self.experts:
+            raise InvalidInput(
+                f"model {self.name}: experts_per_token={self.experts_per_token} of {self.experts} experts; give at "
+                "most as many as there are"
+            )
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.layers)
+        if len(self.windows) != self.layers or any(window is not None and window < 1 for window in self.windows):
+            raise InvalidInput(
+                f"model {self.name}: windows must be {self.layers} numbers >= 1 or None, one for each layer; got "
+                f"{self.windows}"
+            )
+
+    @property
+    def attention_matrices(self) -> int:
+        """Parameters of the matrices of q, k, v and the output of one layer."""
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one expert, or of the MLP where there are no experts."""
+        return self.hidden * self.mlp * (3 if self.gated else 2) + self.expert_vectors
+
+    @property
+    def router(self) -> int:
+        """Parameters of the matrix that chooses experts."""
+        return self.hidden * self.experts if self.experts > 1 else 0
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, and of the output matrix."""
+        return self.vocab * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer with all its experts."""
+        return self.attention_matrices + self.router + self.vectors + self.experts * self.expert
+
+    @property
+    def parameters(self) -> int:
+        """All parameters: layers, final norm, embedding, and the output matrix unless it is the embedding."""
+        return self.layers * self.layer + self.hidden + self.table * (1 if self.tied else 2)
+
+    def stored_bytes(self, item: int) -> float:
+        """Bytes of all weights as stored for inference; `item` bytes of a weight that is not quantized."""
+        mlp = self.layers * self.experts * (self.expert - self.expert_vectors)
+        attention = self.layers * self.attention_matrices
+        fewer = mlp * (item - (self.mlp_item or item)) + attention * (item - (self.attention_item or item))
+        return item * self.parameters - fewer
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute with each token: without the embedding's rows, and without experts not chosen."""
+        unused = (self.experts - self.experts_per_token) * self.expert
+        return self.layers * (self.layer - unused) + self.hidden + self.table
+
+
+#: Keys of a Hugging Face config that every model needs.
+_NEEDED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+#: What published configs leave out, by model type: the defaults of transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_experts_per_tok": 8},
+}
+#: Keys whose value changes the model in a way that is not modelled, with the values that change nothing.
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "hidden_act": (None, "silu", "gelu", "gelu_pytorch_tanh"),
+    "mlp_bias": (None, False),
+    "num_shared_experts": (None, 0),
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+    "use_bidirectional_attention": (None, False),
+}
+#: By quant_method: bytes of a stored weight of the MLP's matrices and of those of attention.
+_STORED: dict[str, tuple[float | None, float | None]] = {
+    "mxfp4": (17 / 32, None),  # 32 numbers of 4 bits share a scale of 8 bits (OCP Microscaling Formats 1.0)
+    "fp8": (1 + 4 / 128**2, 1 + 4 / 128**2),  # blocks of 128 x 128 share an fp32 scale
+}
+#: Why a model type is not modelled.
+_NOT_MODELLED = {
+    "deepseek_v2": "it has latent attention (MLA) and shared experts",
+    "deepseek_v3": "it has latent attention (MLA) and shared experts",
+    "kimi_k2": "it has latent attention (MLA) and shared experts",
+    "llama4": "it attends within chunks, and has shared experts",
+    "llama4_text": "it attends within chunks, and has shared experts",
+    "qwen2_moe": "it has shared experts",
+    "qwen3_next": "it has linear attention and shared experts",
+    "gemma3n": "its layers have inputs of their own and share keys and values",
+}
+
+
+def _llama_vectors(c: Mapping[str, Any], q: int, kv: int) -> int:
+    """Two norms, and with attention_bias the biases of q, k, v and the output."""
+    return 2 * c["hidden_size"] + (q + 2 * kv + c["hidden_size"] if c.get("attention_bias") else 0)
+
+
+#: Parameters of a layer beside its matrices by model type, from the config and the columns of q and of k.
+_VECTORS: dict[str, Callable[[Mapping[str, Any], int, int], int]] = {
+    "llama": _llama_vectors,
+    "mistral": lambda c, q, kv: 2 * c["hidden_size"],
+    "mixtral": lambda c, q, kv: 2 * c["hidden_size"],
+    "qwen2": lambda c, q, kv: 2 * c["hidden_size"] + q + 2 * kv,
+    "phi3": lambda c, q, kv: 2 * c["hidden_size"],
+    "qwen3": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["head_dim"],
+    "qwen3_moe": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["head_dim"],
+    "gemma": _llama_vectors,
+    "gemma3_text": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["hidden_size"] + 2 * c["head_dim"],
+    "gemma2": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["hidden_size"],
+    "gpt_oss": lambda c, q, kv: _llama_vectors(c, q, kv) + c["num_attention_heads"] + c["num_local_experts"],
+}
+#: Types whose models tie the embedding and the output unless their config says otherwise.
+_TIED = ("gemma", "gemma2", "gemma3_text")
+
+
+def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
+    """The model of a Hugging Face config.json. Raises InvalidInput for keys that are missing or not modelled."""
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and config.get("hidden_size") is None:  # a model of texts and images: its text part
+        kind = inner.get("model_type") or f"{config.get('model_type')}_text"
+        quantized = config.get("quantization_config")
+        config = {"quantization_config": quantized, **inner, "model_type": kind}
+    kind = None if config.get("model_type") is None else str(config["model_type"])
+    if kind in _NOT_MODELLED:
+        raise InvalidInput(
+            f"model {name}: model_type={kind!r} is not modelled, as {_NOT_MODELLED[kind]}; try one of "
+            f"{', '.join(_VECTORS)}"
+        )
+    if kind is not None and kind not in _VECTORS:
+        raise InvalidInput(
+            f"model {name}: model_type={kind!r} is not modelled; {did_you_mean(kind, _VECTORS)}expected one of "
+            f"{', '.join(_VECTORS)}, or make a ringattn.simulator.models.config.ModelConfig"
+        )
+    config = {**_DEFAULTS.get(kind or "", {}), **{key: value for key, value in config.items() if value is not None}}
+    columns = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    missing = [key for key in (*_NEEDED, columns) if key not in config]
+    if missing or kind is None:
+        raise InvalidInput(
+            f"model {name}: the config has no {', '.join(missing)}; give the config.json of a decoder-only model, "
+            f"which has {', '.join(_NEEDED)}"
+        )
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in plain:
+            raise InvalidInput(f"model {name}: {key}={config[key]!r} is not modelled; leave it out of the config")
+    numbers = (*_NEEDED[1:], columns, "num_key_value_heads", "num_local_experts", "num_experts", "head_dim")
+    sizes = [key for key in numbers if key in config]
+    wrong = [key for key in sizes if isinstance(config[key], bool) or not isinstance(config[key], int | float)]
+    if wrong or not config["num_attention_heads"]:
+        key = (wrong or ["num_attention_heads"])[0]
+        raise InvalidInput(f"model {name}: {key}={config[key]!r} must be a whole number >= 1; correct the config")
+    heads, experts = config["num_attention_heads"], config.get("num_local_experts") or config.get("num_experts") or 1
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    kv_heads = config.get("num_key_value_heads", heads)
+    chosen = config.get("num_experts_per_tok") or 1
+    mlp_item, attention_item = _stored_items(config, name)
+    vectors = _VECTORS[kind]({**config, "head_dim": head_dim}, heads * head_dim, kv_heads * head_dim)
+    return ModelConfig(
+        name=name,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=config[columns],
+        vocab=config["vocab_size"],
+        experts=experts,
+        experts_per_token=chosen,
+        windows=_windows(config, name),
+        sinks=kind == "gpt_oss",
+        softcap=config.get("attn_logit_softcapping"),
+        tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
+        vectors=vectors,
+        expert_vectors=2 * config["intermediate_size"] + config["hidden_size"] if kind == "gpt_oss" else 0,
+        mlp_item=mlp_item,
+        attention_item=attention_item,
+    )
+
+
+def _stored_items(config: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
+    """Bytes of a stored weight of the MLP's matrices and of those of attention; None: not quantized."""
+    quantized = config.get("quantization_config")
+    if quantized is None:
+        return None, None
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+    if method not in _STORED:
+        raise InvalidInput(
+            f"model {name}: quantization_config with quant_method={method!r} is not modelled; expected one of "
+            f"{', '.join(_STORED)}, or leave quantization_config out for weights in the dtype of the activations"
+        )
+    return _STORED[method]
+
+
+def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
+    """The window of each layer: by `layer_types`, else by the rule of the model type."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    types = config.get("layer_types")
+    if types is None:
+        qwen = config["model_type"].startswith("qwen")
+        if window is None or (qwen and not config.get("use_sliding_window")):
+            return (None,) * layers
+        if config["model_type"] in ("gpt_oss", "gemma2"):  # these alternate, and begin with a window
+            return tuple(None if layer % 2 else window for layer in range(layers))
+        if config["model_type"] == "gemma3_text":  # every sixth layer sees all tokens
+            every = config.get("sliding_window_pattern", 6)
+            return tuple(None if (layer + 1) % every == 0 else window for layer in range(layers))
+        first = config.get("max_window_layers", 0) if qwen else 0
+        return tuple(None if layer < first else window for layer in range(layers))
+    unknown = sorted({*types} - {"full_attention", "sliding_attention"})
+    if unknown or len(types) != layers or (window is None and "sliding_attention" in types):
+        raise InvalidInput(
+            f"model {name}: layer_types must be {layers} times full_attention or sliding_attention, the latter with a "
+            f"sliding_window; got {len(types)} layers{' with ' + ', '.join(unknown) if unknown else ''}, "
+            f"sliding_window={window}"
+        )
+    return tuple(window if one == "sliding_attention" else None for one in types)
+
+
+def _llama3(layers: int, hidden: int, heads: int, mlp: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": mlp,
+        "vocab_size": 128256,
+    }
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": layers,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "vocab_size": 201088,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+
+
+#: Numbers of published configs by the name of the model, as in the config.json beside its weights on Hugging Face.
+MODELS: dict[str, dict[str, Any]] = {
+    # meta-llama/Meta-Llama-3-8B, meta-llama/Meta-Llama-3-70B and meta-llama/Llama-3.1-405B
+    "llama3_8b": _llama3(32, 4096, 32, 14336),
+    "llama3_70b": _llama3(80, 8192, 64, 28672),
+    "llama3_405b": _llama3(126, 16384, 128, 53248),
+    # mistralai/Mistral-7B-v0.1
+    "mistral_7b": {
+        "model_type": "mistral",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "sliding_window": 4096,
+    },
+    # openai/gpt-oss-20b and openai/gpt-oss-120b
+    "gpt_oss_20b": _gpt_oss(24, 32),
+    "gpt_oss_120b": _gpt_oss(36, 128),
+}
+
+
+def load_model(name_or_path: str) -> ModelConfig:
+    """The model of a name in `MODELS`, or of a JSON file with a Hugging Face config. Raises InvalidInput."""
+    if name_or_path in MODELS:
+        return from_hugging_face(MODELS[name_or_path], name_or_path)
+    path = Path(name_or_path)
+    if path.suffix != ".json":
+        raise InvalidInput(
+            f"unknown model {name_or_path!r}; {did_you_mean(name_or_path, MODELS)}expected {', '.join(MODELS)}, or the "
+            "path of a config.json"
+        )
+    check_readable(path, "model")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise InvalidInput(f"model {path}: not JSON ({error}); give the config.json of a model") from error
+    if not isinstance(config, dict):
+        raise InvalidInput(f"model {path}: expected an object with the keys of a config.json; give such a file")
+    return from_hugging_face(config, path.stem if path.stem != "config" else path.resolve().parent.name)

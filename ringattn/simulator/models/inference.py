@@ -1,0 +1,145 @@
+"""`prefill` and `decode`: modelled time to the first token, time per token, and memory of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+
+from ...dtypes import ITEM_BYTES
+from ...errors import InvalidInput
+from ...machine.machine import Machine
+from .attention import attention_of_layers, error_band
+from .config import ModelConfig
+from .hardware import check_dtype, collective_seconds, memory_bandwidth
+from .layer import LayerCosts
+from .memory import RESERVED
+from .parallel import Parallel
+
+
+@dataclass(frozen=True)
+class InferenceEstimate:
+    """A prefill, or one decoded token of each sequence: seconds and bytes of one GPU. All modelled."""
+
+    #: Seconds that each part adds; they sum to `seconds`.
+    parts: dict[str, float]
+    #: Bytes of one GPU by category.
+    memory: dict[str, int]
+    gpus: int
+    #: Tokens that the GPUs process in these seconds, of all sequences.
+    tokens: int
+    machine: Machine = field(repr=False)
+    #: What was planned for attention, in words; "" in a decode.
+    plan: str = ""
+    #: Factors on the seconds of attention between which 90 % of measured passes lie; None: not known.
+    band: tuple[float, float] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds to the first token of a prefill, or seconds per token of a decode."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds / self.gpus
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values on one GPU."""
+        return self.memory["keys and values"]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory of a GPU is enough; None: the machine does not say how much it has."""
+        return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
+
+
+def prefill(
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str = "bfloat16"
+) -> InferenceEstimate:
+    """The modelled prefill of `parallel.rows` prompts of `tokens` tokens in each dp group: its time to first token.
+
+    All forwards of a training step, without a loss, gathers or gradients: each rank holds its part of the weights by
+    tp. Logits are those of the last token. Raises as `training_step`.
+    """
+    parallel.check(model, machine, tokens)
+    check_dtype(machine, dtype)
+    item = ITEM_BYTES[dtype]
+    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), item)
+    layers = attention_of_layers(model, machine, tokens, parallel, dtype, backward=False)
+    memory = _memory(model, machine, parallel, tokens, parallel.rows, item)
+    memory["activations"] = costs.activation_bytes + 2 * costs.input_bytes
+    memory["attention buffers"] = max(one.buffers for _, one in layers)
+    return InferenceEstimate(
+        parts={
+            "attention": sum(count * one.forward for count, one in layers),
+            "projections": model.layers * costs.projections,
+            "mlp": model.layers * costs.mlp,
+            "norms": model.layers * costs.norms,
+            "logits": costs.logits(parallel.rows),
+            "tp": model.layers * costs.exchanges,
+        },
+        memory=memory,
+        gpus=parallel.gpus,
+        tokens=tokens * parallel.rows * parallel.dp,
+        machine=machine,
+        plan="; ".join(f"{count} layers: {one.plan}" for count, one in layers),
+        band=error_band(machine, parallel, tokens),
+    )
+
+
+def decode(
+    model: ModelConfig, machine: Machine, context: int, batch: int, parallel: Parallel, dtype: str = "bfloat16"
+) -> InferenceEstimate:
+    """The modelled time of one token of each of `batch` sequences of a dp group, after `context` tokens.
+
+    Every matrix is read once, and computes with `batch` rows where that takes longer. Keys and values are read once,
+    cut by tokens over the cp ranks and by heads over the tp ranks; each cp rank attends its part, and the parts are
+    merged by an all-reduce of outputs and lse in fp32, as flash-decoding does within a GPU (Dao et al., 2023). Raises
+    as `training_step`.
+    """
+    parallel.check(model, machine, context)
+    check_dtype(machine, dtype)
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise InvalidInput(f"batch={batch!r} must be a whole number >= 1; try batch=1")
+    item = ITEM_BYTES[dtype]
+    costs = LayerCosts(model, machine, parallel, batch, item)
+    memory = _memory(model, machine, parallel, context, batch, item)
+    merged = 4 * batch * costs.heads * (model.head_dim + 1)
+    # All cp ranks of a group read as long as the rank with the newest keys, which has the windows.
+    merging = 2 * model.layers * collective_seconds(machine, merged, parallel.cp, parallel.tp)
+    return InferenceEstimate(
+        parts={
+            "keys and values": memory["keys and values"] / memory_bandwidth(machine),
+            "projections": model.layers * costs.projections,
+            "mlp": model.layers * costs.mlp,
+            "norms": model.layers * costs.norms,
+            "logits": costs.logits(),
+            "tp": model.layers * costs.exchanges,
+            "merging over cp": merging,
+        },
+        memory=memory,
+        gpus=parallel.gpus,
+        tokens=batch * parallel.dp,
+        machine=machine,
+    )
+
+
+def kv_bytes(model: ModelConfig, parallel: Parallel, tokens: int, rows: int, item: int) -> int:
+    """Bytes of the keys and values of `rows` sequences on the rank of a cp group that holds the newest tokens.
+
+    A layer with a window keeps only the keys of its window.
+    """
+    here = ceil(tokens / parallel.cp)
+    kept = sum(here if window is None else min(window, here) for window in model.windows)
+    return rows * kept * 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim * item
+
+
+def _memory(
+    model: ModelConfig, machine: Machine, parallel: Parallel, tokens: int, rows: int, item: int
+) -> dict[str, int]:
+    return {
+        "weights": ceil(model.stored_bytes(item) / parallel.tp),
+        "keys and values": kv_bytes(model, parallel, tokens, rows, item),
+        "reserved": int(RESERVED * (machine.memory or 0)),
+    }

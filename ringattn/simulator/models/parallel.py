@@ -1,0 +1,67 @@
+"""How a model is spread over GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import InvalidInput
+from ...machine.machine import Machine
+from ...text import did_you_mean
+from .config import ModelConfig
+
+#: What a layer keeps for its backward: all; its input and the output of attention; its input alone.
+CHECKPOINTING = ("none", "attention", "full")
+#: What the ranks of dp x cp hold in shards instead of whole: ZeRO 0, 1, 2 and 3.
+SHARDS = ("none", "optimizer", "gradients", "weights")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Numbers of GPUs by kind of parallelism, and choices. Raises InvalidInput for values out of range.
+
+    Ranks are numbered tp first, then cp, then dp, so that the ranks of a tensor-parallel group are neighbours.
+    """
+
+    #: Ranks that share a sequence, replicas of these, and ranks that share each matrix.
+    cp: int = 1
+    dp: int = 1
+    tp: int = 1
+    layout: str = "zigzag"
+    schedule: str = "auto"
+    checkpointing: str = "full"
+    shard: str = "weights"
+    #: Sequences of each dp group in a step.
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("cp", "dp", "tp", "rows"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidInput(f"{name}={value!r} must be a whole number >= 1; try {name}=1")
+        for name, options in (("checkpointing", CHECKPOINTING), ("shard", SHARDS)):
+            value = getattr(self, name)
+            if value not in options:
+                raise InvalidInput(
+                    f"{name}={value!r}: {did_you_mean(value, options)}expected one of {', '.join(options)}"
+                )
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the job."""
+        return self.cp * self.dp * self.tp
+
+    def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
+        """Raise InvalidInput where the model, the nodes or the tokens cannot be shared like this."""
+        node = machine.ranks_per_node
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < self.cp:
+            raise InvalidInput(f"tokens={tokens!r} must be a whole number of at least cp={self.cp}; try tokens=65536")
+        if model.heads % self.tp or (model.kv_heads % self.tp and self.tp % model.kv_heads) or model.mlp % self.tp:
+            raise InvalidInput(
+                f"tp={self.tp} does not divide the {model.heads} heads, {model.kv_heads} key/value heads and "
+                f"{model.mlp} MLP columns of {model.name}; try a power of two up to {model.kv_heads}"
+            )
+        if node > 1 and self.gpus > node and node % self.tp and self.tp % node:
+            raise InvalidInput(
+                f"tp={self.tp} does not fit nodes of {node} GPUs, as its groups would lie across nodes unevenly; try a "
+                f"divisor of {node}"
+            )

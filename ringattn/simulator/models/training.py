@@ -1,0 +1,224 @@
+"""`training_step`: modelled seconds, memory, cost and energy of one step of training a model on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from ...dtypes import ITEM_BYTES
+from ...errors import InvalidInput
+from ...machine.machine import Machine
+from ...text import duration
+from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
+from .attention import LayerAttention, attention_of_layers, error_band
+from .config import ModelConfig
+from .hardware import check_dtype, collective_seconds, memory_bandwidth
+from .layer import LayerCosts
+from .memory import GRADIENT, OPTIMIZER, training_memory
+from .parallel import SHARDS, Parallel
+
+#: Bytes that Adam moves per parameter, beside writing the weight: the gradient read, its fp32 state read and written.
+ADAM_TRAFFIC = GRADIENT + 2 * OPTIMIZER
+#: Products of the chunked loss: logits, logits again in the backward, and both gradients.
+LOSS_PRODUCTS = 4
+#: Times that fp32 logits are read or written: twice in the forward, four times in the backward.
+LOGIT_TRAFFIC = 6
+#: Parts of a step that are attention, whose error band is known.
+ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
+#: How far published steps lie from this model, in words; docs/models_cost.md has them, and a test computes the numbers.
+PUBLISHED_STEPS = (
+    "Of 7 published steps of training on A100 and H100, 6 took 1.04 to 1.11 times as long as this model says, and one, "
+    "limited to 500 W, 1.39 times"
+)
+#: (number of layers, attention of such a layer), of a model's layers: `attention_of_layers`, or a bound on it.
+Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, LayerAttention]]]
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One step of training: seconds, bytes of one GPU, and what follows. All modelled, but for the counted FLOPs."""
+
+    gpus: int
+    #: Tokens of all sequences of the step.
+    tokens: int
+    #: Seconds that each part adds to the step; they sum to `seconds`.
+    parts: dict[str, float]
+    #: Bytes of one GPU by category.
+    memory: dict[str, int]
+    machine: Machine = field(repr=False)
+    #: FLOPs of the model without recomputation: 6 per active parameter and token, 12 D per visible pair and head.
+    flops: float
+    #: What was planned for attention, in words.
+    plan: str
+    #: Factors on the seconds of attention between which 90 % of measured passes lie; None: not known.
+    band: tuple[float, float] | None
+    #: Bytes that each GPU writes for a checkpoint.
+    checkpoint_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step, without failures."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory of a GPU is enough; None: the machine does not say how much it has."""
+        return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
+
+    @property
+    def seconds_low(self) -> float | None:
+        """Seconds at the lower end of the band of attention, all else as modelled; None: no band is known."""
+        return self._in_band(0)
+
+    @property
+    def seconds_high(self) -> float | None:
+        """Seconds at the upper end of the band of attention, all else as modelled; None: no band is known."""
+        return self._in_band(1)
+
+    def _in_band(self, end: int) -> float | None:
+        if self.band is None:
+            return None
+        attention = sum(self.parts[name] for name in ATTENTION_PARTS)
+        return self.seconds + (self.band[end] - 1) * attention
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of the model on each GPU, without recomputation."""
+        return self.flops / self.seconds / self.gpus / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """The part of the peak that the model's FLOPs reach; None where the machine has no peak."""
+        return None if self.machine.peak is None else self.tflops * 1e12 / self.machine.peak
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds / self.gpus
+
+    def cost_per_billion_tokens(self, price_per_gpu_hour: float) -> float:
+        """The price of 1e9 tokens, in the currency of the price, without failures."""
+        return 1e9 / self.tokens_per_second * price_per_gpu_hour / SECONDS_PER_HOUR
+
+    def energy_per_billion_tokens(self, watts: float) -> float:
+        """kWh of 1e9 tokens where each GPU draws `watts`, without failures."""
+        return 1e9 / self.tokens_per_second * watts / JOULES_PER_KWH
+
+    def effective_seconds(self, mtbf_hours: float, checkpoint_seconds: float, restart_seconds: float) -> float:
+        """Expected seconds of a step in a long job with failures and checkpoints.
+
+        `mtbf_hours` is of one GPU with its share of the host. Checkpoints follow each other as Young and Daly advise,
+        and an interval takes what Daly (2006), equation 13, says (`timing.costs`). Raises InvalidInput for times that
+        are not allowed, and where failures come long before a checkpoint or a restart ends.
+        """
+        for name, value in (("mtbf_hours", mtbf_hours), ("checkpoint_seconds", checkpoint_seconds)):
+            if not value > 0:
+                raise InvalidInput(f"{name}={value!r} must be a number > 0; give what the storage and the job take")
+        mean = mtbf_hours * SECONDS_PER_HOUR / self.gpus
+        interval = young_daly(checkpoint_seconds, mean)
+        if max(interval + checkpoint_seconds, restart_seconds) > HOPELESS * mean:
+            raise InvalidInput(
+                f"{self.gpus:,} GPUs fail every {duration(mean)}, long before a checkpoint of "
+                f"{duration(checkpoint_seconds)} or a restart of {duration(restart_seconds)} ends; try fewer GPUs"
+            )
+        two = expected_seconds(2 * interval, interval, checkpoint_seconds, restart_seconds, mean)
+        one = expected_seconds(interval, interval, checkpoint_seconds, restart_seconds, mean)
+        return self.seconds * (two - one) / interval
+
+
+def training_step(
+    model: ModelConfig,
+    machine: Machine,
+    tokens: int,
+    parallel: Parallel,
+    dtype: str = "bfloat16",
+    attend: Attend = attention_of_layers,
+) -> StepEstimate:
+    """The modelled step of training `model` on sequences of `tokens` tokens.
+
+    Attention is simulated by its plan, one layer for each distinct window, or told by `attend`: neither seconds nor
+    bytes of the step fall where those of attention rise. docs/models_cost.md has the formulas of all else. Weights have
+    the dtype of the activations, however they are published. Raises InvalidInput where the sizes do not fit each other,
+    and what plans and simulations raise.
+    """
+    parallel.check(model, machine, tokens)
+    check_dtype(machine, dtype)
+    layers = attend(model, machine, tokens, parallel, dtype)
+    if model.mlp_item is not None or model.attention_item is not None:
+        model = replace(model, mlp_item=None, attention_item=None)
+    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
+    sequences = parallel.rows * parallel.dp
+    pairs = sum(count * one.pairs for count, one in layers)
+    flops = sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs)
+    return StepEstimate(
+        gpus=parallel.gpus,
+        tokens=sequences * tokens,
+        parts=_parts(model, machine, parallel, costs, layers),
+        memory=training_memory(model, machine, parallel, costs, [one for _, one in layers]),
+        machine=machine,
+        flops=flops,
+        plan="; ".join(f"{count} layers: {one.plan}" for count, one in layers),
+        band=error_band(machine, parallel, tokens),
+        checkpoint_bytes=OPTIMIZER * model.parameters / parallel.gpus,
+    )
+
+
+def _parts(
+    model: ModelConfig,
+    machine: Machine,
+    parallel: Parallel,
+    costs: LayerCosts,
+    layers: list[tuple[int, LayerAttention]],
+) -> dict[str, float]:
+    """The seconds that each part adds to a step."""
+    again = parallel.checkpointing
+    shards = parallel.cp * parallel.dp if parallel.shard != "none" else 1
+    logits = LOGIT_TRAFFIC * 4 * costs.rows * model.vocab / parallel.tp / memory_bandwidth(machine)
+    forward = sum(count * one.forward for count, one in layers)
+    parts = {
+        "attention forward": forward,
+        "attention backward": sum(count * one.backward for count, one in layers),
+        "attention again": forward if again == "full" else 0.0,
+        "projections": 3 * model.layers * costs.projections,
+        "mlp": 3 * model.layers * costs.mlp,
+        "norms": 3 * model.layers * costs.norms,
+        "all else again": 0.0 if again == "none" else model.layers * costs.seconds,
+        "loss": LOSS_PRODUCTS * costs.logits() + logits,
+        "optimiser": (ADAM_TRAFFIC + costs.item) * model.parameters / parallel.tp / shards / memory_bandwidth(machine),
+        "tp": 2 * model.layers * costs.exchanges,
+    }
+    return {**parts, "fsdp": _exposed(model, machine, parallel, costs, layers, parts["loss"])}
+
+
+def _exposed(
+    model: ModelConfig,
+    machine: Machine,
+    parallel: Parallel,
+    costs: LayerCosts,
+    layers: list[tuple[int, LayerAttention]],
+    loss: float,
+) -> float:
+    """Seconds in which the collectives of weights and gradients are not hidden behind computing, layer by layer.
+
+    ZeRO 3 gathers the weights of a layer in its forward and backward, and reduces its gradients in the backward; ZeRO 1
+    and 2 gather once, and without shards gradients are reduced and gathered (Rajbhandari et al. 2020, section 7). The
+    first gather and the last reduction have nothing to hide behind.
+    """
+    level, group = SHARDS.index(parallel.shard), parallel.cp * parallel.dp
+
+    def collectives(parameters: float) -> tuple[float, float]:
+        local = parameters / parallel.tp
+        gather = collective_seconds(machine, costs.item * local, group, parallel.tp)
+        reduce = collective_seconds(machine, GRADIENT * local, group, parallel.tp)
+        return gather if level else 0.0, (gather if level == 3 else 0.0) + (reduce if level else 2 * reduce)
+
+    forward, backward = collectives(model.layer)
+    ends = forward + backward - (forward if level == 3 else 0.0)
+    exposed = 0.0
+    for count, one in layers:
+        again = {"none": 0.0, "attention": costs.seconds, "full": costs.seconds + one.forward}[parallel.checkpointing]
+        behind = one.backward + 2 * costs.seconds - costs.exchanges + again
+        exposed += count * (max(forward - one.forward - costs.seconds, 0.0) + max(backward - behind, 0.0))
+    outer = sum(collectives(model.parameters - model.layers * model.layer))
+    return ends + exposed * (1 - 1 / model.layers) + max(outer - loss, 0.0)

@@ -1,0 +1,310 @@
+"""The ledger: a 64-bit hash of the computed pairs, read from the data, against the hash of the pattern's pairs.
+
+For every query row and head the hash is the sum over visits of
+
+    a(owner) * count + b(owner) * sum of key positions + c(owner) * sum of their squares        (mod 2^64)
+
+with pseudo-random coefficients of the owner. The sum is a multiset hash: the order of the visits and the way a visit
+is split into kernel calls do not change it; a visit that is lost, doubled or of the wrong rows does. The computed
+pairs are read where a kernel is called, from the tags that `RowSource` writes into q, k and v. The expected pairs
+come from the tiles of the pattern and the ranges of the layout, in closed form. Neither side asks the schedule.
+
+In a backward the gradients themselves carry a count. Some columns of dk, dv and dq are 0 by construction; for each
+row these columns sum a small weight of every row that it met. The counts travel with the gradients, so that a
+gradient that is lost on its way home is missing from the count.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ...kernels.base import Kernel
+from ...layout.regular import Layout
+from ...pattern import Pattern, Tile
+from ...pattern.ranges import intersect
+from ...plan.work import Work
+from .source import K_TAG, Q_TAG, RAMP, RowSource
+
+#: Cells of a (rows x shard ranges) array that are computed at a time.
+CELLS = 1 << 18
+#: A row has a weight of 1 .. WEIGHTS, so that fp32 sums the weights of more than a million rows exactly.
+WEIGHTS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+#: The position that stands for tags of K and V that contradict each other or are not positions.
+STRAY = -(1 << 40)
+
+
+def scramble(x: np.ndarray, salt: int) -> np.ndarray:
+    """Hashes of integers, uint64: the finaliser of splitmix64 (Steele, Lea, Flood 2014) with a salt."""
+    with np.errstate(over="ignore"):
+        z = x.astype(np.uint64) + np.uint64(salt + 1) * _GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def weights(positions: np.ndarray) -> np.ndarray:
+    """The weight of a row in the counts of a backward: 1 .. WEIGHTS, int64."""
+    return (scramble(positions, 7) % np.uint64(WEIGHTS)).astype(np.int64) + 1
+
+
+def coefficients(owner: np.ndarray) -> np.ndarray:
+    """The coefficients a, b and c of each owner: uint64 [3, ...]."""
+    salts = np.arange(3, dtype=np.int64).reshape(3, *[1] * owner.ndim)
+    return scramble(owner[None] * 4 + salts, 0)
+
+
+def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """What a visit adds to a hash, uint64. The moments of its keys broadcast with `coefficient[0]`."""
+    with np.errstate(over="ignore"):
+        return coefficient[0] * count.astype(np.uint64) + coefficient[1] * first + coefficient[2] * second
+
+
+class PairLedger:
+    """Hashes (uint64) and numbers of pairs (int64) of some query rows, [H, rows], by ascending position."""
+
+    def __init__(self, positions: np.ndarray, heads: int) -> None:
+        self.positions = np.sort(positions)
+        self.hashes = np.zeros((heads, len(positions)), dtype=np.uint64)
+        self.pairs = np.zeros((heads, len(positions)), dtype=np.int64)
+        #: Computed rows that are not among `positions`.
+        self.strays = 0
+        #: Kernel calls.
+        self.calls = 0
+
+    def add(self, head: int, positions: np.ndarray, hashes: np.ndarray, pairs: np.ndarray) -> None:
+        """Add the hashes and numbers of pairs of the rows at `positions` of a head; each array is [rows]."""
+        index = np.searchsorted(self.positions, positions)
+        index[index == len(self.positions)] = 0
+        known = self.positions[index] == positions
+        if not known.all():
+            self.strays += int((~known).sum())
+            index, hashes, pairs = index[known], hashes[known], pairs[known]
+        np.add.at(self.hashes[head], index, hashes)
+        np.add.at(self.pairs[head], index, pairs)
+
+    def wrong(self, other: PairLedger) -> int:
+        """How many rows, over all heads, differ in hash or number of pairs, plus the strays of both ledgers."""
+        return int(((self.hashes != other.hashes) | (self.pairs != other.pairs)).sum()) + self.strays + other.strays
+
+
+class AuditingKernel(Kernel):
+    """A kernel that records in a ledger the pairs that it computes, and writes counts into the gradients."""
+
+    def __init__(
+        self, inner: Kernel, source: RowSource, layout: Layout, ledger: PairLedger, back: PairLedger | None = None
+    ) -> None:
+        #: `back` is the ledger of the backward, where there is one.
+        self.inner, self.source, self.layout, self.ledger, self.back = inner, source, layout, ledger, back
+        self.name = inner.name
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.inner.check(q, k, v)
+
+    def split(self, work: Work) -> Iterator[Work]:
+        return self.inner.split(work)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.ledger.calls += 1
+        self._enter(q, k, v, work, self.ledger)
+        return self.inner.forward(q, k, v, work, scale)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        work: Work,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.ledger.calls += 1
+        if self.back is not None:
+            self._enter(q, k, v, work, self.back)
+        found = self.inner.backward(grad, q, k, v, out, lse, work, scale)
+        dq, dk, dv = (x if x.is_contiguous() else x.contiguous() for x in found)
+        of_queries, of_keys = weights(self._read(q[..., Q_TAG])), weights(self.keys(k, v))
+        rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+        i, j = np.arange(rows), np.arange(keys)
+        low, high = _bounds(i, keys, work.lo, work.hi)
+        dq[..., Q_TAG] = torch.from_numpy(_between(of_keys, low, high).repeat(group, 1)).to(dq.dtype)
+        # Key j is seen by row i iff -hi <= j - i <= -lo.
+        low, high = _bounds(j, rows, *(None if bound is None else -bound for bound in (work.hi, work.lo)))
+        seen = _between(of_queries, low, high)
+        carried = torch.from_numpy(seen.reshape(len(seen), k.shape[1], group, keys).sum(2))
+        dk[..., K_TAG], dv[..., RAMP] = carried.to(dk.dtype), carried.to(dv.dtype)
+        return dq, dk, dv
+
+    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, ledger: PairLedger) -> None:
+        query, place = self._read(q[..., Q_TAG]), self.keys(k, v)
+        rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+        known = self._coefficients(place[..., 0])
+        wide = place.astype(np.uint64)
+        with np.errstate(over="ignore"):
+            if work.dense:
+                count = np.full((1, 1, 1), keys, dtype=np.int64)
+                sums = [m.sum(-1, keepdims=True, dtype=np.uint64) for m in (wide, wide * wide)]
+            else:
+                low, high = _bounds(np.arange(rows), keys, work.lo, work.hi)
+                count = (high - low)[None, None]
+                sums = [_between(m, low, high) for m in (wide, wide * wide)]
+            seen = np.broadcast_to(entry(known, count, *sums), (*place.shape[:2], rows))
+        pairs = np.broadcast_to(count, seen.shape)
+        for i, head in enumerate(work.heads):
+            at = query[:, i].ravel()
+            ledger.add(head, at, seen[:, i // group].ravel(), pairs[:, i // group].ravel())
+
+    def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
+        """Positions of keys, int64 [B, K, keys]: as the tags of V tell them, STRAY where the tags of K contradict."""
+        of_k, of_v = self._read(k[..., K_TAG]), self._read(v[..., RAMP])
+        period = self.source.period
+        # numpy divides by a number with a product; its remainder is four times slower.
+        agree = of_k == (of_v if period is None else of_v - of_v // period * period)
+        return of_v if agree.all() else np.where(agree, of_v, STRAY)
+
+    def _coefficients(self, first: np.ndarray) -> np.ndarray:
+        """Coefficients [3, B, K, 1] of the owners of the blocks that begin at positions `first` [B, K]."""
+        tokens = self.layout.tokens
+        owners = [self.layout.owner(p) if 0 <= p < tokens else STRAY for p in first.ravel().tolist()]
+        return coefficients(np.array(owners).reshape(*first.shape, 1))
+
+    def _read(self, tags: torch.Tensor) -> np.ndarray:
+        read = tags.double().numpy() * (1 / self.source.unit)
+        with np.errstate(invalid="ignore"):
+            place = read.astype(np.int64)
+        valid = place == read  # a fraction or NaN is not a position
+        return place if valid.all() else np.where(valid, place, STRAY)
+
+
+def _bounds(i: np.ndarray, keys: int, lo: int | None, hi: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high): row i sees keys low .. high - 1, the keys j with lo <= i - j <= hi."""
+    low = np.zeros_like(i) if hi is None else np.clip(i - hi, 0, keys)
+    high = np.full_like(i, keys) if lo is None else np.clip(i - lo + 1, 0, keys)
+    return low, np.maximum(high, low)
+
+
+def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Sums of x [..., keys] from low to high - 1, [..., rows]."""
+    total = np.zeros((*x.shape[:-1], x.shape[-1] + 1), dtype=x.dtype)
+    np.cumsum(x, -1, out=total[..., 1:])
+    return total[..., high] - total[..., low]
+
+
+# -- expected pairs -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The ranges of all shards in ascending order: ranges of step 1 as arrays, others as a tuple of (range, owner)."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    owner: np.ndarray
+    others: tuple[tuple[range, int], ...]
+
+
+@lru_cache(maxsize=4)
+def pieces(layout: Layout) -> Pieces:
+    """The ranges of all shards of a layout, 24 bytes for each."""
+    starts, stops, owners = (array("q") for _ in range(3))
+    others: list[tuple[range, int]] = []
+    for rank in range(layout.ranks):
+        for r in layout.shard(rank):
+            if r.step == 1:
+                starts.append(r.start)
+                stops.append(r.stop)
+                owners.append(rank)
+            else:
+                others.append((r, rank))
+    order = np.argsort(np.frombuffer(starts, dtype=np.int64)) if starts else np.empty(0, dtype=np.int64)
+    start, stop, owner = (np.array(column, dtype=np.int64)[order] for column in (starts, stops, owners))
+    return Pieces(start, stop, owner, tuple(others))
+
+
+def expect(pattern: Pattern, layout: Layout, q: range, heads: int, ledger: PairLedger) -> np.ndarray:
+    """Record in a ledger the pairs that the pattern gives the positions `q` in all heads, in closed form.
+
+    Returns the owners, ascending, of the blocks in which some row of `q` sees a key.
+    """
+    met = [np.empty(0, dtype=np.int64)]
+    for tile in pattern.tiles(q, range(layout.tokens), range(heads)):
+        rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)
+        for owner, first, count, step in seen_pieces(tile, layout):
+            with np.errstate(over="ignore"):
+                hashes = entry(coefficients(owner), *moments(first, count, step)).sum(-1, dtype=np.uint64)
+            for head in tile.heads:
+                ledger.add(head, rows, hashes, count.sum(-1))
+            met.append(owner[(count > 0).any(0)])
+    return np.unique(np.concatenate(met))
+
+
+def seen_pieces(tile: Tile, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
+    """Yield (owners [S], first position, count, step) of the keys that each row of a tile sees in S shard ranges;
+    [rows, S]."""
+    all_ = pieces(layout)
+    low, high = np.searchsorted(all_.stop, tile.k[0], "right"), np.searchsorted(all_.start, tile.k[-1], "right")
+    rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)[:, None]
+    width = max(1, CELLS // len(rows))
+    for at in range(low, high, width):
+        part = slice(at, min(at + width, high))
+        yield all_.owner[part], *_inside(tile, tile.k, rows, all_.start[part], all_.stop[part])
+    for r, owner in all_.others:
+        shared = intersect(tile.k, r)
+        if shared:
+            ends = np.array([shared[0]]), np.array([shared[-1] + 1])
+            yield np.array([owner]), *_inside(tile, shared, rows, *ends)
+
+
+def _inside(
+    tile: Tile, k: range, rows: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, int]:
+    first = np.maximum(0, -((k.start - start) // k.step))
+    last = np.minimum(len(k), -((k.start - stop) // k.step))
+    first, last = np.broadcast_arrays(first, last, rows)[:2]
+    if tile.hi is not None:
+        first = np.maximum(first, -((k.start + tile.hi - rows) // k.step))
+    if tile.lo is not None:
+        last = np.minimum(last, (rows - tile.lo - k.start) // k.step + 1)
+    return k.start + first * k.step, np.maximum(last - first, 0), k.step
+
+
+def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Count, sum and sum of squares, mod 2^64, of the `count` numbers first, first + step, ..."""
+    n, p, s = count.astype(np.uint64), first.astype(np.uint64), np.uint64(step)
+    less = np.where(count > 0, count - 1, 0).astype(np.uint64)
+    ones = less * n // np.uint64(2)  # 0 + 1 + .. + n-1
+    double = less + n  # 2n - 1
+    by_three = ones % np.uint64(3) == 0
+    squares = np.where(by_three, ones // np.uint64(3) * double, ones * (double // np.uint64(3)))
+    return n, n * p + s * ones, n * p * p + np.uint64(2) * p * s * ones + s * s * squares
+
+
+def expected_counts(tiles: Iterator[Tile], rows: range, heads: int, *, keys: bool) -> np.ndarray:
+    """The counts that gradients must carry, int64 [heads, rows]: for each position of `rows` (keys, or queries) and
+    each head the summed weights of the rows that it meets."""
+    found = np.zeros((heads, len(rows)), dtype=np.int64)
+    for tile in tiles:
+        mine, other = (tile.k, tile.q) if keys else (tile.q, tile.k)
+        lo, hi = (None if b is None else -b for b in (tile.hi, tile.lo)) if keys else (tile.lo, tile.hi)
+        at = np.arange(mine.start, mine.stop, mine.step)
+        met = weights(np.arange(other.start, other.stop, other.step))
+        # Row x meets y = other[j] iff lo <= x - y <= hi.
+        low, high = np.zeros_like(at), np.full_like(at, len(other))
+        if hi is not None:
+            low = np.clip(-((other.start + hi - at) // other.step), 0, len(other))
+        if lo is not None:
+            high = np.clip((at - lo - other.start) // other.step + 1, 0, len(other))
+        sums = _between(met, low, np.maximum(high, low))
+        for head in tile.heads:
+            found[head, (at - rows.start) // rows.step] += sums
+    return found

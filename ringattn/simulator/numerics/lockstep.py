@@ -1,0 +1,294 @@
+"""Ranks whose plans differ only by a shift run as one: the program of one rank on a batch of all of them.
+
+Such ranks form a cohort. Their queries, keys and values are stacked along the batch dimension, so that one kernel call
+serves the whole cohort, and a message is a batch of messages, one per member. The transport in this file delivers each
+member's message to its receiver in whatever cohort. Steps, buffers, merges and gradients are those of the executor, and
+thousands of ranks take as many calls as a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ...errors import InvalidInput
+from ...plan.key_demand import KeyDemand
+from ...plan.plan import Plan
+from ...plan.steps import Hop, Part, RankPlan, Step
+from ...runtime.message_buffers import message_views
+from ...transport.base import Message, Post, Program
+from ...transport.virtual import WATCHED, in_turns
+
+T = TypeVar("T")
+#: Stands for the cohort of a rank that is not executed.
+OUTSIDE = -1
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Ranks of one plan shape, ascending. They run the program of the first rank."""
+
+    whole: Plan
+    ranks: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        return self.ranks[0]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan with one batch element per member."""
+        return Batched.of(self.whole, batch=len(self.ranks))
+
+
+@dataclass(frozen=True)
+class Batched(Plan):
+    """A plan with a larger batch that takes its steps from `base`, the same plan with a batch of one."""
+
+    base: Plan | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, **changes: Any) -> Batched:
+        """`plan` with changed sizes that shares the steps and the demand of `plan`."""
+        return cls(
+            **{f.name: getattr(plan, f.name) for f in fields(Plan)} | {"rotate": plan.rotates} | changes, base=plan
+        )
+
+    @cached_property
+    def demand(self) -> KeyDemand:
+        assert self.base is not None
+        return self.base.demand
+
+    def for_rank(self, rank: int) -> RankPlan:
+        assert self.base is not None
+        return self.base.for_rank(rank)
+
+
+def shape(plan: Plan, rank: int, *, backward: bool) -> object:
+    """A value that two ranks share exactly where one program can run both: steps and works relative to the rank."""
+    size, mine = plan.ranks, plan.for_rank(rank)
+
+    def away(part: Part) -> object:
+        return part.kind, (part.owner - rank) % size, part.row_set, plan.layout.rows(part.owner)
+
+    def hops(found: tuple[Hop, ...]) -> object:
+        return tuple(((h.peer - rank) % size, h.tag, h.until, tuple(map(away, h.parts))) for h in found)
+
+    def visit(part: Part) -> object:
+        demand = plan.query_demand if part.kind == "q" else plan.demand
+        return away(part), demand.batched(rank, part.owner, part.row_set)
+
+    lists = [mine.forward, *([mine.backward] if backward else [])]
+    steps = tuple(
+        tuple((hops(step.sends), hops(step.recvs), tuple(map(visit, step.visits))) for step in steps) for steps in lists
+    )
+    return plan.layout.rows(rank), steps, tuple(map(away, mine.kept)) if backward else ()
+
+
+def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]:
+    """Cohorts: `ranks` grouped by the shape of their plans."""
+    found: dict[object, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(shape(plan, rank, backward=backward), []).append(rank)
+    return [Cohort(plan, tuple(members)) for members in found.values()]
+
+
+def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[int]]:
+    """`ranks` split into groups that send no messages to each other."""
+    inside, todo, found = set(ranks), set(ranks), []
+    for start in ranks:
+        if start not in todo:
+            continue
+        todo.discard(start)
+        group, stack = [], [start]
+        while stack:
+            rank = stack.pop()
+            group.append(rank)
+            mine = plan.for_rank(rank)
+            for step in (*mine.forward, *(mine.backward if backward else ())):
+                peers = {hop.peer for hop in (*step.sends, *step.recvs)} & todo
+                todo -= peers
+                stack += sorted(peers)
+        found.append(sorted(group))
+    assert sum(map(len, found)) == len(inside)
+    return found
+
+
+@dataclass
+class _BatchSend:
+    """A posted batch of messages; `left` holds the cohorts that have not received their part."""
+
+    views: list[torch.Tensor]
+    left: set[int]
+
+    @property
+    def done(self) -> bool:
+        return not self.left
+
+
+@dataclass
+class _BatchRecv:
+    """A posted batch of receives."""
+
+    cohort: int
+    hop: Hop
+    views: list[torch.Tensor]
+    done: bool = False
+
+
+@dataclass
+class _BatchTicket:
+    label: str
+    flights: list[_BatchSend | _BatchRecv] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        return all(flight.done for flight in self.flights)
+
+
+#: Changes what arrived, in place: (rank, parts, tensors [heads, rows, width] of each part).
+Tamper = Callable[[int, Sequence[Part], Sequence[tuple[torch.Tensor, ...]]], None]
+#: Gives K and V of a part whose owner is not executed.
+Answer = Callable[[Part], tuple[torch.Tensor, ...]]
+
+
+class Lockstep:
+    """Runs one program per cohort. Receive buffers hold NaN until they are filled.
+
+    `answer` gives the messages of ranks that are not executed; it knows only blocks of K/V. Messages to such ranks
+    are dropped.
+    """
+
+    def __init__(
+        self, members: Sequence[Cohort], answer: Answer, *, backward: bool = False, tamper: Tamper | None = None,
+        harmed: int | None = None,
+    ) -> None:  # fmt: skip
+        self.members, self.answer, self.backward, self.tamper, self.harmed = members, answer, backward, tamper, harmed
+        self.size = members[0].whole.ranks
+        self.answered = 0
+        self._home: dict[int, tuple[int, int]] = {
+            rank: (c, i) for c, cohort in enumerate(members) for i, rank in enumerate(cohort.ranks)
+        }
+        self._hops = [self._known(cohort) for cohort in members]
+        self._routes: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
+        self._sent: dict[tuple[int, int, int], _BatchSend] = {}
+        self._open: list[_BatchRecv] = []
+
+    def run(self, programs: Sequence[Program[T]]) -> list[T]:
+        """The results of the cohorts' programs, in order, which run to the end in turns."""
+        results = in_turns(programs, self._post, self._stuck)
+        assert not self._open, "messages that nobody sent"
+        assert all(send.done for send in self._sent.values()), "messages that nobody received"
+        return results
+
+    def _stuck(self, waiting: Mapping[int, _BatchTicket]) -> str:
+        return "; ".join(f"rank {self.members[c].first}, {t.label}" for c, t in [*waiting.items()][:8])
+
+    def _known(self, cohort: Cohort) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
+        """The sends and the receives of a cohort by peer and tag."""
+        mine = cohort.plan.for_rank(cohort.first)
+        steps: tuple[Step, ...] = mine.backward if self.backward else mine.forward
+        sends = {(hop.peer, hop.tag): hop for step in steps for hop in step.sends}
+        return sends, {(hop.peer, hop.tag): hop for step in steps for hop in step.recvs}
+
+    def _post(self, c: int, post: Post) -> _BatchTicket:
+        ticket, cohort = _BatchTicket(post.label), self.members[c]
+        for message in post.recvs:
+            hop = self._hops[c][1][message.peer, message.tag]
+            message.data[:WATCHED].fill_(255)
+            recv = _BatchRecv(c, hop, _views(cohort, hop, message))
+            self._open.append(recv)
+            ticket.flights.append(recv)
+        for message in post.sends:
+            away = (message.peer - cohort.first) % self.size
+            left = {t for t, _, _ in self._route(c, away) if t != OUTSIDE}
+            send = _BatchSend(_views(cohort, self._hops[c][0][message.peer, message.tag], message), left)
+            assert (c, away, message.tag) not in self._sent, f"{post.label}: two sends share peer and tag"
+            self._sent[c, away, message.tag] = send
+            ticket.flights.append(send)
+        for recv in [recv for recv in self._open if self._arrive(recv)]:
+            self._open.remove(recv)
+        return ticket
+
+    def _arrive(self, recv: _BatchRecv) -> bool:
+        """Whether all senders of a batch of receives have posted; if so, the batch is filled."""
+        cohort = self.members[recv.cohort]
+        away = (recv.hop.peer - cohort.first) % self.size
+        route = self._route(recv.cohort, away)
+        keys = [(s, -away % self.size, recv.hop.tag) for s, _, _ in route if s != OUTSIDE]
+        if not all(key in self._sent for key in keys):
+            return False
+        for s, mine, theirs in route:
+            if s == OUTSIDE:
+                self._answer(cohort, recv, mine)
+                continue
+            send = self._sent[s, -away % self.size, recv.hop.tag]
+            assert len(send.views) == len(recv.views), "sender and receiver disagree on the message"
+            for target, x in zip(recv.views, send.views, strict=True):
+                if isinstance(mine, slice):
+                    target[mine].copy_(x[theirs])
+                else:
+                    target[mine] = x[theirs]
+            send.left.discard(recv.cohort)
+        recv.done = True
+        if self.tamper is not None and self.harmed in cohort.ranks:
+            self._harm(cohort, recv, cohort.ranks.index(self.harmed))
+        return True
+
+    def _harm(self, cohort: Cohort, recv: _BatchRecv, index: int) -> None:
+        assert self.tamper is not None
+        views, parts = iter(recv.views), _shifted(cohort, recv.hop.parts, index)
+        grouped = [tuple(next(views)[index] for _ in cohort.plan.part_widths(part.kind)) for part in parts]
+        self.tamper(cohort.ranks[index], parts, grouped)
+
+    def _answer(self, cohort: Cohort, recv: _BatchRecv, index: slice | np.ndarray) -> None:
+        """Fill the messages that come from ranks that are not executed."""
+        for i in range(len(cohort.ranks))[index] if isinstance(index, slice) else index.tolist():
+            views = iter(recv.views)
+            for part in _shifted(cohort, recv.hop.parts, i):
+                if part.kind != "kv":
+                    peer = (cohort.ranks[i] + recv.hop.peer - cohort.first) % self.size
+                    raise InvalidInput(
+                        f"rank {cohort.ranks[i]} gets gradients from rank {peer}, which is not executed; "
+                        "execute all ranks that see each other, or the forward only"
+                    )
+                for x in self.answer(part):
+                    next(views)[i].copy_(x[0])
+            self.answered += 1
+
+    def _route(self, c: int, away: int) -> list[tuple[int, Any, Any]]:
+        """(other cohort, indices in `c`, indices there) of the ranks that are `away` ranks from the members of cohort
+        `c`."""
+        if (c, away) not in self._routes:
+            peers = [self._home.get((rank + away) % self.size, (OUTSIDE, 0)) for rank in self.members[c].ranks]
+            homes, there = np.array([home for home, _ in peers]), np.array([i for _, i in peers])
+            found = []
+            for home in np.unique(homes).tolist():
+                here = np.flatnonzero(homes == home)
+                found.append((home, *_even(here, there[here])))
+            self._routes[c, away] = found
+        return self._routes[c, away]
+
+
+def _even(a: np.ndarray, b: np.ndarray) -> tuple[Any, Any]:
+    """Both index arrays as slices where both are consecutive, else as they are."""
+    if all((np.diff(x) == 1).all() for x in (a, b)):
+        return slice(int(a[0]), int(a[-1]) + 1), slice(int(b[0]), int(b[-1]) + 1)
+    return a, b
+
+
+def _shifted(cohort: Cohort, parts: tuple[Part, ...], index: int) -> list[Part]:
+    """The parts of the first member's message, renumbered for another member."""
+    by = cohort.ranks[index] - cohort.first
+    return [part._replace(owner=(part.owner + by) % cohort.whole.ranks) for part in parts]
+
+
+def _views(cohort: Cohort, hop: Hop, message: Message) -> list[torch.Tensor]:
+    """The tensors of a batch of messages, [members, heads, rows, width] each."""
+    views = message_views(message.data, cohort.plan, hop.parts)
+    return [x for part in hop.parts for x in views[part]]

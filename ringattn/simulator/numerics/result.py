@@ -1,0 +1,131 @@
+"""The report of a numerics simulation, with the kind of every number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...plan.plan import Plan
+from ...text import duration, plural
+from ..reporting.console import Number
+
+#: Which parts of a real run each mode executes.
+WAYS = {
+    "sample": "sample: messages, kernel and merges of chosen rows; only way=all runs the executor and a transport",
+    "all": "all: the executor, with copies between ranks of one process as its transport",
+}
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """Each error is the largest absolute error over the largest entry of the truth, or over 1 where that entry is
+    smaller."""
+
+    plan: Plan
+    #: "sample" or "all".
+    mode: str
+    #: Executed ranks, and query rows that were compared with an oracle.
+    ranks: int
+    rows: int
+    #: Blocks that the executed ranks visited, and blocks that the pattern asks for.
+    visits: int
+    visits_expected: int
+    #: Computed (query, key, head, branch) pairs of the compared rows (sample) or the executed ranks (all).
+    pairs: int
+    pairs_expected: int
+    #: Rows, over all heads, whose ledger differs from the expected ledger; None where no ledger was kept.
+    wrong: int | None
+    #: Rows of gradients (in `sample`: rows of dq and blocks of dk), over all heads, with unexpected counts;
+    #: None without a backward or a ledger.
+    wrong_gradients: int | None
+    error: float
+    lse_error: float
+    #: The largest error of dq, dk and dv on the compared rows; None without a backward.
+    gradient_error: float | None
+    #: The largest error that passes.
+    tolerance: float
+    seconds: float
+    calls: int
+    #: The most shards of K/V that existed at a time (sample), or ranks that ran at a time (all).
+    live: int
+    #: Key rows whose dk and dv were compared with an oracle; dq was compared on the compared query rows.
+    keys: int = 0
+    #: In `all`: ranks whose gradients were compared with a dense oracle in all rows.
+    dense: int = 0
+    #: In `all`: the error of gradients summed over all executed rows, over the sum of their absolute values.
+    sum_error: float | None = None
+    #: Messages of ranks that were not executed; the source made them.
+    answered: int = 0
+    #: Blocks that an executed rank receives and that no rank sends (sample; in `all` the transport finds these).
+    unsent: int = 0
+    #: Keys of one row, over all heads, whose number of tiles was compared with the pattern's `visible`, and keys where
+    #: the two differ.
+    mask_keys: int = 0
+    wrong_mask_keys: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every ledger that was kept equals the expected ledger, every block that arrives was sent, and the
+        tiles are the mask."""
+        wrong = (self.wrong, self.wrong_gradients, self.unsent, self.wrong_mask_keys)
+        return not any(wrong) and self.visits == self.visits_expected
+
+    @property
+    def accurate(self) -> bool:
+        """Whether no error is NaN or above the tolerance."""
+        errors = (self.error, self.lse_error, self.gradient_error or 0.0, self.sum_error or 0.0)
+        return all(error <= self.tolerance for error in errors)
+
+    @property
+    def passed(self) -> bool:
+        return self.complete and self.accurate
+
+    def numbers(self) -> list[Number]:
+        """The report as rows of a table."""
+        plan = self.plan
+        ledger = "not kept"
+        if self.wrong is not None:
+            ledger = "complete" if self.complete else "NOT COMPLETE"
+            ledger += f": {self.visits:,} of {plural(self.visits_expected, 'visit')}"
+            ledger += f", {self.pairs:,} of {plural(self.pairs_expected, 'pair')}"
+            ledger += f", {plural(self.wrong, 'row')} wrong"
+        calls, rows = plural(self.calls, "call"), plural(plan.tokens, "query row")
+        found = [
+            Number("way", WAYS[self.mode]),
+            Number("executed", f"{self.ranks:,} of {plural(plan.ranks, 'rank')}, {calls} of the kernel", "counted"),
+            Number("compared", f"{self.rows:,} of {rows}, {plural(plan.heads, 'head')}", "counted"),
+            Number("ledger", ledger, "counted"),
+            Number("error", f"{self.error:.2e} (out), {self.lse_error:.2e} (lse), at most {self.tolerance:.2e} allowed",
+                   "measured"),
+        ]  # fmt: skip
+        if self.gradient_error is not None:
+            where = f"dq of {plural(self.rows, 'query row')}, dk and dv of {plural(self.keys, 'key row')}"
+            if self.dense:
+                where += f", all rows of {plural(self.dense, 'rank')}"
+            found.append(Number("gradients", f"{self.gradient_error:.2e} ({where})", "measured"))
+        if self.sum_error is not None:
+            found.append(
+                Number("gradient sums", f"{self.sum_error:.2e} (dq, dk, dv over all executed rows)", "measured")
+            )
+        if self.wrong_gradients is not None:
+            found.append(
+                Number(
+                    "gradient ledger",
+                    f"{self.wrong_gradients:,} {'rows or blocks' if self.mode == 'sample' else 'rows'} differ",
+                    "counted",
+                )
+            )
+        if self.unsent:
+            found.append(Number("never sent", plural(self.unsent, "received block"), "counted"))
+        if self.mask_keys:
+            text = f"{plural(self.mask_keys, 'key')} of one row, {self.wrong_mask_keys:,} seen by tiles or visible only"
+            found.append(Number("tiles against visible", text, "counted"))
+        if self.answered:
+            found.append(
+                Number("from the source", f"{self.answered:,} messages of ranks that were not executed", "counted")
+            )
+        live = f"{plural(self.live, 'shard')} of K/V" if self.mode == "sample" else plural(self.live, "rank")
+        return [
+            *found,
+            Number("at a time", f"{live} at most", "counted"),
+            Number("time", duration(self.seconds), "measured"),
+        ]

@@ -1,0 +1,230 @@
+"""Inputs made on demand: every row is a pure function of (seed, tensor, position); no whole tensor exists.
+
+Some columns are fixed, so that the data alone tells the position of a row, whatever a plan or a transport says:
+
+    q[..., -2] = position, q[..., -1] = 0        v[..., 0] = 1 (every softmax gives 1), v[..., 1] = position
+    k[..., -2] = 0, k[..., -1] = position        grad[..., 1] = 0
+
+in units of 1 / 2^bits, which are exact. Each tag meets a 0 in the product of q and k, so that logits do not see tags.
+For the same reason the gradients of k[..., -1], v[..., 1] and q[..., -2] are 0, and these columns are free to carry a
+count.
+
+With a `period` m, row p of k equals row p mod m, and so does row p of v except for its position tag. Attention over
+any number of keys is then attention over m keys with integer multiplicities. m is a prime that does not divide the
+shard, so that no two shards are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ...errors import InvalidInput
+from ...layout.regular import Layout
+from ...plan.plan import Plan
+from ...plan.row_sets import AllRows, RowSet
+from .counter_random import counter_normal
+
+Name = Literal["q", "k", "v", "grad"]
+NAMES: tuple[Name, ...] = ("q", "k", "v", "grad")
+#: Columns that tell positions, and the column of ones.
+Q_TAG, K_TAG, ONES, RAMP = -2, -1, 0, 1
+#: Integers up to 2^bits are exact.
+BITS = {"float64": 53, "float32": 24}
+#: Rows made at a time.
+CHUNK = 1 << 14
+#: The default period; a shard that is a multiple of it gets another period.
+PERIOD = 4099
+
+
+@dataclass
+class RowSource:
+    """q, k, v and the cotangent `grad` of out, for one element of a batch. Make one with `make_source`.
+
+    `live` counts the shards of K/V that `shard` has handed out and not taken back, `peak` the most at a time.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    seed: int = 0
+    period: int | None = None
+    #: Rows that a periodic table holds beyond one period, so that a shard is a view of the table.
+    margin: int = 0
+    live: int = 0
+    peak: int = 0
+    made: int = 0
+    _tables: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def unit(self) -> float:
+        """The value of one position in a tag."""
+        return 2.0 ** -max(self.tokens - 1, 0).bit_length()
+
+    def rows(self, name: Name, r: range) -> torch.Tensor:
+        """Rows at positions `r` of a tensor, [1, heads, len(r), width]. The result must not be written to."""
+        if self.period is None or name in ("q", "grad"):
+            return self._fresh(name, r)
+        table = self._table(name)
+        start = r.start % self.period
+        if r.step == 1 and start + len(r) <= table.shape[2]:
+            found = table[:, :, start : start + len(r)]
+        else:
+            index = np.arange(r.start, r.stop, r.step) % self.period
+            found = table.index_select(2, torch.from_numpy(index))
+        return (
+            self._ramped(found, r, torch.empty(found.shape, dtype=self.dtype, device="cpu")) if name == "v" else found
+        )
+
+    @contextmanager
+    def shard(self, rows: Sequence[range]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V at the positions `rows`, [1, K, n, D] and [1, K, n, Dv]; valid until the `with` block ends."""
+        self.live += 1
+        self.made += 1
+        self.peak = max(self.peak, self.live)
+        runs = [[self.rows(name, r) for r in rows] for name in ("k", "v")]
+        k, v = (run[0] if len(run) == 1 else torch.cat(run, 2) for run in runs)
+        try:
+            yield k, v
+        finally:
+            self.live -= 1
+
+    def block(self, layout: Layout, owner: int, row_set: RowSet | AllRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a row set of the block of `owner`, [1, heads, rows, D] each; a copy."""
+        if isinstance(row_set, AllRows):
+            runs = layout.shard(owner)
+            k, v = (torch.cat([self.rows(name, r) for r in runs], 2) for name in ("k", "v"))
+            return k, v
+        found = []
+        for name in ("k", "v"):
+            per_head = []
+            for head in row_set.heads:
+                parts = [self.rows(name, r)[:, head : head + 1] for r in placed(layout, owner, row_set.rows_of(head))]
+                per_head.append(torch.cat(parts, 2))
+            found.append(torch.cat(per_head, 1))
+        return found[0], found[1]
+
+    def stacked(self, name: Name, layout: Layout, ranks: Sequence[int]) -> torch.Tensor:
+        """The shards of ranks with equally many rows as a batch: [ranks, heads, rows, width]."""
+        shards = [layout.shard(rank) for rank in ranks]
+        if all(len(s) == 1 and s[0].step == 1 for s in shards) and all(
+            a[0].stop == b[0].start for a, b in pairwise(shards)
+        ):
+            whole = self.rows(name, range(shards[0][0].start, shards[-1][0].stop))
+            return whole[0].unflatten(1, (len(ranks), -1)).transpose(0, 1)
+        parts = [torch.cat([self.rows(name, r) for r in s], 2) if s else self.rows(name, range(0)) for s in shards]
+        return torch.cat(parts)
+
+    def _fresh(self, name: Name, r: range) -> torch.Tensor:
+        heads = self.heads if name in ("q", "grad") else self.kv_heads
+        width = self.head_dim if name in ("q", "k") else self.value_dim
+        out = torch.empty(1, heads, len(r), width, dtype=self.dtype, device="cpu")
+        for first in range(0, len(r), CHUNK):
+            part = r[first : first + CHUNK]
+            index = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + torch.arange(
+                width, device="cpu"
+            )
+            for head in range(heads):
+                stream = (self.seed * len(NAMES) + NAMES.index(name)) * self.heads + head
+                out[0, head, first : first + len(part)] = counter_normal(stream, index)
+        if name == "grad":
+            out[..., RAMP] = 0
+        elif name == "q":
+            out[..., Q_TAG], out[..., K_TAG] = self._tags(r), 0
+        elif name == "k":
+            out[..., Q_TAG], out[..., K_TAG] = 0, self._tags(r)
+        else:
+            out[..., ONES], out[..., RAMP] = 1, self._tags(r)
+        return out
+
+    def _table(self, name: Name) -> torch.Tensor:
+        if name not in self._tables:
+            assert self.period is not None
+            one = self._fresh(name, range(self.period))
+            index = torch.arange(self.period + self.margin, device="cpu") % self.period
+            self._tables[name] = one.index_select(2, index)
+        return self._tables[name]
+
+    def _ramped(self, like: torch.Tensor, r: range, target: torch.Tensor) -> torch.Tensor:
+        target.copy_(like)
+        target[..., RAMP] = self._tags(r)
+        return target
+
+    def _tags(self, r: range) -> torch.Tensor:
+        return (torch.arange(r.start, r.stop, r.step, dtype=torch.float64, device="cpu") * self.unit).to(self.dtype)
+
+
+class TensorSource(RowSource):
+    """A source that reads whole tensors, [1, heads, N, width] each."""
+
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, source: RowSource) -> TensorSource:
+        """A source that holds all rows of another source, made once."""
+        s = source
+        made = cls(s.tokens, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.dtype, s.seed, s.period)
+        made.tensors = {name: s.rows(name, range(s.tokens)) for name in NAMES}
+        return made
+
+    def rows(self, name: Name, r: range) -> torch.Tensor:
+        if r.stop > self.tokens:  # rows beyond the sequence complete a period
+            return self._fresh(name, r)
+        return self.tensors[name][:, :, r.start : r.stop : r.step]
+
+
+def placed(layout: Layout, owner: int, local: Sequence[range]) -> list[range]:
+    """The positions, as ranges in the same order, of local row ranges of the shard of `owner`."""
+    ranges, shard = [], layout.shard(owner)
+    for run in local:
+        first = 0
+        for r in shard:
+            skip = max(0, -(-(first - run.start) // run.step))
+            inside = range(run.start + skip * run.step, min(run.stop, first + len(r)), run.step)
+            if inside:
+                ranges.append(r[inside.start - first : inside.stop - first : inside.step])
+            first += len(r)
+    return ranges
+
+
+def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
+    """The inputs of a plan. K and V repeat with `period`, a prime, or not at all (None). Raises InvalidInput."""
+    if plan.dtype not in BITS or plan.tokens > 1 << BITS[plan.dtype]:
+        raise InvalidInput(
+            f"dtype {plan.dtype} does not hold the {plan.tokens:,} positions of the sequence exactly, which "
+            "tell shards apart; try dtype='float64' (float32: up to 16,777,216 tokens)"
+        )
+    if min(plan.head_dim, plan.value_dim) < 3:
+        raise InvalidInput(
+            f"head_dim={plan.head_dim} and value_dim={plan.value_dim}: two columns tell positions, so that at least 3 "
+            "are needed; try 16"
+        )
+    if plan.batch != 1:
+        raise InvalidInput(
+            f"batch={plan.batch}: the numerics simulator executes one sequence; make the plan with batch=1"
+        )
+    longest = plan.layout.rows(0)
+    if period is not None:
+        if isinstance(period, bool) or not isinstance(period, int) or not _prime(period):
+            raise InvalidInput(f"period={period!r} must be a prime, so that no two shards begin alike; try {PERIOD}")
+        if longest and longest % period == 0:
+            raise InvalidInput(
+                f"period={period} divides the {longest:,} rows of a shard: all shards would be alike, and a swap "
+                f"of two would not show; try another prime such as {PERIOD}"
+            )
+    margin = min(longest + 1, 1 << 16)
+    sizes = plan.tokens, plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
+    return RowSource(*sizes, getattr(torch, plan.dtype), seed, period, margin)
+
+
+def _prime(n: int) -> bool:
+    return n > 2 and n % 2 == 1 and all(n % d for d in range(3, int(n**0.5) + 1, 2))

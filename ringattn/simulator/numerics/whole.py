@@ -1,0 +1,395 @@
+"""All ranks of a plan, or many, executed forward and backward in this process: cohorts in lockstep, groups in turns.
+
+Ranks that send no messages to each other run in turns, as many at a time as the caller allows, so that memory grows
+with that number and not with the sequence. Without a backward, connected ranks may be split into groups too: only
+blocks of K/V cross the border, and the source makes these again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import isnan
+
+import numpy as np
+import torch
+
+from ...errors import InvalidInput
+from ...kernels import get_kernel
+from ...kernels.base import Kernel
+from ...pattern import Pattern, Tile
+from ...plan.plan import Plan
+from ...plan.steps import Part
+from ...runtime.executor import Forward, Job, backward, forward
+from ..progress import track
+from .exact import ExactQueries, exact_keys, exact_rows
+from .faults import GRADIENT_FAULTS, Fault, with_fault
+from .ledger import AuditingKernel, PairLedger, expect, expected_counts
+from .lockstep import Cohort, Lockstep, cohorts, connected
+from .oracle import DENSE, exact_ranks, one_call
+from .result import NumericsReport
+from .sampled import TOLERANCE, check_plan, gap
+from .source import K_TAG, Q_TAG, RAMP, RowSource, placed
+
+#: Ranks that run together by default: batches of more ranks do not fit into caches.
+TOGETHER = 128
+#: The most groups of ranks whose gradients are compared with a dense oracle.
+DENSE_GROUPS = 4
+#: Query rows, and key rows, of every rank that are compared with an oracle.
+COMPARED = 16
+#: Rows, beside one of every rank, whose single-call error is measured.
+SINGLE = 64
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of the ranks of one cohort: out [ranks, H, n, Dv], lse [ranks, H, n], and (dq, dk, dv) or ()."""
+
+    ranks: tuple[int, ...]
+    out: torch.Tensor
+    lse: torch.Tensor
+    grads: Tensors
+
+
+@dataclass(frozen=True)
+class CohortGroup:
+    """Ranks that run together, grouped into cohorts."""
+
+    cohorts: tuple[Cohort, ...]
+
+    @property
+    def ranks(self) -> int:
+        return sum(len(cohort.ranks) for cohort in self.cohorts)
+
+
+def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> list[CohortGroup]:
+    """Groups of about `together` ranks, each split into cohorts. Raises InvalidInput where gradients would leave
+    `ranks`."""
+    check_plan(plan)
+    found: list[list[int]] = [[]]
+    for part in connected(plan, ranks, backward=backward):
+        if backward:
+            _check_closed(plan, part)
+        pieces = [part] if backward else [part[i : i + together] for i in range(0, len(part), together)]
+        for piece in pieces:
+            if found[-1] and len(found[-1]) + len(piece) > together:
+                found.append([])
+            found[-1] += piece
+    return [CohortGroup(tuple(cohorts(plan, sorted(group), backward=backward))) for group in found if group]
+
+
+def _check_closed(plan: Plan, ranks: Sequence[int]) -> None:
+    inside = set(ranks)
+    for rank in ranks:
+        mine = plan.for_rank(rank)
+        for step in (*mine.forward, *mine.backward):
+            for hop in (*step.sends, *step.recvs):
+                if hop.peer not in inside:
+                    raise InvalidInput(
+                        f"rank {rank} exchanges gradients with rank {hop.peer}, which is not executed; execute all "
+                        "ranks, or whole segments of a dilated pattern, or leave out backward=True"
+                    )
+
+
+def execute(
+    group: CohortGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
+    fault: Fault | None = None,
+) -> tuple[list[Outcome], int]:  # fmt: skip
+    """(outcome of each cohort, messages that the source answered) of a group of ranks, forward and, with `grads`,
+    backward from the cotangent of the source."""
+    plan, layout = group.cohorts[0].whole, group.cohorts[0].whole.layout
+
+    def answer(part: Part) -> Tensors:
+        return source.block(layout, part.owner, part.row_set)
+
+    def tamper(rank: int, parts: Sequence[Part], views: Sequence[Tensors]) -> None:
+        assert fault is not None
+        for part, tensors in zip(parts, views, strict=True):
+            if part.kind in ("grad", "dq") and fault.kind in GRADIENT_FAULTS and part.owner == fault.owner:
+                for x in tensors:
+                    x.mul_(GRADIENT_FAULTS[fault.kind])
+            if part.kind != "kv":
+                continue
+            homes = fault.delivered(rank, part.owner, plan.ranks)
+            for i, home in enumerate(homes):
+                if home != part.owner:
+                    tensors[i].copy_(source.block(layout, home, part.row_set)[i][0])
+
+    harm = None if fault is None else tamper
+    harmed = None if fault is None else fault.rank
+    inputs = [
+        (
+            source.stacked("q", layout, c.ranks),
+            source.stacked("k", layout, c.ranks),
+            source.stacked("v", layout, c.ranks),
+        )
+        for c in group.cohorts
+    ]
+    jobs = [Job(c.plan, c.first, kernel(), scale) for c in group.cohorts]
+    ring = Lockstep(group.cohorts, answer, tamper=harm, harmed=harmed)
+    results: list[Forward] = ring.run(
+        [forward(j, q, k, v, keep=grads) for j, (q, k, v) in zip(jobs, inputs, strict=True)]
+    )
+    factor = plan.pattern.output_scale
+    given: Sequence[Tensors] = [()] * len(jobs)
+    if grads:
+        back = Lockstep(group.cohorts, answer, backward=True, tamper=harm, harmed=harmed)
+        cotangents = [source.stacked("grad", layout, c.ranks) * factor for c in group.cohorts]
+        programs = [
+            backward(j, g, None, q, k, v, r)
+            for j, g, (q, k, v), r in zip(jobs, cotangents, inputs, results, strict=True)
+        ]
+        given = back.run(programs)
+    outs = [r.out if factor == 1.0 else r.out * factor for r in results]
+    return [
+        Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group.cohorts, outs, results, given, strict=True)
+    ], ring.answered
+
+
+@dataclass
+class _Compared:
+    """Counts and errors of everything that was compared so far."""
+
+    plan: Plan
+    source: RowSource
+    scale: float
+    plain: Kernel
+    rows: int = 0
+    keys: int = 0
+    visits: int = 0
+    wrong: int = 0
+    wrong_gradients: int = 0
+    pairs: int = 0
+    pairs_expected: int = 0
+    calls: int = 0
+    answered: int = 0
+    error: float = 0.0
+    lse_error: float = 0.0
+    gradient_error: float | None = None
+    sum_error: float | None = None
+    single: float = 0.0
+    singles: int = 0
+    #: Ranks whose gradients were compared with a dense oracle in all rows, and the number of their groups.
+    dense: int = 0
+    dense_groups: int = 0
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def rows_of(self, outcome: Outcome) -> None:
+        """`COMPARED` rows of every rank, of the output and of dq where there is one, against `exact_rows`."""
+        for i, rank in enumerate(outcome.ranks):
+            local = self._chosen(outcome.out.shape[2])
+            if not local:
+                continue
+            places = placed(self.plan.layout, rank, [local])
+            truth = exact_rows(self.plan.pattern, self.source, places, self.scale)
+            mine = slice(local.start, local.stop, local.step)
+            self.error = max(self.error, gap(_numbers(outcome.out[i, :, mine]), truth.out.numpy()))
+            self.lse_error = max(self.lse_error, gap(_numbers(outcome.lse[i, :, mine]), truth.lse.numpy()))
+            if outcome.grads:
+                self._gradient(outcome.grads[0][i, :, mine], truth.dq, Q_TAG)
+            self.rows += len(local)
+            if self.source.dtype != torch.float64:
+                self._single(chain.from_iterable(places), truth.out)
+
+    def _single(self, positions: Iterable[int], truth: torch.Tensor) -> None:
+        """Measure the error of a single kernel call: for one row of every rank, and for more rows of the first
+        ranks."""
+        for i, position in enumerate(positions):
+            if i and self.singles >= SINGLE:
+                return
+            self.singles += 1
+            one = one_call(self.plain, self.plan.pattern, self.source, position, self.scale)
+            if one is not None:
+                self.single = max(self.single, gap(_numbers(one), truth[:, i].numpy()))
+
+    def _chosen(self, rows: int) -> range:
+        """At most `COMPARED` local rows of a shard, from a random row on. The step is odd, so that a dilation by a
+        power of two does not always hide the same rows."""
+        step = max(1, rows // COMPARED)
+        step -= 1 - step % 2
+        count = min(rows, COMPARED)
+        start = int(self.random.integers(rows - (count - 1) * step)) if count else 0
+        return range(start, start + count * step, step) if count else range(0)
+
+    def _gradient(self, found: torch.Tensor, exact: torch.Tensor, tag: int) -> None:
+        """Compare gradients of some rows, except for the column `tag`, which holds a count."""
+        some = [_numbers(x).copy() for x in (found, exact)]
+        for x in some:
+            x[..., tag] = 0
+        self.gradient_error = max(self.gradient_error or 0.0, gap(*some))
+
+    def ledger_of(self, ledger: PairLedger, ranks: Sequence[int]) -> None:
+        """Compare the ledger of all rows of `ranks` with the expected ledger."""
+        wanted = PairLedger(ledger.positions, self.plan.heads)
+        for rank in ranks:
+            met = [np.empty(0, dtype=np.int64)]
+            for r in self.plan.layout.shard(rank):
+                met.append(expect(self.plan.pattern, self.plan.layout, r, self.plan.heads, wanted))
+            self.visits += len(np.unique(np.concatenate(met)))
+        self.wrong += ledger.wrong(wanted)
+        self.pairs += int(ledger.pairs.sum())
+        self.pairs_expected += int(wanted.pairs.sum())
+        self.calls += ledger.calls
+
+    def counts_of(self, outcome: Outcome) -> None:
+        """Compare the counts in the gradients of all rows with the expected counts."""
+        dq, dk, dv = outcome.grads
+        for i, rank in enumerate(outcome.ranks):
+            queries, keys = _expected(self.plan, rank)
+            found = [(dq[i, ..., Q_TAG], queries), (dk[i, ..., K_TAG], keys), (dv[i, ..., RAMP], keys)]
+            for x, wanted in found:
+                self.wrong_gradients += int((x.double().numpy() != wanted).sum())
+
+    def gradients_of(self, outcomes: Sequence[Outcome]) -> None:
+        """Compare gradients of ranks that see only each other: dk and dv of some key rows of every rank, sums over
+        all rows, and all rows where their dense mask is small enough."""
+        home = {rank: (o, i) for o in outcomes for i, rank in enumerate(o.ranks)}
+        for ranks in connected(self.plan, sorted(home), backward=True):
+            rows = sum(map(self.plan.layout.rows, ranks))
+            if not rows:
+                continue
+            mine = [home[rank] for rank in ranks]
+            self._keys_of(ranks, mine)
+            if self.dense_groups < DENSE_GROUPS and rows <= DENSE:
+                self._dense(ranks, mine)
+
+    def _keys_of(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
+        layout, source = self.plan.layout, self.source
+        positions = np.concatenate([layout.positions(rank) for rank in ranks])
+        order = torch.from_numpy(np.argsort(positions))
+        runs = [r for rank in ranks for r in layout.shard(rank)]
+        q, grad = (torch.cat([source.rows(name, r)[0] for r in runs], 1).double() for name in ("q", "grad"))
+        out, lse = (
+            torch.cat(parts, 1).double() for parts in ([o.out[i] for o, i in mine], [o.lse[i] for o, i in mine])
+        )
+        delta = (grad * out).sum(-1)  # `out` has the scale of the pattern
+        grad *= self.plan.pattern.output_scale
+        self._sums(runs, mine, q, grad.where(lse[..., None] > -torch.inf, 0.0))
+        sorted_ = [x.index_select(1, order) for x in (q, grad, lse, delta)]
+        known = ExactQueries(positions[order.numpy()], *sorted_)
+        for rank, (o, i) in zip(ranks, mine, strict=True):
+            local = self._chosen(layout.rows(rank))
+            if not local:
+                continue
+            places = placed(layout, rank, [local])
+            exact = exact_keys(self.plan.pattern, source, places, self.scale, known)
+            for x, truth, tag in zip(o.grads[1:], exact, (K_TAG, RAMP), strict=True):
+                self._gradient(x[i, :, slice(local.start, local.stop, local.step)], truth, tag)
+            self.keys += len(local)
+
+    def _sums(
+        self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]], q: torch.Tensor, grad: torch.Tensor
+    ) -> None:
+        """Compare sums of gradients over all rows with what they must be. The weights of a row sum to 1 and the
+        gradients of its logits to 0; so dv sums to the cotangents of the rows that see a key, dk to 0, and q . dq
+        equals k . dk."""
+        dq, dk, dv = (torch.cat([o.grads[place][i] for o, i in mine], 1).double() for place in range(3))
+        k = torch.cat([self.source.rows("k", r)[0] for r in runs], 1).double()
+        grad = grad.unflatten(0, (self.plan.kv_heads, -1))
+        dq[..., Q_TAG], dk[..., K_TAG], dv[..., RAMP] = 0, 0, 0  # these columns hold counts
+        met = (q * dq).unflatten(0, (self.plan.kv_heads, -1)), k * dk
+        pairs = [(dv.sum(1), grad.sum((1, 2)), grad.abs().sum((1, 2)))]
+        pairs.append((dk.sum(1), torch.zeros_like(dk[:, 0]), dk.abs().sum(1)))
+        pairs.append((met[0].sum((1, 2, 3)), met[1].sum((1, 2)), met[0].abs().sum((1, 2, 3))))
+        for found, wanted, size in pairs:
+            worst = ((found - wanted).abs() / size.clamp_min(1.0)).max().item()
+            self.sum_error = max(self.sum_error or 0.0, float("inf") if isnan(worst) else worst)
+
+    def _dense(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
+        self.dense += len(ranks)
+        self.dense_groups += 1
+        _, out, grads = exact_ranks(self.plan.pattern, self.source, self.plan.layout, ranks, self.scale)
+        whole = torch.cat([o.out[i] for o, i in mine], 1)
+        self.error = max(self.error, gap(_numbers(whole), out[0].numpy()))
+        for place, (tag, exact) in enumerate(zip((Q_TAG, K_TAG, RAMP), grads, strict=True)):
+            self._gradient(torch.cat([o.grads[place][i] for o, i in mine], 1), exact[0], tag)
+
+
+def _numbers(x: torch.Tensor) -> np.ndarray:
+    return x.double().numpy()
+
+
+def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Expected counts of the query rows [H, n] and the key rows [K, n] of a rank, in local order."""
+    heads, everything = range(plan.heads), range(plan.tokens)
+    group = plan.heads // plan.kv_heads
+    queries, keys = [], []
+    for r in plan.layout.shard(rank):
+        queries.append(expected_counts(_tiles(plan.pattern, r, everything, heads), r, plan.heads, keys=False))
+        of_heads = expected_counts(_tiles(plan.pattern, everything, r, heads), r, plan.heads, keys=True)
+        keys.append(of_heads.reshape(plan.kv_heads, group, -1).sum(1))
+    return np.concatenate(queries, 1), np.concatenate(keys, 1)
+
+
+def _tiles(pattern: Pattern, q: range, k: range, heads: range) -> Iterator[Tile]:
+    for tile in pattern.tiles(q, k, heads):
+        yield from tile.refine()
+
+
+def whole(
+    plan: Plan,
+    source: RowSource,
+    *,
+    ranks: Sequence[int] | None = None,
+    grads: bool = False,
+    together: int = TOGETHER,
+    fault: Fault | None = None,
+    watch: Callable[[Outcome], None] | None = None,
+) -> NumericsReport:
+    """The report of executing `ranks` (default: all) from end to end, with a ledger of all their rows.
+
+    `COMPARED` query rows of each rank are compared with `exact_rows`. With `grads`, `exact_rows` also checks dq of
+    these rows, `exact_keys` checks dk and dv of as many key rows, sums of the gradients of all rows are checked, and
+    a dense oracle checks all rows of a few ranks where its mask is small enough. `watch` gets the results of every
+    cohort. Raises InvalidInput or Unsupported.
+    """
+    if fault is not None:
+        fault.check(plan, backward=grads)
+    if together < 1:
+        raise InvalidInput(f"together={together} must be a number of ranks >= 1")
+    begun = time.perf_counter()
+    true, plan = plan, plan if fault is None else with_fault(plan, fault)
+    mine = range(plan.ranks) if ranks is None else sorted(set(ranks))
+    scale = plan.head_dim**-0.5
+    one = source.rows("q", range(min(1, plan.tokens)))
+    plain = get_kernel("auto", one, one, one)
+    done = _Compared(true, source, scale, plain)
+    groups = make_groups(plan, mine, backward=grads, together=together)
+    for group in track(groups, len(groups), "groups of ranks"):
+        members = [rank for cohort in group.cohorts for rank in cohort.ranks]
+        ledger = PairLedger(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
+
+        def audited(ledger: PairLedger = ledger) -> Kernel:
+            return AuditingKernel(plain, source, plan.layout, ledger)
+
+        outcomes, answered = execute(group, source, audited, scale, grads=grads, fault=fault)
+        done.answered += answered
+        done.ledger_of(ledger, members)
+        for outcome in outcomes:
+            done.rows_of(outcome)
+            if grads:
+                done.counts_of(outcome)
+            if watch is not None:
+                watch(outcome)
+        if grads:
+            done.gradients_of(outcomes)
+    exact = plan.dtype == "float64"
+    return NumericsReport(
+        plan=true, mode="all", ranks=len(mine), rows=done.rows, visits=_planned(plan, mine),
+        visits_expected=done.visits, pairs=done.pairs, pairs_expected=done.pairs_expected, wrong=done.wrong,
+        wrong_gradients=done.wrong_gradients if grads else None, error=done.error, lse_error=done.lse_error,
+        gradient_error=done.gradient_error, sum_error=done.sum_error, keys=done.keys, dense=done.dense,
+        tolerance=TOLERANCE if exact else 2 * done.single + 1e-6,
+        seconds=time.perf_counter() - begun, calls=done.calls, live=max((g.ranks for g in groups), default=0),
+        answered=done.answered,
+    )  # fmt: skip
+
+
+def _planned(plan: Plan, ranks: Sequence[int]) -> int:
+    """How many blocks `ranks` visit in the forward of their plans."""
+    steps = (step for rank in ranks for step in plan.for_rank(rank).forward)
+    return sum(len({part.owner for part in step.visits}) for step in steps)

@@ -1,0 +1,156 @@
+"""Tables on standard output. Every number carries a word that says where it comes from."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ...machine.machine import MACHINE_NUMBERS
+from ...plan.choice import Choice
+from ...plan.plan import Plan
+from ...text import duration, plural, rate, size
+
+#: Columns of standard output where it is not a terminal: wide enough for every table.
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Number:
+    """A figure as text, and where it comes from: measured, counted, modelled, extrapolated, or nothing to say."""
+
+    name: str
+    value: str
+    kind: str = ""
+
+
+def describe_sizes(plan: Plan) -> str:
+    """The batch B, query heads H, key/value heads K, head dim D and dtype of a plan."""
+    return f"B={plan.batch} H={plan.heads} K={plan.kv_heads} D={plan.head_dim} {plan.dtype}"
+
+
+def describe_plan(plan: Plan, rank_noun: str = "rank") -> str:
+    """A plan in one line; `rank_noun` is the word for its ranks."""
+    return (
+        f"{plan.pattern!r} over {plural(plan.tokens, 'token')}, {plan.layout.name} on {plural(plan.ranks, rank_noun)}, "
+        f"{plan.schedule}, {describe_sizes(plan)}"
+    )
+
+
+def format_quantity(name: str, value: float | bool) -> str:
+    """A number of a machine with its unit."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    unit = MACHINE_NUMBERS[name].unit
+    if unit == "s":
+        return duration(value)
+    if unit == "bytes":
+        return size(value)
+    if unit in ("bytes/s", "flop/s"):
+        return rate(value, {"bytes/s": "B/s", "flop/s": "FLOP/s"}[unit])
+    if isinstance(value, int):
+        return f"{value:,} {unit.replace('ranks', 'rank').replace('slots', 'slot') if value == 1 else unit}"
+    return f"{value:g} {unit}"
+
+
+def print_numbers(title: str, numbers: Iterable[Number]) -> None:
+    """Print a table of names, values and kinds."""
+    table = Table(title=escape(title) or None, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(style="dim", no_wrap=True)
+    for number in numbers:
+        kind = f"[{number.kind}]" if number.kind else ""
+        table.add_row(*(escape(text) for text in (number.name, number.value, kind)))
+    _print_table(table)
+
+
+def print_grid(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with a header. The first column is flush left, the others are flush right."""
+    table = Table(title=escape(title) or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(header):
+        table.add_column(escape(name), justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    _print_table(table)
+
+
+def print_paragraph(text: str) -> None:
+    """Print a text in lines that fit the terminal."""
+    console = get_console()
+    lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
+    print_plain("\n".join(lines), console)
+
+
+def print_plain(text: str, console: Console | None = None) -> None:
+    """Print a text as it is: without colours, markup or wrapping."""
+    (console or get_console()).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_table(table: Table) -> None:
+    """Print a table; on what is not a terminal, without the blanks at the ends of its lines."""
+    console = get_console()
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    print_plain("\n".join(line.rstrip() for line in captured.get().splitlines()), console)
+
+
+def print_choice(choice: Choice, max_rows: int = 8) -> None:
+    """Print what `auto` compared: candidates from fast to slow, candidates left out, and the reason for the choice."""
+    timed = sorted((p.seconds, i, c, p) for i, c in enumerate(choice.candidates) if (p := c.prediction))
+    rows = [
+        (
+            str(candidate),
+            duration(prediction.seconds),
+            duration(prediction.compute),
+            duration(prediction.exposed),
+            size(prediction.bytes),
+            f"{prediction.messages:,}",
+            candidate.basis,
+        )
+        for _, _, candidate, prediction in timed
+    ]
+    console = get_console()
+    console.print()
+    if rows:
+        header = ("auto [modelled]", "forward", "compute", "exposed", "sends at most", "messages", "estimated from")
+        print_grid("", header, rows[:max_rows])
+    if len(rows) > max_rows:
+        console.print(f"and {len(rows) - max_rows} slower candidates", highlight=False)
+    for why in dict.fromkeys(candidate.left_out for candidate in choice.candidates if candidate.left_out):
+        names = ", ".join(str(candidate) for candidate in choice.candidates if candidate.left_out == why)
+        print_paragraph(f"left out ({why}): {names}")
+    print_paragraph(f"auto: {choice.reason}")
+
+
+def choice_record(choice: Choice | None) -> dict[str, Any] | None:
+    """What `auto` compared, what it picked and why, as plain data; None where nothing was chosen."""
+    if choice is None:
+        return None
+    return {
+        "picked": str(choice.picked),
+        "kind": choice.kind,
+        "reason": choice.reason,
+        "candidates": [asdict(candidate) for candidate in choice.candidates],
+    }
+
+
+def get_console() -> Console:
+    """Standard output as it is now; `WIDTH` columns wide where it is not a terminal."""
+    console = _Console()
+    return console if console.is_terminal else _Console(width=WIDTH)
+
+
+class _Console(Console):
+    """A console that raises BrokenPipeError where the reader of standard output is gone: `main` ends the command."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError

@@ -1,0 +1,287 @@
+"""`auto`: the layout and the schedule with the least predicted time, and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd, inf
+
+from ...dtypes import ITEM_BYTES
+from ...errors import Unsupported
+from ...layout.regular import MAX_RANGES, Layout
+from ...machine.machine import Machine
+from ...pattern.head_slice import HeadSlice
+from ...plan.choice import Candidate, Choice
+from ...plan.key_demand import KeyDemand
+from ...plan.plan import Plan
+from ...plan.schedules import split_ulysses
+from ...text import duration
+from .costs import bound_memory
+from .estimate import SAMPLED_STEPS, Estimate, count_exchanges, estimate, host_seconds, mean_pairs
+from .forecast import pair_seconds
+from .metered import Metered, TooMany
+from .pair_counts import count_pairs
+from .rates import Rates
+
+#: Layouts that `auto` compares; the first of equally fast layouts is taken.
+LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
+#: Above this many ranks `auto` tries neither all-gather (P - 1 messages) nor balanced (which counts 8 P chunks).
+MANY = 256
+#: An estimate that takes more than LOOKUPS lookups of tiles is made again from FEWER steps; where that takes as many,
+#: there is no estimate.
+LOOKUPS, FEWER = 20_000, 4
+#: Thread blocks that fill any GPU.
+FULL = 1e12
+#: Predicted times within this factor are equal: the first in the order of the candidates, the simplest, is taken.
+EQUAL = 1.02
+
+
+def list_schedules(plan: Plan, machine: Machine) -> tuple[str, ...]:
+    """Schedules that `auto` compares for the sizes of a plan, the ring first; of equally fast ones, the first wins."""
+    rings = _list_between(plan.ranks, machine.ranks_per_node)
+    sizes = list_ulysses_sizes(plan)
+    groups = {size: _list_between(plan.ranks // size, machine.ranks_per_node // size) for size in sizes}
+    # The rings first: what another schedule between the same groups may gain is known from them.
+    ulysses = [f"ulysses({size}, ring)" for size in sizes]
+    others = [f"ulysses({size}, {name})" for size, names in groups.items() for name in names[1:]]
+    return (*rings, *ulysses, *others)
+
+
+def _list_between(ranks: int, inner: int) -> list[str]:
+    """Schedules between `ranks` ranks or groups, `inner` of them in a node; those of two are all one ring."""
+    if ranks <= 2:
+        return ["ring"] if ranks == 1 else ["ring", "direct", "allgather"]
+    double_ring = [f"double_ring({inner})"] if 1 < inner < ranks and ranks % inner == 0 else []
+    return ["ring", "direct", *(["allgather"] if ranks <= MANY else []), *double_ring]
+
+
+def list_ulysses_sizes(plan: Plan) -> list[int]:
+    """Sizes of Ulysses groups that divide the ranks and the heads; of K/V heads, they may also be a multiple."""
+    most = gcd(plan.ranks, plan.heads)
+    sizes = [size for size in range(2, most + 1) if most % size == 0]
+    return [size for size in sizes if plan.kv_heads % size == 0 or size % plan.kv_heads == 0]
+
+
+def _explain_no_ulysses(plan: Plan) -> str:
+    """Why no Ulysses groups are compared."""
+    heads = f"{plan.heads} query heads and fits {plan.kv_heads} key/value heads"
+    return f"no size of a Ulysses group divides {plan.ranks:,} ranks and {heads}"
+
+
+def list_layouts(ranks: int) -> tuple[str, ...]:
+    """Layouts that `auto` compares."""
+    return LAYOUTS if ranks <= MANY else LAYOUTS[:-1]
+
+
+def choose(
+    make: Callable[[Layout, str], Plan], layouts: Sequence[Layout], names: Sequence[str] | None, machine: Machine
+) -> Plan:
+    """The best plan of all `layouts` with the schedules `names` (None: those of `auto`), with its `choice`. Pure.
+
+    `make` makes the plan of a layout and a schedule. No clock is read, so that all ranks choose alike. A schedule that
+    was not named is taken only where the ring on the same layout was estimated, or was left out by its bound.
+    """
+    first = make(layouts[0], names[0] if names else "ring")
+    reason = _explain_idle(first)
+    if reason:
+        return _take_first(first, (), f"{reason}: nothing was compared", machine)
+    compared = _Comparison(make, machine, first)
+    for layout in layouts:
+        if len(layouts) > 1 and len(layout.shard(0)) > MAX_RANGES:
+            compared.leave_out(layout, "any schedule", f"shards of more than {MAX_RANGES} ranges")
+        elif names:
+            for name in names:
+                compared.add(layout, name)
+        else:
+            compared.add_all(layout, list_schedules(first, machine))
+            if not list_ulysses_sizes(first):
+                compared.leave_out(layout, "ulysses", _explain_no_ulysses(first))
+            if layout.ranks > MANY:
+                compared.leave_out(layout, "allgather", f"a message to each of more than {MANY} ranks")
+    candidates, plans = tuple(compared.candidates), compared.plans
+    if not plans:
+        why = f"an estimate takes more than {LOOKUPS:,} lookups of tiles: it was taken without a comparison"
+        return _take_first(first, candidates, why, machine)
+    by_time = sorted(plans, key=lambda candidate: candidate.seconds)  # stable
+    best = next(
+        candidate for candidate in candidates if candidate in plans and candidate.seconds <= by_time[0].seconds * EQUAL
+    )
+    others = [candidate for candidate in by_time if candidate is not best]
+    return plans[best].with_choice(Choice(candidates, best, _explain(best, others), machine))
+
+
+class _Comparison:
+    """Candidates in the order in which they were added, and the plans of the candidates with an estimate."""
+
+    def __init__(self, make: Callable[[Layout, str], Plan], machine: Machine, first: Plan) -> None:
+        self.make, self.machine = make, machine
+        self._pattern, self._heads = Metered(first.pattern, LOOKUPS), first.heads
+        self.candidates: list[Candidate] = []
+        self.plans: dict[Candidate, Plan] = {}
+        #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
+        self._demands: dict[tuple[Layout, int], KeyDemand] = {}
+        #: By layout, the pairs of each rank, where they are counted.
+        self._pairs: dict[Layout, list[int] | None] = {}
+        #: By layout and size, the least seconds of any schedule between the groups, which have the visits of the ring.
+        self.least: dict[tuple[Layout, int], float] = {}
+
+    def leave_out(self, layout: Layout, name: str, why: str) -> None:
+        """Note a candidate that is not compared."""
+        self.candidates.append(Candidate(layout.name, name, None, why))
+
+    def add_all(self, layout: Layout, names: Sequence[str]) -> None:
+        """Compare schedules, the ring first among them, as long as a bound leaves something to gain.
+
+        Where the pairs of all ranks are known, those with the least bounds are first: they leave out most others.
+        """
+        ring, *others = names
+        known = self._count(layout, 1) is not None
+        if not known and not self.add(layout, ring):
+            for name in others:
+                why = "the ring, which it would be compared with, has no estimate on this layout"
+                self.leave_out(layout, name, why)
+            return
+        before, ring_plan = len(self.candidates), self.make(layout, ring)
+        sizes = {name: split_ulysses(name)[0] for name in names}
+        bounds = {size: self._bound_groups(ring_plan, size) for size in set(sizes.values())}
+        for name in sorted(names if known else others, key=lambda name: bounds[sizes[name]]):
+            fastest = min((candidate.seconds for candidate in self.plans), default=inf)
+            least = self.least.get((layout, sizes[name]), bounds[sizes[name]])
+            if fastest <= least * EQUAL:
+                why = f"its steps take at least {duration(least)}, where the best takes {duration(fastest)}"
+                self.leave_out(layout, name, why)
+            elif not self._fits(layout, name):
+                self.leave_out(layout, name, "it does not fit into the memory of a rank")
+            else:
+                self.add(layout, name)
+        self.candidates[before:] = sorted(self.candidates[before:], key=lambda c: names.index(c.schedule))
+
+    def add(self, layout: Layout, name: str) -> bool:
+        """Compare a schedule on a layout; False where it has no estimate."""
+        plan = self.make(layout, name)
+        for steps in (SAMPLED_STEPS, FEWER):
+            demand = self._metered_demand(plan)
+            plan.ring_plan(0)[0].demand.share_answers(demand)
+            try:
+                pairs = self._count(layout, plan.ulysses_size)
+                estimated = estimate(plan, self.machine, demand, steps, pairs)
+            except TooMany:
+                continue
+            except Unsupported as error:  # the kernel times of the machine end before the tiles of larger shards
+                if not self.plans:
+                    raise
+                self.leave_out(layout, plan.schedule, str(error))
+                return False
+            candidate = Candidate(layout.name, plan.schedule, estimated.prediction, basis=_describe_basis(estimated))
+            self.candidates.append(candidate)
+            self.plans[candidate] = plan
+            steps = 1 + (estimated.started > (1 if plan.ulysses_size == 1 else 3))
+            least = self._bound(plan, estimated.prediction.compute, steps)
+            self.least.setdefault((layout, plan.ulysses_size), least)
+            return True
+        self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
+        return False
+
+    def _bound(self, plan: Plan, visits: float, steps: int) -> float:
+        """The least seconds of a plan, from the seconds of its visits and its least number of steps."""
+        if plan.ulysses_size > 1:
+            visits, steps = visits + count_exchanges(plan, self.machine)[0], steps + 2
+        return max(visits, host_seconds(self.machine, steps)) + Rates(plan, self.machine, False).call
+
+    def _bound_groups(self, plan: Plan, size: int) -> float:
+        """The least seconds of any schedule between Ulysses groups of `size` ranks, from the ring without groups."""
+        counted = self._count(plan.layout, size)
+        pairs = mean_pairs(self._metered_demand(plan)) if counted is None else max(counted)
+        grouped = self.make(plan.layout, f"ulysses({size}, ring)") if size > 1 else plan
+        return self._bound(grouped, self._least_pair_seconds(plan) * pairs, self._count_steps(plan, size))
+
+    def _count(self, layout: Layout, size: int) -> list[int] | None:
+        """The pairs of a rank of each group of `size` ranks; None where only those of few ranks are counted."""
+        if layout not in self._pairs:
+            self._pairs[layout] = count_pairs(self._pattern.pattern, layout) if layout.ranks <= MANY else None
+        pairs = self._pairs[layout]
+        return pairs and [sum(pairs[i : i + size]) * self._heads // size for i in range(0, len(pairs), size)]
+
+    def _count_steps(self, plan: Plan, size: int) -> int:
+        """2 where some group of `size` ranks surely sees keys of another group, which come at a second step; else 1."""
+        if plan.ranks > MANY or not self.machine.host:
+            return 1
+        demand, ranks = self._metered_demand(plan), plan.ranks
+        groups = [range(first, first + size) for first in range(0, ranks, size)]
+        others = ((group, (range(group.start), range(group.stop, ranks))) for group in groups)
+        try:
+            return 1 + any(demand.needs(group, owners) for group, pair in others for owners in pair if owners)
+        except TooMany:
+            return 1
+
+    def _least_pair_seconds(self, plan: Plan) -> float:
+        """Seconds of a pair by the highest rate of the kernel."""
+        rates = self.machine.kernel_rates
+        if rates is None or self.machine.kernel is not None:
+            return pair_seconds(plan, self.machine, backward=False)
+        dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
+        return plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
+
+    def _metered_demand(self, plan: Plan) -> KeyDemand:
+        """The demand of a plan, or of its first ring plan, with a full budget of lookups, and all answers so far."""
+        key = plan.layout, plan.ulysses_size
+        if key not in self._demands:
+            ring_plan = plan.ring_plan(0)[0]
+            pattern = HeadSlice(self._pattern, 0) if plan.ulysses_size > 1 else self._pattern
+            self._demands[key] = KeyDemand(pattern, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
+        self._pattern.left = LOOKUPS
+        return self._demands[key]
+
+    def _fits(self, layout: Layout, name: str) -> bool:
+        most = self.machine.memory
+        return most is None or bound_memory(self.make(layout, name)) <= most
+
+
+def _describe_basis(estimated: Estimate) -> str:
+    """How many ranks and steps an estimate was made from."""
+    parts = []
+    for noun, (some, every) in (("rank", estimated.ranks), ("step", estimated.steps)):
+        if every == 1:
+            parts.append(f"the only {noun}")
+        else:
+            parts.append(f"{some:,} of {every:,} {noun}s" if some < every else f"all {every:,} {noun}s")
+    return ", ".join(parts)
+
+
+def _explain_idle(plan: Plan) -> str:
+    """Why nothing needs to be chosen for a plan; "" where something does."""
+    if plan.ranks == 1:
+        return "one rank sends nothing"
+    if not plan.tokens or not plan.batch:
+        return "an empty input moves nothing"
+    if plan.pattern.transient:
+        return "the pattern is another one in every call"
+    return ""
+
+
+def _take_first(plan: Plan, candidates: tuple[Candidate, ...], why: str, machine: Machine) -> Plan:
+    """The plan, chosen without a comparison."""
+    picked = Candidate(plan.layout.name, plan.schedule, None)
+    return plan.with_choice(Choice(candidates, picked, f"{picked}: {why}", machine))
+
+
+def _explain(best: Candidate, others: list[Candidate]) -> str:
+    """Why `best` is taken, in one sentence; `others` by time."""
+    prediction = best.prediction
+    assert prediction is not None
+    share = prediction.exposed / prediction.seconds if prediction.seconds else 0.0
+    if not prediction.messages:
+        waits = "no messages"
+    elif share < 1e-6:
+        waits = "its messages hide under the computation"
+    else:
+        waits = f"{share:.0%} of it waiting" if share >= 0.01 else "less than 1% of it waiting"
+    text = f"{best} is predicted to take {duration(prediction.seconds)}, {waits}"
+    if not others:
+        return text
+    other = others[0]
+    ratio = other.seconds / prediction.seconds if prediction.seconds else 1.0
+    if ratio < 1:
+        return f"{text}; {other} takes {1 - ratio:.1%} less, too little to leave the simpler choice"
+    if ratio <= EQUAL:
+        return f"{text}; the next, {other}, takes as long to within {EQUAL - 1:.0%}"
+    return f"{text}; the next, {other}, takes {ratio:.2f} times as long"

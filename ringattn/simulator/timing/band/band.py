@@ -1,0 +1,176 @@
+"""Exact pairs and rows of all ranks at once, in closed form, for masks of one band over equal chunks.
+
+The whole mask is one tile lo <= q - k <= hi, and every rank owns one chunk of n tokens (contiguous) or two (zigzag).
+Then the pairs of two chunks depend on their distance alone, so that counts of 262,144 ranks are a few array operations.
+`KeyDemand` counts the same numbers visit by visit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ....cache import cached
+from ....layout.regular import Contiguous, Zigzag
+from ....text import plural
+
+if TYPE_CHECKING:
+    from ....plan.plan import Plan
+
+#: Pairs of a visit, and pairs of one head in all visits of a rank, stay below this limit, so that int64 is exact.
+MOST_PAIRS = 1 << 62
+
+
+@dataclass(frozen=True)
+class Band:
+    """A band lo <= q - k <= hi over chunks of `size` tokens; each rank owns 1 chunk, or 2 that mirror each other.
+
+    `lo` or `hi` is None where the band has no such limit. All `heads` have the same band.
+    """
+
+    ranks: int
+    size: int
+    chunks: int
+    lo: int | None
+    hi: int | None
+    heads: int
+
+    @property
+    def dense(self) -> bool:
+        """Whether every query sees every key."""
+        return self.lo is None and self.hi is None
+
+    @property
+    def rows(self) -> int:
+        """Tokens of each rank."""
+        return self.size * self.chunks
+
+    @property
+    def transposed(self) -> Band:
+        """The band with queries and keys exchanged."""
+        lo, hi = (None if limit is None else -limit for limit in (self.lo, self.hi))
+        return replace(self, lo=hi, hi=lo)
+
+    def pairs_of_head(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """(query, key) pairs of visits that one head sees, int64, by ranks of equal shape."""
+        total = np.zeros(np.broadcast_shapes(queriers.shape, owners.shape), dtype=np.int64)
+        for query_chunk in self._chunks_of(queriers):
+            for key_chunk in self._chunks_of(owners):
+                total += self.chunk_pairs(query_chunk - key_chunk)
+        return total
+
+    def rows_seeing(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """Query rows of visits that see a key, int64, by ranks of equal shape."""
+        n, shape = self.size, np.broadcast_shapes(queriers.shape, owners.shape)
+        total = np.zeros(shape, dtype=np.int64)
+        for query_chunk in self._chunks_of(queriers):
+            runs = []
+            for key_chunk in self._chunks_of(owners):
+                shift = np.broadcast_to((query_chunk - key_chunk) * n, shape)
+                start = np.zeros_like(shift) if self.lo is None else np.clip(self.lo - shift, 0, n)
+                stop = np.full_like(shift, n) if self.hi is None else np.clip(self.hi - shift + n, 0, n)
+                runs.append((start, stop))
+            total += _union_size(runs, n)
+        return total
+
+    def rows_beyond(self, owners: np.ndarray, sign: int, first: np.ndarray | int, last: int) -> np.ndarray:
+        """Rows of each owner's block that ranks at distances first .. last in a direction see, int64 [owners]."""
+        total = np.zeros(owners.shape, dtype=np.int64)
+        low, high = (owners + first, owners + last) if sign > 0 else (owners - last, owners - first)
+        # Runs of query chunks first .. last, split where ranks wrap around; an empty run ends before it begins.
+        runs: list[tuple[np.ndarray, np.ndarray]] = []
+        for turn in (-self.ranks, 0, self.ranks):
+            run = np.maximum(low, turn) - turn, np.minimum(high, turn + self.ranks - 1) - turn
+            mirrored = 2 * self.ranks - 1 - run[1], 2 * self.ranks - 1 - run[0]
+            runs += [run] if self.chunks == 1 else [run, mirrored]
+        for key_chunk in self._chunks_of(owners):
+            total += _union_size([self._rows_seen(key_chunk, *run) for run in runs], self.size)
+        return total
+
+    def chunk_pairs(self, distance: np.ndarray) -> np.ndarray:
+        """Pairs of one head between chunks, by the query chunk's distance from the key chunk, int64."""
+        shift = distance * self.size
+        pairs = np.full(shift.shape, self.size**2, dtype=np.int64)
+        if self.hi is not None:
+            pairs = _pairs_up_to(self.hi - shift, self.size)
+        if self.lo is not None:
+            pairs = pairs - _pairs_up_to(self.lo - 1 - shift, self.size)
+        return pairs
+
+    def _chunks_of(self, ranks: np.ndarray) -> list[np.ndarray]:
+        return [ranks] if self.chunks == 1 else [ranks, 2 * self.ranks - 1 - ranks]
+
+    def _rows_seen(self, chunk: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows [start, stop) of a key chunk that query chunks first .. last see; start >= stop: none."""
+        n = self.size
+        start = np.zeros(chunk.shape, dtype=np.int64)
+        stop = np.full(chunk.shape, n, dtype=np.int64)
+        if self.hi is not None:
+            start = np.maximum(start, (first - chunk) * n - self.hi)
+        if self.lo is not None:
+            stop = np.minimum(stop, (last - chunk + 1) * n - self.lo)
+        return np.where(first <= last, start, n), np.where(first <= last, stop, 0)
+
+
+def _pairs_up_to(limit: np.ndarray, n: int) -> np.ndarray:
+    """Pairs (i, j) of 0 .. n-1 with i - j <= limit."""
+    below = np.clip(n + limit, 0, n)  # limit < 0: the pairs are a triangle with this side
+    above = np.clip(n - 1 - limit, 0, n)
+    return np.where(limit < 0, below * (below + 1) // 2, n * n - above * (above + 1) // 2)
+
+
+def _union_size(runs: list[tuple[np.ndarray, np.ndarray]], n: int) -> np.ndarray:
+    """How many of 0 .. n-1 lie in at least one of the runs [start, stop), elementwise."""
+    starts = np.stack([np.where(start < stop, start, n) for start, stop in runs])
+    stops = np.stack([np.where(start < stop, stop, 0) for start, stop in runs])
+    order = np.argsort(starts, axis=0, kind="stable")
+    starts, stops = np.take_along_axis(starts, order, 0), np.take_along_axis(stops, order, 0)
+    total, reached = np.zeros(starts.shape[1:], dtype=np.int64), np.zeros(starts.shape[1:], dtype=np.int64)
+    for start, stop in zip(starts, stops, strict=True):
+        total += np.maximum(stop - np.maximum(start, reached), 0)
+        reached = np.maximum(reached, stop)
+    return total
+
+
+def find_band(plan: Plan) -> Band | None:
+    """The band of a plan whose mask is one tile over equal chunks; None for other plans.
+
+    Tiles and layout say so, as integers: the first tile of the whole mask is the only tile and spans all heads, queries
+    and keys, and the tokens divide into equal chunks.
+    """
+    tokens, heads, layout = plan.tokens, plan.heads, plan.layout
+    chunks = {Contiguous: 1, Zigzag: 2}.get(type(layout), 0)
+    sequence = range(tokens)
+    tiles = list(islice(plan.pattern.tiles(sequence, sequence, range(heads)), 2))
+    if len(tiles) != 1 or (tiles[0].q, tiles[0].k, tiles[0].heads) != (sequence, sequence, range(heads)):
+        return None
+    tile = tiles[0]
+    if tile.dense and not chunks and _has_even_shards(plan):
+        chunks = 1  # where every query sees every key, it does not matter which tokens a rank owns
+    if not chunks or tokens % (chunks * plan.ranks):
+        return None
+    size = tokens // (chunks * plan.ranks)
+    if 4 * size**2 * heads > MOST_PAIRS or (not tile.dense and size * chunks * tokens > MOST_PAIRS):
+        return None
+    return Band(plan.ranks, size, chunks, tile.lo, tile.hi, heads)
+
+
+def explain_unequal(plan: Plan) -> str:
+    """Why a plan's ranks differ whatever the mask; an empty string where they need not differ."""
+    tokens, ranks = plan.tokens, plan.ranks
+    if ranks > tokens:
+        return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so that some ranks have none"
+    chunks = 2 * ranks if isinstance(plan.layout, Zigzag) else ranks
+    if tokens % chunks:
+        return f"{tokens:,} tokens do not divide into {chunks:,} equal chunks, so that shards are unequal"
+    return ""
+
+
+@cached
+def _has_even_shards(plan: Plan) -> bool:
+    """Whether all ranks own equally many tokens."""
+    each, rest = divmod(plan.tokens, plan.ranks)
+    return not rest and all(plan.layout.rows(rank) == each for rank in range(plan.ranks))

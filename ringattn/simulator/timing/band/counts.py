@@ -1,0 +1,238 @@
+"""Pairs, rows and bytes of a band's pass, of any ranks at any steps, counted exactly in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ....plan.schedules.relay import Way
+from ..rates import Faults, Rates
+from ..solvers.recurrence import Phase, Ring, Value
+from .band import Band
+from .breakpoints import find_owner_breakpoints
+from .direct_costs import DirectCosts
+from .neighbor_costs import NeighborCosts, scale_by_slow_ranks
+from .owner_messages import RANKS_AT_A_TIME, OwnerMessages
+from .traffic import BandTraffic
+
+#: Counts of up to so many ranks x steps are cached with their plan.
+CACHED = 1 << 21
+
+
+@dataclass(frozen=True)
+class BandCounts:
+    """A pass of a band that is not dense, so that pairs and rows differ from rank to rank and from step to step.
+
+    `band` and `ways` belong to the blocks that travel: where queries travel, the band is transposed.
+    """
+
+    rates: Rates
+    faults: Faults
+    band: Band
+    ways: tuple[Way, ...]
+
+    @property
+    def ranks(self) -> np.ndarray:
+        return np.arange(self.band.ranks)
+
+    @cached_property
+    def traffic(self) -> BandTraffic:
+        return BandTraffic.of(self.rates.plan, self.rates.backward)
+
+    @cached_property
+    def reach(self) -> int:
+        """Hops of the block that goes farthest."""
+        return self.rates.plan.cache.answer(
+            ("reach", self.band, self.ways), lambda: max((self._find_reach(way) for way in self.ways), default=0)
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps of the pass. Sums that last receivers send directly to the owners take one step after all visits."""
+        last_sums = self.traffic.direct_row_bytes > 0 and not self.traffic.homeward and self.reach > 0
+        return self.reach + 1 + last_sums
+
+    @cached_property
+    def owner_messages(self) -> OwnerMessages:
+        """What goes directly between owners and last receivers."""
+        return self.rates.plan.cache.answer(
+            ("owner messages", self.band, self.ways, self.traffic),
+            lambda: OwnerMessages.of(self.band, self.ways, self.traffic, self.reach),
+        )
+
+    @cached_property
+    def direct_bytes(self) -> OwnerMessages:
+        """The owner messages between ranks that are not neighbors."""
+        return self.owner_messages.select(~self.owner_messages.to_neighbor)
+
+    @cached_property
+    def signs(self) -> tuple[int, ...]:
+        """Directions in which ranks send to a neighbor."""
+        direct = [sign for sign in (1, -1) if len(self.owner_messages.neighbor_keys(sign > 0)[0])]
+        return tuple(dict.fromkeys([*(self._message_sign(way) for way in self.ways), *direct]))
+
+    @property
+    def pair_seconds(self) -> float:
+        """Seconds of a pair that all heads see."""
+        return self.band.heads * self.rates.pair
+
+    def distance(self, steps: np.ndarray) -> np.ndarray:
+        """The distance from a rank to the owner of the block that the rank visits at each step."""
+        return self.reach - steps if self.traffic.homeward else steps
+
+    def count(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """The numbers of ranks at steps, int64 [2 + signs, ...].
+
+        Pairs of one head, query rows that are merged, and for each of `signs` the bytes that a rank sends to that
+        neighbor.
+        """
+        return np.concatenate([self._count_visits(ranks, steps), self._count_sent(ranks, steps)])
+
+    def count_in_parts(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """What `count` gives, counted RANKS_AT_A_TIME ranks at a time."""
+        steps = np.broadcast_to(steps, (len(ranks), *steps.shape[1:]))
+        parts = (slice(i, i + RANKS_AT_A_TIME) for i in range(0, max(len(ranks), 1), RANKS_AT_A_TIME))
+        return np.concatenate([self.count(ranks[part], steps[part]) for part in parts], axis=1)
+
+    def direct_breakpoints(self, first: int, last: int) -> np.ndarray:
+        """Where ranks begin to send other bytes to a neighbor in owner messages, at steps first .. last - 1.
+
+        int64 keys step * ranks + rank, with steps that count from `first`.
+        """
+        keys = self._neighbor_breakpoints
+        low, high = np.searchsorted(keys, (first * self.band.ranks, last * self.band.ranks))
+        return keys[low:high] - first * self.band.ranks
+
+    def direct_costs(self, first: int, last: int) -> DirectCosts | None:
+        """The direct messages of steps first .. last - 1 on the machine; None where there are none."""
+        sent = self.direct_bytes.between(first, last)
+        if not len(sent.step):
+            return None
+        no_direct_seconds = np.zeros((2, 2, 1, 1))
+
+        def find_neighbor_costs(ranks: np.ndarray, steps: np.ndarray) -> NeighborCosts:
+            return self._find_neighbor_costs(self._count_sent(ranks, steps), ranks, no_direct_seconds)
+
+        return DirectCosts.of(self.rates, self.faults, sent, find_neighbor_costs)
+
+    def make_phase(
+        self,
+        counted: np.ndarray,
+        ranks: np.ndarray | None = None,
+        direct_costs: DirectCosts | None = None,
+        steps: np.ndarray | None = None,
+    ) -> Phase:
+        """One step on the machine, without stalls, from what `count` gives for all ranks or for `ranks`.
+
+        `ranks` are neighbors along the last axis. `direct_costs` at `steps` lengthen the messages to neighbors.
+        """
+        faults = self.faults if ranks is None else self.faults.at(ranks)
+        merge = scale_by_slow_ranks(self.rates.merge(self.band.heads), faults)
+        direct_seconds: np.ndarray | None = None
+        sent: Value = 0.0
+        received: Value = 0.0
+        if direct_costs is not None and steps is not None:
+            direct_seconds, (sent, received) = direct_costs.at(self.ranks if ranks is None else ranks, steps)
+        costs = self._find_neighbor_costs(counted[2:], ranks, direct_seconds)
+        messages = tuple(costs.messages(sign) for sign, size in costs.sizes.items() if np.any(size))
+        compute = scale_by_slow_ranks(counted[0] * self.pair_seconds, faults)
+        return Phase(1, compute, merge * counted[1], messages, longest_direct=(sent, received))
+
+    def make_ring(self) -> Ring:
+        """The ring of all ranks, one phase per step. Up to CACHED ranks x steps are counted once, else at every use."""
+        cached: list[np.ndarray] | None = None
+        if self.band.ranks * self.steps <= CACHED:
+            cached = self.rates.plan.cache.answer(
+                ("steps", self.band, self.ways, self.traffic), lambda: list(self._count_all_steps())
+            )
+
+        def make_phases() -> Iterator[Phase]:
+            for step, counted in enumerate(self._count_all_steps() if cached is None else cached):
+                costs = self.direct_costs(step, step + 1)
+                phase = self.make_phase(counted, direct_costs=costs, steps=np.asarray(step))
+                yield phase if costs is None else replace(phase, direct=costs.messages.between(step, step + 1))
+
+        return Ring(self.band.ranks, make_phases, self.rates.buffers, self.rates.gamma, stalls=self.faults.stalls)
+
+    def _message_sign(self, way: Way) -> int:
+        """The direction of messages on a way. Of two ranks each is the next rank of the other."""
+        return 1 if self.band.ranks == 2 else -way.sign if self.traffic.homeward else way.sign
+
+    @cached_property
+    def _neighbor_messages(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """The owner messages to neighbors by direction, as `OwnerMessages.neighbor_keys` gives them."""
+        by_sign = {sign: self.owner_messages.neighbor_keys(sign > 0) for sign in self.signs}
+        return {sign: (keys, size) for sign, (keys, size) in by_sign.items() if len(keys)}
+
+    @cached_property
+    def _neighbor_breakpoints(self) -> np.ndarray:
+        """Ascending keys step * ranks + rank where ranks begin to send other bytes to a neighbor in owner messages."""
+        points = [np.zeros(0, dtype=np.int64)]
+        for keys, size in self._neighbor_messages.values():
+            begins = np.append(True, (np.diff(keys) != 1) | (np.diff(size) != 0))
+            points += [keys[begins], keys[np.append(begins[1:], True)] + 1]
+        return np.unique(np.concatenate(points))
+
+    def _count_all_steps(self) -> Iterator[np.ndarray]:
+        return (self.count(self.ranks, np.asarray(step)) for step in range(self.steps))
+
+    def _count_visits(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Pairs of one head and query rows that are merged, int64 [2, ...]."""
+        counted = np.zeros((2, *np.broadcast_shapes(ranks.shape, steps.shape)), dtype=np.int64)
+        distance = self.distance(steps)
+        for index, way in enumerate(self.ways or (Way(+1, 0),)):
+            # At distance 0 a rank visits its own block once, whatever the ways.
+            visiting = (distance <= way.limit) & ((distance > 0) | (index == 0))
+            owner = (ranks - way.sign * distance) % self.band.ranks
+            counted[0] += self.band.pairs_of_head(ranks, owner) * visiting
+            merged = visiting & self.rates.merges(distance == 0)
+            if self.rates.machine.merge is not None and merged.any():
+                # Travelling keys are visited by queries of the rank, travelling queries visit keys of the rank.
+                turned = self.rates.turned
+                band = self.band.transposed if turned else self.band
+                counted[1] += merged * band.rows_seeing(*((owner, ranks) if turned else (ranks, owner)))
+        return counted
+
+    def _count_sent(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Bytes that ranks send to a neighbor, for each of `signs`: int64 [signs, ...]."""
+        sent_bytes = np.zeros((len(self.signs), *np.broadcast_shapes(ranks.shape, steps.shape)), dtype=np.int64)
+        distance = self.distance(steps)
+        for way in self.ways:
+            sent = sent_bytes[self.signs.index(self._message_sign(way))]
+            for moving in self.traffic.moving:
+                hop = distance - moving.lag
+                owner = (ranks - way.sign * (hop + self.traffic.homeward)) % self.band.ranks
+                rows = self.band.rows_beyond(owner, way.sign, hop + 1, way.limit)
+                sent += rows * (hop >= moving.lag) * moving.row_bytes
+        for sign, (keys, size) in self._neighbor_messages.items():
+            sender_keys = steps * self.band.ranks + ranks
+            place = np.minimum(np.searchsorted(keys, sender_keys), len(keys) - 1)
+            sent_bytes[self.signs.index(sign)] += size[place] * (keys[place] == sender_keys)
+        return sent_bytes
+
+    def _find_neighbor_costs(
+        self, sent_bytes: np.ndarray, ranks: np.ndarray | None, direct_seconds: np.ndarray | None
+    ) -> NeighborCosts:
+        """The messages of one step to neighbors on the machine, from their bytes by `signs`."""
+        faults = self.faults if ranks is None else self.faults.at(ranks)
+        sizes = [*zip(self.signs, sent_bytes, strict=True)]
+        return NeighborCosts(self.rates, faults, sizes, ranks, direct_seconds)
+
+    def _find_reach(self, way: Way) -> int:
+        """Hops of the block that goes farthest, by bisection: fewer rows are needed beyond a larger distance."""
+
+        def reaches(distance: int) -> bool:
+            owners = np.unique(find_owner_breakpoints(self.band, way, np.array([distance - 1])))
+            return bool(self.band.rows_beyond(owners, way.sign, distance, way.limit).any())
+
+        low, high = 0, 1
+        while high <= way.limit and reaches(high):
+            low, high = high, 2 * high
+        high = min(high, way.limit + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if reaches(middle) else (low, middle)
+        return low

@@ -1,0 +1,213 @@
+"""Models of what a run needs beside time: memory of a rank, failures and checkpoints of a job, energy, and price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, exp, expm1, sqrt
+from typing import TYPE_CHECKING
+
+from ...dtypes import ITEM_BYTES
+from ...errors import InvalidInput
+from ...machine.machine import Machine
+from ...plan.steps import SUMS, Kind, Part
+from ...text import duration
+from .forecast import sample_ranks
+
+if TYPE_CHECKING:
+    from ...plan.plan import Plan
+
+SECONDS_PER_HOUR = 3600.0
+JOULES_PER_KWH = 3.6e6
+#: The shard sizes of at most this many ranks are compared; a larger ring is taken to have shards of equal size.
+MOST_COMPARED = 4096
+#: A job does not finish where the next checkpoint or a restart takes more than this many mean times between failures.
+HOPELESS = 50
+
+
+def bound_memory(plan: Plan) -> int:
+    """An upper bound of the bytes of one rank in a forward, found without planning the steps of any rank."""
+    block = _block_bytes(plan, ("kv",))
+    blocks = {"allgather": plan.ranks, "ring": 2, "direct": 2}.get(plan.schedule, 3) if plan.ranks > 1 else 0
+    receiving = blocks * block
+    if plan.ulysses_size > 1:
+        exchanged = max(plan.part_bytes(Part("qkv", 0)), plan.part_bytes(Part("out", 0)))
+        receiving = max(receiving, (plan.ulysses_size - 1) * exchanged + block)
+    return sum(memory(plan, receiving=receiving).values())
+
+
+def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) -> dict[str, int]:
+    """Bytes by category at the peak of a pass, on the rank with the most tokens.
+
+    A forward holds the inputs, output and lse, receive buffers, and the output of one visit. A backward holds what the
+    forward saved, the incoming gradient, accumulators of the gradients, the block that the forward kept, message
+    buffers, and the gradients of one visit. Blocks count in full, so that a plan that sends parts of blocks needs less.
+    Not counted are the fp32 copies in which CPUs compute 16-bit inputs. Measured peaks of dense rings differ from the
+    sum by at most a tenth (README).
+
+    `receiving` are the bytes of the receive buffers of a forward, for callers that know them; None: they are computed.
+    """
+    item = ITEM_BYTES[plan.dtype]
+    wide = max(item, 4)  # accumulators and lse are in fp32, or in fp64 for fp64 inputs
+    if plan.ranks <= MOST_COMPARED:
+        rows = max(map(plan.layout.rows, range(plan.ranks)))
+    else:
+        rows = -(-plan.tokens // plan.ranks)
+    tokens = plan.batch * rows
+    inputs = plan.heads * plan.head_dim + plan.kv_heads * (plan.head_dim + plan.value_dim)
+    output = plan.heads * plan.value_dim
+    sizes = {
+        "q, k, v": tokens * inputs * item,
+        "output": tokens * output * item,
+        "lse": tokens * plan.heads * wide,
+    }
+    if plan.ulysses_size > 1:
+        copies = max(plan.ulysses_size - plan.kv_heads, 0) * (plan.head_dim + plan.value_dim)
+        exchanged = (inputs + copies + output) * item + plan.heads * wide
+        sizes["q, k, v, output and lse of the Ulysses group's heads"] = tokens * exchanged
+    if not backward:
+        sizes["receive buffers"] = _buffer_bytes(plan, ("kv",), backward) if receiving is None else receiving
+        if item != wide and plan.ranks > 1:
+            sizes["accumulator of the output"] = tokens * output * wide
+        sizes["one visit's output"] = tokens * (output * item + plan.heads * wide)
+        return sizes
+    keys_rotate = plan.rotates == "keys"
+    kinds: tuple[Kind, ...] = ("kv", "grad") if keys_rotate else ("q", "row", "dq")
+    sizes["gradient of the output"] = tokens * output * item
+    sizes["accumulators of dq, dk, dv"] = tokens * inputs * wide
+    if item != wide:
+        sizes["dq, dk, dv"] = tokens * inputs * item
+    if keys_rotate and plan.ranks > 1:
+        sizes["kept block"] = _block_bytes(plan, ("kv",))
+    sizes["message buffers"] = _buffer_bytes(plan, kinds, backward)
+    sizes["one visit's gradients"] = tokens * inputs * wide
+    return sizes
+
+
+def _block_bytes(plan: Plan, kinds: tuple[Kind, ...]) -> int:
+    """Bytes of a message with the whole block of rank 0, whose shard is at most one token shorter than the longest."""
+    return sum(plan.part_bytes(Part(kind, 0)) for kind in kinds)
+
+
+def _buffer_bytes(plan: Plan, kinds: tuple[Kind, ...], backward: bool) -> int:
+    """Bytes of the message buffers of one pass.
+
+    The schedules `ring` and `direct` have two blocks: the block in use, which is sent on, and the block that arrives.
+    Their backward also has two blocks of gradients. On more than three ranks the gradients share messages with the
+    blocks, except in the first message, which is shorter and leaves its two buffers behind. One more buffer holds the
+    gradients of a visit. Every other schedule has one block, and what sampled ranks receive at once.
+    """
+    if plan.ranks == 1 or not plan.batch:
+        return 0
+    if plan.schedule not in ("ring", "direct"):
+        return _most_received(plan, backward) + _block_bytes(plan, kinds)
+    if not backward:
+        return 2 * _block_bytes(plan, kinds)
+    blocks = _block_bytes(plan, tuple(kind for kind in kinds if kind not in SUMS))
+    gradients = _block_bytes(plan, tuple(kind for kind in kinds if kind in SUMS))
+    if plan.ranks == 2:
+        return 2 * (gradients if plan.rotates == "keys" else blocks)
+    together = 2 * (blocks + gradients) if plan.ranks > 3 else gradients
+    return 2 * blocks + together + gradients
+
+
+def _most_received(plan: Plan, backward: bool) -> int:
+    """The most bytes that a sampled rank is receiving at the same time."""
+    most = 0
+    for rank in sample_ranks(plan.ranks):
+        steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
+        for index in range(len(steps)):
+            posted = (hop for step in steps[: index + 1] for hop in step.recvs)
+            under_way = (hop for hop in posted if hop.until >= index)
+            most = max(most, sum(plan.part_bytes(part) for hop in under_way for part in hop.parts))
+    return most
+
+
+def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
+    """Bytes that one rank writes to continue a pass later: out and lse of a forward, or dq, dk and dv of a backward.
+
+    The inputs are taken to be stored elsewhere, and the number of the step is not counted.
+    """
+    tokens = plan.batch * -(-plan.tokens // plan.ranks)
+    wide = max(ITEM_BYTES[plan.dtype], 4)
+    width = plan.heads * (plan.value_dim + 1)
+    if backward:
+        width = plan.heads * plan.head_dim + plan.kv_heads * (plan.head_dim + plan.value_dim)
+    return tokens * width * wide
+
+
+def young_daly(write: float, mtbf: float) -> float:
+    """Seconds of work between two checkpoints that lose the least time, to first order.
+
+    sqrt(2 C M) for checkpoints of C = `write` seconds and M = `mtbf` seconds between failures (J. W. Young, "A first
+    order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps", 2006).
+    """
+    return sqrt(2 * write * mtbf)
+
+
+def expected_seconds(work: float, interval: float, write: float, restart: float, mtbf: float) -> float:
+    """Expected seconds until `work` seconds of work are done, failures and checkpoints included.
+
+    A checkpoint of `write` seconds follows each `interval` seconds of work except the last, so that work no longer than
+    an interval has no checkpoint. Failures are a Poisson process with `mtbf` seconds between failures, also while
+    checkpoints are written and during the `restart` seconds after a failure. An interval then takes
+    M exp(R / M) (exp((tau + C) / M) - 1) seconds with tau = `interval`, C = `write`, R = `restart` and M = `mtbf` (Daly
+    2006, equation 13).
+    """
+    full_intervals = max(0, ceil(work / interval) - 1)
+    last = work - full_intervals * interval
+    growth = full_intervals * expm1((interval + write) / mtbf) + expm1(last / mtbf)
+    return mtbf * exp(restart / mtbf) * growth
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Failures and checkpoints of a job. Times in seconds."""
+
+    #: Mean time between two failures of any ranks.
+    mean: float
+    #: Time of one checkpoint.
+    write: float
+    #: Work between two checkpoints; the whole work of a job too short for a checkpoint.
+    interval: float
+    #: Expected time until the result.
+    expected: float
+    checkpoints: int
+
+
+def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = False) -> Failures | None:
+    """Failures of a job that keeps all ranks busy for `work` seconds; None where the machine has no mtbf.
+
+    Raises InvalidInput where the machine has an mtbf without checkpoint and restart, or fails before a checkpoint ends.
+    """
+    if machine.mtbf is None:
+        return None
+    if machine.checkpoint is None or machine.restart is None:
+        raise InvalidInput(
+            "machine: mtbf needs checkpoint (bytes per second that one rank writes) and restart (seconds), which set "
+            "the interval between checkpoints; try checkpoint=1e9, restart=60"
+        )
+    mtbf = machine.mtbf / plan.ranks
+    write = checkpoint_bytes(plan, backward=backward) / machine.checkpoint
+    if not work:
+        return Failures(mtbf, write, 0.0, 0.0, 0)
+    interval = min(young_daly(write, mtbf), work)
+    checkpoints = ceil(work / interval) - 1
+    if max(interval + (write if checkpoints else 0.0), machine.restart) > HOPELESS * mtbf:
+        raise InvalidInput(
+            f"machine: {plan.ranks:,} ranks fail every {duration(mtbf)}, long before a checkpoint of {duration(write)} "
+            f"or a restart of {duration(machine.restart)} ends, so that the result is never reached; try a larger mtbf "
+            "or fewer ranks"
+        )
+    expected = expected_seconds(work, interval, write, machine.restart, mtbf)
+    return Failures(mtbf, write, interval, expected, checkpoints)
+
+
+def energy(machine: Machine, ranks: int, seconds: float) -> float | None:
+    """Joules that `ranks` ranks draw in `seconds`, busy or not; None where machine.watts is None."""
+    return None if machine.watts is None else machine.watts * ranks * seconds
+
+
+def cost(machine: Machine, ranks: int, seconds: float) -> float | None:
+    """The price of `ranks` ranks for `seconds`, in the currency of machine.price; None where machine.price is None."""
+    return None if machine.price is None else machine.price * ranks * seconds / SECONDS_PER_HOUR

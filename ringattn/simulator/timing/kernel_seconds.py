@@ -1,0 +1,155 @@
+"""Seconds of a plan's pairs by measured kernel times or modelled rates, averaged over the visits of sampled ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ...dtypes import ITEM_BYTES
+from ...errors import Unsupported
+from ...machine.kernel_times import BEYOND, BLOCK, KernelRates, KernelTimes
+from ...pattern.tile import Tile
+from ...plan.plan import Plan
+from ...plan.work import Work
+
+#: The largest share of a plan's pairs that may lie in tiles more than `BEYOND` times larger than the measured ones.
+MOST_STRAY = 0.1
+#: Blocks of distant owners that are sampled per rank, beside its own block and its neighbours' blocks.
+SAMPLED_OWNERS = 8
+
+
+def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Sequence[int]) -> float:
+    """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
+
+    `flops` are the FLOPs of one pair. `ranks` are ranks of `plan.ring_plan(0)`, which differs from the plan where it
+    has Ulysses groups. Raises Unsupported where more than a tenth of the pairs lie in tiles of more than twice the
+    measured sizes, or where dtype or head dim are far from the measured ones.
+    """
+
+    def compute() -> float:
+        times.check(plan.dtype, plan.head_dim)
+        return _seconds_per_pair(plan, times, flops, backward, ranks)
+
+    return plan.cache.answer((seconds_per_pair, times, flops, backward, *ranks), compute)
+
+
+def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:
+    seconds = pairs = stray_pairs = 0.0
+    largest_stray = (0, 0)
+    ring_plan, _ = plan.ring_plan(0)
+    for weight, rank, owner in _sample_visits(ring_plan, ranks):
+        seconds += weight * visit_seconds(ring_plan, times, flops, backward, rank, owner)
+        for work in ring_plan.demand.batched(rank, owner):
+            for shape, rows, keys, count in lower_to_tiles(work):
+                pairs += weight * count
+                if not times.grid(shape, backward).covers(rows, keys):
+                    stray_pairs += weight * count
+                    largest_stray = max(largest_stray, (rows, keys))
+    if not pairs:
+        return 0.0
+    if stray_pairs > MOST_STRAY * pairs and not times.extrapolate:
+        dense = times.grid("dense", backward)
+        raise Unsupported(
+            f"tiles of {largest_stray[0]:,} rows x {largest_stray[1]:,} keys: the kernel times of this machine end at "
+            f"{dense.rows[-1]:,} x {dense.keys[-1]:,}, and tiles more than {BEYOND:g} times as large are not "
+            "extrapolated; measure larger tiles with ringattn calibrate rows=[...], or allow larger tiles with "
+            "machine.extrapolate=true"
+        )
+    return seconds / pairs
+
+
+def visit_seconds(ring_plan: Plan, times: KernelTimes, flops: float, backward: bool, rank: int, owner: int) -> float:
+    """Seconds of the kernel for the visit of a rank's queries to an owner's keys, per element of the batch.
+
+    `flops` are the FLOPs of one pair. The overhead of a call is spread over the batch.
+    """
+    seconds = 0.0
+    for work in ring_plan.demand.batched(rank, owner):
+        seconds += times.overhead[backward] / ring_plan.batch
+        for shape, rows, keys, pairs in lower_to_tiles(work):
+            seconds += pairs * flops / times.grid(shape, backward).rate(rows, keys)
+    return seconds
+
+
+def modelled_seconds_per_pair(
+    plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Sequence[int], enough: int | None = None
+) -> float:
+    """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
+
+    `gathered`: all visits of a rank are one call, so that only its own visit starts a kernel and moves rows. The first
+    `enough` tiles of a visit stand for the others, and visits that follow after as many are left out: tiles of one
+    pattern are much alike.
+    """
+
+    def compute() -> float:
+        seconds, pairs, item, tiles = 0.0, 0.0, ITEM_BYTES[plan.dtype], 0
+        dims, ring_plan = plan.head_dim + plan.value_dim, plan.ring_plan(0)[0]
+        visit = rates.visit if ring_plan.ranks > 1 and not gathered else 0.0
+        for weight, rank, owner in _sample_visits(ring_plan, ranks):
+            listed, whole = ring_plan.demand.first_works(rank, owner, enough)
+            works = [(work, len(work.heads) * work.repeat * plan.batch) for work in listed]
+            seen = [heads * _pairs_per_head(work) for work, heads in works]
+            tiles += sum(len(work.k) * work.repeat for work in listed)
+            # The pairs of the whole visit over those of the listed works.
+            share = 1.0 if whole else plan.batch * ring_plan.demand.pairs(rank, owner) / sum(seen)
+            # One call computes the works of a visit.
+            blocks = share * sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
+            pairs += weight * share * sum(seen)
+            for (work, _), count in zip(works, seen, strict=True):
+                rate = rates.pair_seconds(blocks, dense=work.dense, dims=dims, backward=backward, item=item)
+                seconds += weight * share * count * rate
+            if works and (rank == owner or not gathered):
+                rows = round(share * sum(heads * len(work.q) for work, heads in works))
+                start = rates.start_seconds(rows, dims=dims, backward=backward, item=item)
+                seconds += weight * (start + visit)
+            if enough is not None and tiles >= enough:
+                break
+        return seconds / pairs if pairs else 0.0
+
+    # Plans that share their answers, with other schedules, share this one.
+    key = modelled_seconds_per_pair, rates, gathered, backward, enough, plan.sizes, *ranks
+    return plan.ring_plan(0)[0].demand.cache.answer(key, compute)
+
+
+def _sample_visits(plan: Plan, ranks: Iterable[int]) -> Iterator[tuple[float, int, int]]:
+    """(weight, rank, owner) of sampled visits: of `ranks` to their own, the neighbours' and evenly spaced other blocks.
+
+    The weight is the number of visits that a sampled visit stands for. A few owners are all sampled.
+    """
+    world = plan.ranks
+    near = sorted({0, 1 % world, (world - 1) % world})
+    far = {2 + (world - 4) * i // (SAMPLED_OWNERS - 1) for i in range(SAMPLED_OWNERS)} if world > 3 else set()
+    weights = [(distance, 1.0) for distance in near]
+    weights += [(distance, (world - 3) / len(far)) for distance in sorted(far)]
+    for rank in ranks:
+        for distance, weight in weights:
+            owner = (rank + distance) % world
+            if plan.demand.visits(rank, owner):
+                yield weight, rank, owner
+
+
+def _pairs_per_head(work: Work) -> int:
+    """(query, key) pairs of one head and one repetition of a work."""
+    rows, keys = len(work.q), work.keys
+    return rows * keys if work.dense else Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs
+
+
+def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:
+    """(shape, rows, keys, pairs) of the tiles that kernels make of a work; pairs are over all heads and repetitions."""
+    rows, keys, repeats = len(work.q), work.keys, len(work.heads) * work.repeat
+    pairs = _pairs_per_head(work) * repeats
+    if work.dense:
+        yield "dense", rows, keys, pairs
+        return
+    if work.hi is not None:
+        # A rate counts the pairs that are seen; what a kernel computes beside them goes with the width of the band.
+        width = pairs // (rows * repeats) if work.lo is None else min(work.hi - work.lo + 1, keys)
+        yield "band", rows, max(width, 1), pairs
+        return
+    assert work.lo is not None
+    # The kernels split the work into the keys that every row sees and a triangle.
+    seen_by_all = min(max(-work.lo, 0), keys)
+    dense_pairs = rows * seen_by_all * repeats
+    if seen_by_all:
+        yield "dense", rows, seen_by_all, dense_pairs
+    if pairs > dense_pairs:
+        yield "triangle", rows, 1, pairs - dense_pairs

@@ -1,0 +1,126 @@
+"""Timing problems: a plan on a machine, and its ring where the numbers of all ranks are known at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...errors import InvalidInput
+from ...plan.schedules.relay import Way
+from ...plan.schedules.ring import RingSchedule
+from ...text import plural
+from .band.band import Band, explain_unequal, find_band
+from .band.counts import BandCounts
+from .band.neighbor_costs import NeighborCosts, scale_by_slow_ranks
+from .band.traffic import BandTraffic
+from .rates import Faults, Rates
+from .solvers.recurrence import NeighborMessages, Phase, Ring
+
+#: The most ranks whose visits are counted, which takes memory for each rank.
+MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class RingProblem:
+    """A ring whose numbers are known of all ranks at once. `compared` names the facts of the plan that prove the
+    numbers. Raises InvalidInput for stalls after the last step.
+
+    `counts` gives the numbers where they differ from rank to rank and from step to step.
+    """
+
+    ring: Ring
+    steps: int
+    compared: str
+    counts: BandCounts | None = None
+
+    def __post_init__(self) -> None:
+        for stall in self.ring.stalls:
+            if stall.step >= self.steps:
+                raise InvalidInput(f"{stall}: the pass has the steps 0 .. {self.steps - 1}; try a step among these")
+
+
+@dataclass(frozen=True)
+class TimingProblem:
+    """A plan on a machine, as solvers take it: its ring, or in `not_a_ring` why the plan has none."""
+
+    rates: Rates
+    faults: Faults
+    ring: RingProblem | None
+    not_a_ring: str = ""
+
+
+def make_timing_problem(rates: Rates, faults: Faults) -> TimingProblem:
+    """The timing problem of a plan."""
+    ring = make_ring_problem(rates, faults)
+    if isinstance(ring, str):
+        return TimingProblem(rates, faults, None, ring)
+    return TimingProblem(rates, faults, ring)
+
+
+def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
+    """The ring problem of a plan, or why the numbers of all ranks are not known at once."""
+    plan = rates.plan
+    if plan.schedule != "ring":
+        return f"the schedule {plan.schedule} is no ring"
+    band = find_band(plan)
+    if band is None:
+        return explain_unequal(plan) or "the mask is not one band over contiguous or zigzag ranks"
+    # Where queries travel, a block of queries visits the keys that it sees.
+    ways = tuple(RingSchedule(plan.query_demand if rates.turned else plan.demand).ways)
+    if rates.machine.shared_nic and rates.machine.ranks_per_node > 1 and len(ways) > 1:
+        return "both directions share a node's NIC"
+    if rates.machine.shared_nic and 1 < rates.machine.ranks_per_node < plan.ranks and rates.backward and not band.dense:
+        return "messages of the backward share a node's NIC"
+    if rates.cores is not None:
+        return "the ranks of a node share its cores"
+    if band.dense and len(ways) <= 1:
+        return _make_dense_problem(rates, faults, band, ways)
+    if rates.one_by_one:
+        return "each visit has the measured seconds of its own tiles"
+    if plan.ranks > MOST_RANKS:
+        return f"visits that differ are counted for at most {MOST_RANKS:,} ranks"
+    counts = BandCounts(rates, faults, band.transposed if rates.turned else band, ways)
+    if rates.buffers > 1 and len(counts.direct_bytes.step):
+        return "messages between ranks that are not neighbors are modelled with one receive slot only"
+    words = f"{_describe_band(band)}; {counts.steps:,} steps x {plan.ranks:,} ranks were counted"
+    return RingProblem(counts.make_ring(), counts.steps, words, counts)
+
+
+def _make_dense_problem(rates: Rates, faults: Faults, band: Band, ways: tuple[Way, ...]) -> RingProblem:
+    """The problem of a dense mask: all visits and all blocks are equal, and every block goes on to the last rank."""
+    plan, ranks = rates.plan, rates.plan.ranks
+    pairs = band.rows**2 * band.heads
+    compute = scale_by_slow_ranks(pairs * rates.pair, faults)
+    merge = scale_by_slow_ranks(rates.merge(band.rows * band.heads), faults)
+    traffic, hops = BandTraffic.of(plan, rates.backward), ranks - 1
+    # The rank after the last receiver is the owner: sums that go there directly make one more hop, after the last
+    # visit.
+    last_row_bytes = 0 if traffic.homeward or not hops else traffic.direct_row_bytes
+    sign = (-1 if traffic.homeward else 1) * (ways[0].sign if ways else 1)
+    last = ranks + (last_row_bytes > 0)
+    # Steps at which rows begin or cease to move, or the first visit ends whose result is not merged.
+    changes = {step for moving in traffic.moving for step in (2 * moving.lag, hops + moving.lag)}
+    bounds = sorted({0, *(() if rates.backward else (1,)), ranks, last, *(step for step in changes if step < last)})
+    phases = []
+    for first, stop in pairwise(bounds):
+        moving_bytes = sum(moving.row_bytes for moving in traffic.moving if 2 * moving.lag <= first < hops + moving.lag)
+        size = float(band.rows * (moving_bytes + (last_row_bytes if first == ranks else 0)))
+        messages: tuple[NeighborMessages, ...] = ()
+        if size:
+            messages = (NeighborCosts(rates, faults, [(sign, size)]).messages(sign),)
+        visit = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
+        phases.append(Phase(stop - first, *visit, messages))
+    phases = phases[::-1] if traffic.homeward else phases
+    ring = Ring(ranks, tuple(phases), rates.buffers, rates.gamma, stalls=faults.stalls)
+    words = f"{_describe_band(band)}, so that all visits and all blocks are equal"
+    return RingProblem(ring, last, words)
+
+
+def _describe_band(band: Band) -> str:
+    """What was compared to find a band, in words for the report."""
+    low, high = "-inf" if band.lo is None else f"{band.lo:,}", "inf" if band.hi is None else f"{band.hi:,}"
+    mask = "all pairs" if band.dense else f"{low} <= q - k <= {high}"
+    return (
+        f"the mask's tiles: one, {mask}, over all heads ({band.heads:,}); {plural(band.rows, 'token')} on each of "
+        f"{band.ranks:,} ranks (integers of the whole plan, no sample)"
+    )

@@ -1,0 +1,258 @@
+"""Seconds of pairs, merges and messages of a plan on a machine, which all solvers share; slow ranks and links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...dtypes import ITEM_BYTES
+from ...errors import InvalidInput
+from ...machine.kernel_times import BACKWARD
+from ...machine.machine import Machine
+from .forecast import pair_seconds
+from .kernel_seconds import visit_seconds
+from .solvers.recurrence import Stall
+
+if TYPE_CHECKING:
+    from ...plan.plan import Plan
+
+#: Factors on the times of ranks: one factor per rank, or factors by rank, where all other ranks have factor 1.
+Factors = Mapping[int, float] | Sequence[float] | np.ndarray
+#: How often a merge moves the bytes of a visit's partial (out, lse): it reads the partial, and reads and writes the
+#: accumulator.
+MERGE_PASSES = 3
+#: Ranks up to which the visits of a plan are looked at one by one, where the machine has measured kernel times.
+FEW_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What differs from the machine: slow (or fast) ranks, slow links, and stalls of single visits."""
+
+    #: Factor on the visits and merges of each rank, float64 [ranks]; None: 1.
+    slow: np.ndarray | None = None
+    #: Factor on the messages that each rank sends, float64 [ranks]; None: 1.
+    slow_links: np.ndarray | None = None
+    stalls: tuple[Stall, ...] = field(default=())
+
+    def __bool__(self) -> bool:
+        """Whether there is any fault."""
+        return self.slow is not None or self.slow_links is not None or bool(self.stalls)
+
+    def factor(self, rank: int) -> float:
+        """The factor on the visits and merges of a rank."""
+        return 1.0 if self.slow is None else float(self.slow[rank])
+
+    def link_factor(self, rank: int) -> float:
+        """The factor on the messages that a rank sends."""
+        return 1.0 if self.slow_links is None else float(self.slow_links[rank])
+
+    def at(self, ranks: np.ndarray) -> Faults:
+        """The factors of `ranks`, in the shape of `ranks`; stalls are left out."""
+        slow, slow_links = (None if factors is None else factors[ranks] for factors in (self.slow, self.slow_links))
+        return Faults(slow, slow_links)
+
+
+def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray | None:
+    """The factors of all ranks as float64 [ranks]; None where all factors are 1.
+
+    `name` is the name of the argument in messages. Raises InvalidInput where a rank or a factor is not allowed.
+    """
+    if factors is None:
+        return None
+    if isinstance(factors, Mapping):
+        by_rank = _fill_in(name, factors, ranks)
+    elif not isinstance(factors, list | tuple | np.ndarray):
+        raise InvalidInput(
+            f"{name}={factors!r}: expected factors by rank such as {{0: 1.5}}, or one factor for each rank"
+        )
+    else:
+        try:
+            by_rank = np.asarray(factors, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"{name}: a factor is not a number ({error}); try {{0: 1.5}}") from error
+        if by_rank.shape != (ranks,):
+            raise InvalidInput(
+                f"{name}: expected a factor for each of {ranks:,} ranks or a dict such as {{0: 1.5}}, "
+                f"got shape {by_rank.shape}"
+            )
+    if not (np.isfinite(by_rank) & (by_rank > 0)).all():
+        raise InvalidInput(f"{name}: factors must be finite and > 0; the factor 1.5 takes half as long again")
+    return None if (by_rank == 1.0).all() else by_rank
+
+
+def _fill_in(name: str, factors: Mapping[int, float], ranks: int) -> np.ndarray:
+    """The factors of all ranks from the factors of some ranks, with 1 for all others."""
+    by_rank = np.ones(ranks)
+    for rank, factor in factors.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise InvalidInput(f"{name}: the factor {factor!r} of rank {rank!r} is not a number; try {{0: 1.5}}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+            raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}; try {{0: 1.5}}")
+        by_rank[rank] = factor
+    return by_rank
+
+
+def own_bytes(plan: Plan) -> int:
+    """Bytes of a rank's q, k, v and output."""
+    columns = (plan.heads + plan.kv_heads) * (plan.head_dim + plan.value_dim)
+    return plan.batch * -(-plan.tokens // plan.ranks) * columns * ITEM_BYTES[plan.dtype]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of the pairs, merges and messages of one pass of a plan on a machine."""
+
+    plan: Plan
+    machine: Machine
+    backward: bool
+
+    @property
+    def pair(self) -> float:
+        """Seconds of the kernel per (query, key, head, branch) pair, for the whole batch."""
+        return pair_seconds(self.plan, self.machine, self.backward)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each visit has the measured seconds of its own tiles, as in plans of few ranks; else the mean."""
+        return self.machine.kernel is not None and self.plan.ranks <= FEW_RANKS
+
+    def visits(self, ring_plan: Plan, visits: Sequence[tuple[int, int]]) -> float:
+        """Seconds of the kernel for some visits, (rank of the queries, rank of the keys) in `ring_plan`."""
+        per_pair = self.pair  # refuses tiles that are far larger than the measured ones
+        if self.machine.kernel is None or not self.one_by_one:
+            return per_pair * sum(ring_plan.demand.pairs(*visit) for visit in visits)
+        flops = 2 * (self.plan.head_dim + self.plan.value_dim) * (BACKWARD if self.backward else 1.0)
+        each = (visit_seconds(ring_plan, self.machine.kernel, flops, self.backward, *visit) for visit in visits)
+        return self.plan.batch * sum(each)
+
+    @property
+    def cores(self) -> int | None:
+        """The cores that the ranks of a node share; None where every rank has its own."""
+        cores, node = self.machine.cores, min(self.machine.ranks_per_node, self.plan.ranks)
+        return None if cores is None or cores >= node else cores
+
+    @property
+    def call(self) -> float:
+        """Seconds of a call beside its visits and messages, which the cores of a node compute for each of its ranks.
+
+        Where `call` is known, they include a record to and from every other rank, one after another: before the first
+        message all ranks compare what they are about to do.
+        """
+        node = min(self.machine.ranks_per_node, self.plan.ranks)
+        seconds = 0.0
+        if (call := self._of_direction("call")) is not None:
+            (near, _), (far, _) = self.machine.rates(True), self.machine.rates(False)
+            seconds = call + (node - 1) * near + (self.plan.ranks - node) * far
+        if sweep := self._of_direction("sweep"):
+            seconds += own_bytes(self.plan) / sweep
+        return seconds * node / (self.cores or node)
+
+    def _of_direction(self, name: str) -> float | None:
+        """A number of the machine that a backward may have of its own."""
+        value: float | None = getattr(self.machine, f"{name}_backward") if self.backward else None
+        return getattr(self.machine, name) if value is None else value
+
+    @property
+    def turned(self) -> bool:
+        """Whether blocks of queries travel to the keys, instead of blocks of keys to the queries."""
+        return self.backward and self.plan.rotates == "queries"
+
+    @property
+    def gamma(self) -> float:
+        """The interference: the part of the longest message's time by which a visit takes longer; 0: not modelled.
+
+        All of it where ranks share cores: another rank computes on the core that copies a message.
+        """
+        gamma = self.machine.gamma or 0.0
+        return 1.0 if gamma and self.cores is not None else gamma
+
+    @property
+    def one_gather(self) -> bool:
+        """Whether the plan gathers all keys in one collective call, and computes with them in one kernel call."""
+        return self.machine.one_gather and self.plan.schedule == "allgather"
+
+    def gather_factors(self, near: bool, messages: int) -> tuple[float, float]:
+        """Factors on latency and bytes of each of `messages` that a rank posts at once, as a part of one collective.
+
+        A collective starts once. Every byte enters a node once, over the cards of all its ranks, and then passes every
+        rank of the node: 1 and 1 for messages that are no part of one.
+        """
+        if not self.one_gather:
+            return 1.0, 1.0
+        node = min(self.machine.ranks_per_node, self.plan.ranks)
+        return 1 / messages, (self.plan.ranks - 1) / (node - 1) if near else 1 / node
+
+    @property
+    def buffers(self) -> int:
+        """Receive slots beside the block in use."""
+        return self.machine.buffers or 1
+
+    def merge(self, rows: int) -> float:
+        """Seconds to merge one visit into out and lse of `rows` (query row, head), or to add its dQ, dK and dV.
+
+        The accumulators are in fp32, or in fp64 for fp64 inputs. 0 where the machine has no rate of merging, and where
+        one call has all gathered keys. A backward is taken to meet as many keys as query rows.
+        """
+        if self.machine.merge is None or self.one_gather:
+            return 0.0
+        plan = self.plan.ring_plan(0)[0]
+        width: float = plan.value_dim + 1
+        if self.backward:
+            width = plan.head_dim + (plan.head_dim + plan.value_dim) * plan.kv_heads / plan.heads
+        size = plan.batch * rows * width * max(ITEM_BYTES[plan.dtype], 4)
+        return MERGE_PASSES * size / self.machine.merge
+
+    def merged_rows(self, ring_plan: Plan, queries: int, keys: int) -> int:
+        """(query row, head) that the visit of a rank's queries to a rank's keys merges, or adds gradients to.
+
+        Where visits have seconds of their own, each work of a forward counts: the rows of several works, such as the
+        branches of a dilated mask, are merged as often, and copied to their places even where they are the first.
+        """
+        own = queries == keys
+        if self.machine.merge is None:
+            return 0
+        if self.one_by_one and not self.backward:
+            works = ring_plan.demand.batched(queries, keys)
+            single = own and len(works) == 1
+            return 0 if single else sum(len(work.q) * len(work.heads) * work.repeat for work in works)
+        needed = (range(keys, keys + 1),)
+        return ring_plan.query_demand.count_needed(needed, queries) if self.merges(own) else 0
+
+    def merges(self, own: bool | np.ndarray) -> np.ndarray:
+        """Whether a visit to the own block (`own`), or to another rank's block, is merged: bool in the shape of `own`.
+
+        The own block comes first in a forward, so that there is no partial result to merge with. Two simplifications:
+        rows that see no key of the own block are taken to be merged at their first visit, too, which is in truth a
+        copy; and rows shared by several kernel calls of one visit are taken to be merged once.
+        """
+        return np.logical_or(self.backward, np.logical_not(own))
+
+    def near(self, sign: int, ranks: np.ndarray | None = None) -> np.ndarray:
+        """Whether rank r and its neighbour r + sign are on one node: bool in the shape of `ranks`, or for None [ranks].
+
+        The array has no dimension where the answer is the same for all ranks.
+        """
+        per_node, world = self.machine.ranks_per_node, self.plan.ranks
+        if per_node == 1 or per_node >= world:
+            return np.asarray(per_node >= world)
+        if ranks is not None:
+            return np.asarray(ranks // per_node == (ranks + sign) % world // per_node)
+
+        def compare_all() -> np.ndarray:
+            every = np.arange(world)
+            return np.asarray(every // per_node == (every + sign) % world // per_node)
+
+        return self.plan.cache.answer((Rates.near, per_node, sign), compare_all)
+
+    def message(self, size: np.ndarray | float, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds, seconds that occupy the link) of messages of `size` bytes, within a node where `near`."""
+        latency, bandwidth = (
+            np.where(near, within, between)
+            for within, between in zip(self.machine.rates(True), self.machine.rates(False), strict=True)
+        )
+        gap = size / bandwidth
+        return latency + gap, gap

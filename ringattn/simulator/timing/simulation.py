@@ -1,0 +1,162 @@
+"""simulate: the modelled time of a plan on a machine, by the cheapest solver that is exact for the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import Unsupported
+from ...machine.machine import Machine
+from ...machine.presets import get_machine
+from ...plan.plan import Plan
+from .costs import cost, energy, failures, memory
+from .forecast import rank_steps, sample_ranks
+from .notes import note_assumptions
+from .options import check_options
+from .problem import RingProblem, TimingProblem, make_timing_problem
+from .rates import Factors, Faults, Rates, parse_factors
+from .solvers import SOLVERS
+from .solvers.base import Solved
+from .solvers.event_loop import simulate_events
+from .solvers.jitter import SampledTime, sample_ring, sample_runs
+from .solvers.recurrence import Stall
+from .timeline import Timeline
+
+#: The most ranks x steps whose visits differ and are sampled with jitter.
+MOST_WITH_JITTER = 1 << 28
+
+
+def simulate(
+    plan: Plan,
+    machine: Machine | str | None = None,
+    *,
+    backward: bool = False,
+    slow: Factors | None = None,
+    slow_links: Factors | None = None,
+    stalls: Sequence[Stall] = (),
+    passes: int | None = None,
+    solver: str = "auto",
+    seed: int = 0,
+) -> Timeline:
+    """The modelled time of a forward, or of a backward, of `plan` on `machine` (a Machine, "cpu" or "cuda").
+
+    `slow` are factors on the visits of each rank (a dict by rank, or one factor per rank), `slow_links` factors on the
+    messages that each rank sends, `stalls` single visits that take longer. `passes` states a job: how often the pass is
+    made. Energy and cost are those of the job, with its failures and checkpoints, or of one pass without a job.
+
+    `solver` names one algorithm (periodic, stencil or events) instead of the cheapest exact solver. Solver events may
+    simulate a smaller plan with the same times. Jitter is sampled with `seed` beside the solver. Raises InvalidInput
+    for wrong arguments, and Unsupported where no solver models the request.
+    """
+    check_options(plan, backward=backward, stalls=stalls, passes=passes, solver=solver, seed=seed)
+    machine = get_machine(machine)
+    slow_factors = parse_factors("slow", slow, plan.ranks)
+    link_factors = parse_factors("slow_links", slow_links, plan.ranks)
+    problem = make_timing_problem(Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls)))
+    ring = None if solver == "events" else problem.ring
+    if ring is not None:
+        _check_jitter(ring, problem)
+    solved = _solve(problem, solver)
+    sample: SampledTime | None = None
+    if machine.jitter:
+        if ring is None:
+            sample = _sample_events(problem, seed)
+        else:
+            sample = sample_ring(ring.ring, machine.jitter, seed)
+    return _make_timeline(problem.rates, solved, sample, passes, _host_seconds(problem))
+
+
+def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[str, Any]) -> list[Timeline]:
+    """The timeline of the forward, and of the backward where `backward` is set."""
+    directions = (False, True) if backward else (False,)
+    return [simulate(plan, machine, backward=direction, **options) for direction in directions]
+
+
+def _solve(problem: TimingProblem, solver: str) -> Solved:
+    """The result of the named solver, or with "auto" of the first solver whose needs the problem meets."""
+    needs = ""
+    for name in SOLVERS if solver == "auto" else (solver,):
+        candidate = SOLVERS[name]()
+        solved = candidate.solve(problem)
+        if solved is not None:
+            return solved
+        needs = candidate.needs
+    obstacle = "which this plan on this machine lacks" if problem.ring is not None else f"but {problem.not_a_ring}"
+    raise Unsupported(f"solver={solver} needs {needs}, {obstacle}; try solver=auto")
+
+
+def _check_jitter(ring: RingProblem, problem: TimingProblem) -> None:
+    """Raise Unsupported for more jitter than can be sampled."""
+    ranks = problem.rates.plan.ranks
+    too_many = ring.counts is not None and ranks * ring.steps > MOST_WITH_JITTER
+    if problem.rates.machine.jitter and too_many:
+        raise Unsupported(
+            f"jitter on {ranks:,} ranks whose visits differ is too much to sample; leave machine.jitter out, or take "
+            "fewer ranks"
+        )
+
+
+def _sample_events(problem: TimingProblem, seed: int) -> SampledTime:
+    """The time of runs of every step and message with the machine's jitter."""
+    generator = np.random.default_rng(seed)
+    return sample_runs(
+        lambda: simulate_events(problem.rates, problem.faults, noise=generator).seconds,
+        f"runs of every step of every rank, seed {seed}",
+    )
+
+
+def _host_seconds(problem: TimingProblem) -> float:
+    """Seconds in which the host starts all steps of a pass, of the sampled rank with the most steps."""
+    plan, machine = problem.rates.plan, problem.rates.machine
+    if not machine.host and not machine.host_call:
+        return 0.0
+    if problem.ring is not None:
+        steps = problem.ring.steps
+    else:
+        steps = max(len(rank_steps(plan, rank, problem.rates.backward)) for rank in sample_ranks(plan.ranks))
+    return (machine.host_call or 0.0) + steps * (machine.host or 0.0)
+
+
+def _make_timeline(
+    rates: Rates, solved: Solved, sample: SampledTime | None, passes: int | None, host: float
+) -> Timeline:
+    """The report of a solved problem, with jitter, `host` seconds, the job's failures, energy and cost."""
+    plan, machine, seconds = rates.plan, rates.machine, solved.seconds
+    solver, why, interval = solved.solver, solved.why, None
+    compute, exposed = solved.loads.causes(seconds, solved.peers)
+    exposed |= {"jitter": 0.0, "host": 0.0, "call": rates.call}
+    if sample is not None:
+        # Times are maxima of sums, whose mean is at least the time of the mean visits. Interference may end earlier
+        # with jitter, as it ends with the message; then the time is at least what a rank computes.
+        sample = sample.at_least(seconds if not machine.gamma else compute)
+        exposed["jitter"], seconds = sample.seconds - seconds, sample.seconds
+        solver, why = f"{solver} + jitter", f"{why}; jitter: {sample.why}"
+        low, high = (max(end, host) + exposed["call"] for end in (sample.low, sample.high))
+        interval = low, high
+    exposed["host"] = max(host - seconds, 0.0)
+    seconds += exposed["host"] + exposed["call"]
+    job_failures = None if passes is None else failures(plan, machine, passes * seconds, backward=rates.backward)
+    total = (passes or 1) * seconds if job_failures is None else job_failures.expected
+    return Timeline(
+        direction="backward" if rates.backward else "forward",
+        ranks=plan.ranks,
+        seconds=seconds,
+        solver=solver,
+        why=why,
+        compared=solved.compared,
+        finish=solved.finish,
+        compute=compute,
+        exposed=exposed,
+        interval=interval,
+        extrapolated=sample is not None and sample.extrapolated,
+        traffic=solved.traffic,
+        memory=memory(plan, backward=rates.backward),
+        passes=passes,
+        failures=job_failures,
+        joules=energy(machine, plan.ranks, total),
+        price=cost(machine, plan.ranks, total),
+        machine=machine,
+        notes=note_assumptions(plan, machine),
+    )

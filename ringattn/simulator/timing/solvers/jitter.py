@@ -1,0 +1,106 @@
+"""Visits whose times vary: sampled runs of the ring, or of smaller rings whose time per step is extrapolated.
+
+The time of a visit is its mean times a gamma variable of mean 1 (exponential where the standard deviation is the mean).
+In a ring of K steps the slowest rank has waited for the worst path through the times of its neighbors: last-passage
+percolation. The time is K rate + b K^(1/3), whose second term is both the drift and the fluctuation (Johansson 2000),
+so that T / K is a line in K^(-2/3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from statistics import mean, stdev
+
+import numpy as np
+
+from ....errors import Unsupported
+from ...progress import track
+from .recurrence import Phase, Ring
+from .stencil import solve_stencil
+
+#: Runs per ring, and the two-sided 95 % quantile of Student's t with REPEATS - 1 degrees of freedom.
+REPEATS, STUDENT = 8, 2.365
+#: The most ranks x steps of a ring that is run itself, and the ranks of the uniform rings that stand for a larger ring.
+MOST_RUN, SIZES = 1 << 21, (128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class SampledTime:
+    """Mean seconds of runs with jitter, and the 95 % interval (`low`, `high`) of that mean.
+
+    `extrapolated` says whether smaller rings were run, and `why` names the runs in words for the report.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    extrapolated: bool
+    why: str
+
+    def at_least(self, seconds: float) -> SampledTime:
+        """The same sample, with no time below `seconds`."""
+        mean_seconds, low, high = (max(value, seconds) for value in (self.seconds, self.low, self.high))
+        return replace(self, seconds=mean_seconds, low=low, high=high)
+
+
+def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
+    """The time of a ring whose visits vary by `jitter`, the standard deviation over the mean.
+
+    Raises Unsupported for rings that are too large to run and not uniform enough to extrapolate.
+    """
+    generator = np.random.default_rng(seed)
+    steps = sum(phase.steps for phase in ring.phases) if isinstance(ring.phases, tuple) else None
+    if steps is None or ring.ranks * steps <= MOST_RUN:
+        return sample_runs(lambda: _run_once(ring, jitter, generator), f"runs of the ring itself, seed {seed}")
+    assert isinstance(ring.phases, tuple)
+    values = [
+        value
+        for phase in ring.phases
+        for value in (phase.compute, phase.merge, *(x for sent in phase.messages for x in (sent.seconds, sent.gap)))
+    ]
+    if ring.stalls or any(isinstance(value, np.ndarray) for value in values):
+        raise Unsupported(
+            f"jitter on {ring.ranks:,} ranks x {steps:,} steps: more than {MOST_RUN:,} are extrapolated from smaller "
+            "rings, which needs all ranks and links alike; try a machine with ranks_per_node=1 and no slow ranks, or "
+            "fewer ranks"
+        )
+    # The longest phase, for as many steps as ranks, stands for all steps.
+    longest = max(ring.phases, key=lambda phase: phase.steps)
+    run_seconds = []
+    for _ in track(range(REPEATS), REPEATS, "runs with jitter"):
+        per_step = [
+            _run_once(replace(ring, ranks=n, phases=(replace(longest, steps=n),)), jitter, generator) / n for n in SIZES
+        ]
+        slope, level = np.polyfit([n ** (-2 / 3) for n in SIZES], per_step, 1)
+        run_seconds.append(steps * (float(level) + float(slope) * steps ** (-2 / 3)))
+    why = f"T / K = rate + b K^(-2/3) fitted to rings of {SIZES[0]} .. {SIZES[-1]} ranks, seed {seed}"
+    return _average(run_seconds, True, why)
+
+
+def sample_runs(run: Callable[[], float], why: str) -> SampledTime:
+    """The time of REPEATS runs, of which `run` returns the seconds; `why` names the runs."""
+    run_seconds = [run() for _ in track(range(REPEATS), REPEATS, "runs with jitter")]
+    return _average(run_seconds, False, f"{len(run_seconds)} {why}")
+
+
+def draw_factors(jitter: float, generator: np.random.Generator, count: int) -> np.ndarray:
+    """`count` gamma variables of mean 1 and standard deviation `jitter`."""
+    shape = 1 / jitter**2
+    return generator.gamma(shape, 1 / shape, count)
+
+
+def _average(run_seconds: list[float], extrapolated: bool, why: str) -> SampledTime:
+    middle, half_width = mean(run_seconds), STUDENT * stdev(run_seconds) / len(run_seconds) ** 0.5
+    return SampledTime(middle, middle - half_width, middle + half_width, extrapolated, why)
+
+
+def _run_once(ring: Ring, jitter: float, generator: np.random.Generator) -> float:
+    """Seconds of one run."""
+
+    def vary_phases() -> Iterator[Phase]:
+        for phase in ring.phases() if callable(ring.phases) else ring.phases:
+            for _ in range(phase.steps):
+                yield replace(phase, steps=1, compute=phase.compute * draw_factors(jitter, generator, ring.ranks))
+
+    return solve_stencil(replace(ring, phases=vary_phases)).seconds

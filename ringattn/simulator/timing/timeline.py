@@ -1,0 +1,87 @@
+"""The result of a simulation of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...machine.machine import MACHINE_NUMBERS, Machine
+from .costs import Failures
+from .resources import Traffic
+
+#: Keys of `Timeline.exposed` that are modelled only with a number of the machine, and the name of that number.
+CAUSES = {number.cause: name for name, number in MACHINE_NUMBERS.items() if number.cause}
+#: Effects that are not modelled on any machine.
+NEVER_MODELLED = (
+    "contention inside the network, beyond the shared NIC of a node",
+    "start-up of the program",
+)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The modelled time of one pass of a plan on a machine, in seconds; sizes are in bytes."""
+
+    #: "forward" or "backward".
+    direction: str
+    ranks: int
+    seconds: float
+    #: The name of the solver, and why it could be used.
+    solver: str
+    why: str
+    #: What of the plan was compared to show that a simpler problem takes as long; "" where every step was simulated.
+    compared: str
+    #: When each rank finishes, without jitter, float64 [ranks].
+    finish: np.ndarray
+    #: Mean seconds of visits per rank.
+    compute: float
+    #: Seconds by which the pass is longer than `compute`, by cause: imbalance (of the busiest rank), merge,
+    #: interference, stalls, wait for peers (what the pass takes longer where messages take no time), wait for messages
+    #: (the rest), jitter, host (starting steps) and call. With `compute` they sum to `seconds`.
+    exposed: dict[str, float]
+    #: The 95 % interval of the mean time with jitter, and whether it is extrapolated from smaller rings; None without
+    #: jitter.
+    interval: tuple[float, float] | None
+    extrapolated: bool
+    #: Counted bytes on links.
+    traffic: Traffic
+    #: Bytes of one rank by category.
+    memory: dict[str, int]
+    #: How often the job makes the pass. None: no job is stated; energy and price are of one pass, without failures.
+    passes: int | None
+    #: Failures and checkpoints of the job; None: not modelled, or no job is stated.
+    failures: Failures | None
+    #: Energy [J] and price of the job, or of one pass; None: not modelled.
+    joules: float | None
+    price: float | None
+    machine: Machine
+    #: What is assumed where the machine's speed belongs to another dtype, head dim or number of heads.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Seconds of the job, with failures and checkpoints where they are modelled; without a job, of one pass."""
+        return (self.passes or 1) * self.seconds if self.failures is None else self.failures.expected
+
+    @property
+    def kind(self) -> str:
+        """The kind of number that `seconds` is: "modelled" or "extrapolated"."""
+        return "extrapolated" if self.extrapolated else "modelled"
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory of a rank is enough; None: not modelled."""
+        return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """The effects that are not modelled, each with the number of the machine that would model it."""
+        left_out = [
+            f"{number.effect} (machine.{name})"
+            for name, number in MACHINE_NUMBERS.items()
+            if number.effect and getattr(self.machine, name) is None
+        ]
+        if self.machine.mtbf is not None and self.passes is None:
+            left_out.append("failures and checkpoints: a job has them; state a job with passes=...")
+        return (*left_out, *NEVER_MODELLED)

@@ -1,0 +1,197 @@
+"""When some ranks begin some steps, for heat maps and traces: a window of ranks and steps, never all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...errors import InvalidInput, Unsupported
+from ...machine.machine import Machine
+from .problem import RingProblem, make_ring_problem
+from .rates import Factors, Faults, Rates, parse_factors
+from .solvers.delay import DelayState
+from .solvers.event_loop import StepTimes, simulate_events
+from .solvers.recurrence import Phase, Ring, Stall
+
+if TYPE_CHECKING:
+    from ...plan.plan import Plan
+
+#: Most ranks x steps that are computed to reach the end of a window.
+REACHED = 1 << 31
+
+
+@dataclass(frozen=True)
+class TimedMessage:
+    """A message of the window: the time at which both ends are ready and it begins, and its duration, in seconds."""
+
+    step: int
+    source: int
+    target: int
+    begun: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """When `ranks` begin `steps`, in seconds and without jitter; NaN where a rank has no such step.
+
+    All arrays are float64. `messages` is None where the solver does not know when messages begin.
+    """
+
+    solver: str
+    ranks: range
+    steps: range
+    #: Seconds at which a rank begins a step, and the step after the last: [steps + 1, ranks].
+    begun: np.ndarray
+    #: Seconds for which a rank is busy in a step: [steps, ranks].
+    busy: np.ndarray
+    #: Seconds for which a rank then waits for a rank that has not posted their message, of the message that ends last;
+    #: it waits for this message until its next step: [steps, ranks]. NaN where the solver does not know.
+    for_peers: np.ndarray
+    #: Seconds by which `begun` is later than without slow ranks, slow links and stalls: [steps + 1, ranks].
+    late: np.ndarray
+    messages: tuple[TimedMessage, ...] | None
+
+
+def window(
+    plan: Plan,
+    machine: Machine,
+    *,
+    ranks: range,
+    steps: range,
+    backward: bool = False,
+    slow: Factors | None = None,
+    slow_links: Factors | None = None,
+    stalls: Sequence[Stall] = (),
+) -> StepWindow:
+    """The window of a pass; arguments as in `simulate`.
+
+    Raises InvalidInput where the pass has no such ranks or steps, Unsupported where no solver knows their times.
+    """
+    if not ranks or ranks.start < 0 or ranks.stop > plan.ranks or not steps or steps.start < 0:
+        raise InvalidInput(
+            f"a window of ranks {ranks.start} .. {ranks.stop - 1} and steps {steps.start} .. {steps.stop - 1}: the "
+            f"pass has ranks 0 .. {plan.ranks - 1} and steps from 0 on; try a window inside them"
+        )
+    rates = Rates(plan, machine, backward)
+    faults = Faults(
+        parse_factors("slow", slow, plan.ranks), parse_factors("slow_links", slow_links, plan.ranks), tuple(stalls)
+    )
+    ring_problem = make_ring_problem(rates, faults)
+    if isinstance(ring_problem, str):
+        return _simulate_window(rates, faults, ranks, steps, ring_problem)
+    steps = range(steps.start, min(steps.stop, ring_problem.steps))
+    if not steps:
+        raise InvalidInput(
+            f"the window begins at step {steps.start}, the pass has the steps 0 .. {ring_problem.steps - 1}"
+        )
+    begun, busy, for_peers, messages = _solve_window(ring_problem, ranks, steps)
+    undisturbed = begun
+    if faults:
+        same_without_faults = make_ring_problem(rates, Faults())
+        assert isinstance(same_without_faults, RingProblem)
+        undisturbed = _solve_window(same_without_faults, ranks, steps)[0]
+    return StepWindow("stencil", ranks, steps, begun, busy, for_peers, begun - undisturbed, messages)
+
+
+def _solve_window(
+    ring_problem: RingProblem, ranks: range, steps: range
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[TimedMessage, ...] | None]:
+    """(begun, busy, for_peers, messages) of a window, by the stencil of the ring."""
+    ring = ring_problem.ring
+    if ring.ranks * steps.stop > REACHED:
+        raise Unsupported(
+            f"{ring.ranks:,} ranks x {steps.stop:,} steps lie before the end of the window, and at most {REACHED:,} "
+            "are computed; try an earlier window"
+        )
+    state, done = DelayState(ring), 0
+    begun, busy, for_peers = [], [], []
+    messages: list[TimedMessage] | None = [] if ring.buffers == 1 else None
+    for phase in ring.each_phase():
+        skipped = max(0, min(phase.steps, steps.start - done))
+        if skipped:
+            state.advance(phase, skipped)
+        for step in range(done + skipped, min(done + phase.steps, steps.stop)):
+            now = state.finish()
+            begun.append(_select(now, ranks))
+            every_busy = np.broadcast_to(ring.busy(phase), (ring.ranks,))
+            busy.append(_select(every_busy, ranks))
+            if messages is None:
+                for_peers.append(np.full(len(ranks), np.nan))
+            else:
+                step_messages = _list_messages(ring, phase, step, now, ranks)
+                messages += [message for message in step_messages if message.source in ranks]
+                for_peers.append(_wait_for_peers(step_messages, now + every_busy, ranks))
+            state.advance(phase, 1)
+        done += phase.steps
+        if done >= steps.stop:
+            break
+    begun.append(_select(state.finish(), ranks))
+    return np.array(begun), np.array(busy), np.array(for_peers), None if messages is None else tuple(messages)
+
+
+def _select(values: np.ndarray, ranks: range) -> np.ndarray:
+    return np.array(values[ranks.start : ranks.stop])
+
+
+def _list_messages(ring: Ring, phase: Phase, step: int, now: np.ndarray, ranks: range) -> list[TimedMessage]:
+    """The messages that `ranks` send or receive at a step.
+
+    With one receive buffer, each begins when both ends begin the step.
+    """
+    messages = []
+
+    def add(source: int, target: int, seconds: float) -> None:
+        messages.append(TimedMessage(step, source, target, float(max(now[source], now[target])), seconds))
+
+    for lane in phase.messages:
+        seconds = np.broadcast_to(lane.seconds, (ring.ranks,))
+        for source in {source % ring.ranks for rank in ranks for source in (rank, rank - lane.sign)}:
+            if np.isfinite(seconds[source]):
+                add(source, (source + lane.sign) % ring.ranks, float(seconds[source]))
+    if phase.direct is not None:
+        columns = phase.direct.source, phase.direct.target, phase.direct.seconds
+        for source, target, lasts in zip(*(column.tolist() for column in columns), strict=True):
+            if source in ranks or target in ranks:
+                add(source, target, lasts)
+    return messages
+
+
+def _wait_for_peers(messages: Sequence[TimedMessage], done: np.ndarray, ranks: range) -> np.ndarray:
+    """Seconds for which each of `ranks`, whose visits are `done`, waits until its last message to end has begun."""
+    ends: dict[int, tuple[float, float]] = {}
+    for message in messages:
+        for rank in (message.source, message.target):
+            ends[rank] = max(ends.get(rank, (0.0, 0.0)), (message.begun + message.seconds, message.begun))
+    seconds = [max(ends.get(rank, (0.0, 0.0))[1] - float(done[rank]), 0.0) for rank in ranks]
+    return np.array(seconds)
+
+
+def _simulate_window(rates: Rates, faults: Faults, ranks: range, steps: range, why: str) -> StepWindow:
+    """The window by the event solver."""
+
+    def simulate(faults: Faults) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        begun = np.full((len(steps) + 1, len(ranks)), np.nan)
+        busy, for_peers = np.full((2, len(steps), len(ranks)), np.nan)
+
+        def note(times: StepTimes) -> None:
+            if times.rank not in ranks:
+                return
+            column = times.rank - ranks.start
+            for step in range(times.step, times.next_step + 1):  # the steps between are those in which it does nothing
+                at = step - steps.start
+                if 0 <= at <= len(steps):
+                    begun[at, column] = times.begun if step == times.step else times.next_begun
+                if 0 <= at < len(steps) and step < times.next_step:
+                    first = step == times.step
+                    busy[at, column], for_peers[at, column] = (times.busy, times.late_peer) if first else (0.0, 0.0)
+
+        simulate_events(rates, faults, why, observe=note)
+        return begun, busy, for_peers
+
+    begun, busy, for_peers = simulate(faults)
+    late = begun - simulate(Faults())[0] if faults else 0 * begun
+    return StepWindow("events", ranks, steps, begun, busy, for_peers, late, None)

@@ -1,0 +1,81 @@
+"""The page of a report in a real browser: no error, tables that sort, figures, and no wider than a phone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import BROWSER, probe
+
+from ringattn.bench import runner
+from ringattn.bench.records import read_results
+from ringattn.bench.report import BenchReport, render
+from ringattn.bench.systems import make_system_case
+
+#: What a reader does, and what the page is then; the answer stands in the title.
+PROBE = """
+  const table = [...document.querySelectorAll("table")].find(x => x.rows[0].cells[0].textContent === "case");
+  const at = [...table.rows[0].cells].findIndex(x => x.textContent === "median");
+  const column = () => [...table.rows].slice(1).map(row => row.cells[at].textContent);
+  const press = () => table.rows[0].cells[at].querySelector("button").click();
+  const before = column(); press(); const up = column(); press(); const down = column();
+  const figures = [...document.querySelectorAll("svg")].map(x => x.getBoundingClientRect());
+  const shown = figures.filter(x => x.width > 200 && x.height > 100 && x.right <= innerWidth).length;
+  const wide = document.documentElement.scrollWidth, color = getComputedStyle(document.body).backgroundColor;
+  document.title = JSON.stringify({before, up, down, shown, figures: figures.length, wide, room: innerWidth, color});
+"""
+
+
+def make_results(folder: Path) -> Path:
+    """Results as the suites write them, with made-up numbers: two systems, three lengths, one of which failed."""
+    header = {
+        "format": "ringattn bench 2", "suite": "extreme", "repeat": 5, "memory": 8 << 30, "asked": None,
+        "device": None, "kind": "measured", "machine": runner.describe_host(),
+    }  # fmt: skip
+    lines: list[dict[str, Any]] = [header]
+    for name, factor in (("DilatedAttention", 1.0), ("BlockSparseRingDilatedAttention", 0.5)):
+        for tokens in (4096, 16384, 65536):
+            case = make_system_case(name, tokens, 2)
+            seconds = [factor * tokens * 1e-6 * (1 + i / 100) for i in range(5)]
+            peaks = {"forward": {"tensors": 9 * tokens, "after": 8 * tokens, "process": 10 * tokens}}
+            raw = {"times": {"forward": seconds}, "errors": {"forward": 1e-7}, "peaks": peaks}
+            if (name, tokens) == ("DilatedAttention", 65536):
+                raw = runner._failure("OutOfMemory", "<script>no memory</script>")
+            lines.append({"key": case.name, **runner.summarise_case(case, [raw])})
+    path = folder / "extreme_cpu_2026-01-01_1.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return render(
+        BenchReport(read_results(make_results(tmp_path_factory.mktemp("results"))), "ringattn report"), "html"
+    )
+
+
+def test_the_page_needs_nothing_else(page: str) -> None:
+    pytest.importorskip("matplotlib")
+    assert not re.search(r'(src|href)="(?!data:|#)(?!https?://www\.w3\.org)[^"]*"', page) and "@import" not in page
+    assert page.count("<svg") == 3 and 'name="viewport"' in page and "prefers-color-scheme: dark" in page
+    assert "&lt;script&gt;no memory" in page and "<td>OutOfMemory</td>" in page
+    assert "What it was." in page and "rank 1" in page  # the claim, and the picture of the plan
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_in_a_browser(scheme: str, page: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = probe(page, PROBE, tmp_path, scheme)
+    assert found["up"] == sorted(found["before"], key=lambda x: (x == "", to_seconds(x))) != found["before"]
+    assert [x for x in found["down"] if x] == [x for x in found["up"] if x][::-1]
+    assert found["shown"] == found["figures"] == 3 and found["wide"] <= found["room"]
+    assert found["color"] == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 24, 28)"}[scheme]
+
+
+def to_seconds(text: str) -> float:
+    number, unit = text.split() if text else ("0", "s")
+    return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]

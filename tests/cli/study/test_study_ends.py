@@ -1,0 +1,198 @@
+"""Studies that are interrupted go on, and folders that cannot be used are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Inside
+from studies import files, read, study
+
+from ringattn import InvalidInput
+from ringattn.cli.config.schema import SimulateConfig
+from ringattn.cli.study import runner
+from ringattn.cli.study.point import SimulationCache
+from ringattn.cli.study.runner import run
+from ringattn.simulator.reporting.journal import Journal, read_journal
+
+SWEEP = [
+    "-m",
+    "pattern=Causal(),Causal() & Window(100)",
+    "ranks=2,4,8",
+    "tokens=4k,1M",
+    "heads=2",
+    "study.plots=[stack]",
+]
+
+
+def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> None:
+    path = tmp_path / "points.jsonl"
+    with Journal(path, {"study": "a"}) as journal:
+        journal.add("1", {"x": 0.1})
+        journal.add("2", {"x": None})
+        with pytest.raises(InvalidInput, match="another process"), Journal(path, {"study": "a"}):
+            pass
+    whole = path.read_bytes()
+    for cut in range(len(whole) - 1, len(b'{"study": "a"}\n'), -7):
+        path.write_bytes(whole[:cut])
+        with Journal(path, {"study": "a"}) as journal:
+            assert list(journal.records) == ["1", "2"][: whole[:cut].count(b"\n") - 1]
+            for key, value in (("1", 0.1), ("2", None)):
+                if key not in journal.records:
+                    journal.add(key, {"x": value})
+        assert path.read_bytes() == whole
+    with pytest.raises(InvalidInput, match="this one differs in its name; give"), Journal(path, {"study": "b"}):
+        pass
+    assert read_journal(path.with_name("none")) == (None, {})
+    for broken, words in ((whole.replace(b'"x"', b'"x', 1), "line 2 is no record; remove"), (b"?\n", "line 1 is not")):
+        path.write_bytes(broken + b'{"key": "3", "x')  # the last line is only cut off
+        for opened in (read_journal, lambda path: Journal(path, {"study": "a"})):
+            with pytest.raises(InvalidInput, match=rf"points\.jsonl: {words}"):
+                opened(path)
+
+
+def test_another_study_in_the_folder_is_refused(tmp_path: Path) -> None:
+    run(study(tmp_path, {"ranks": [2]}))
+    before = (tmp_path / "sweep.csv").read_bytes()
+    with pytest.raises(InvalidInput, match="holds the study 'test', and this one differs in its points; give another"):
+        run(study(tmp_path, {"ranks": [2, 4]}))
+    assert (tmp_path / "sweep.csv").read_bytes() == before
+
+
+def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(InvalidInput, match="holds files, and none of a study"):
+        run(study(tmp_path, {"ranks": [2]}))
+    assert files(tmp_path) == {"report.md": b"mine"}
+
+
+def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """SIGKILL at random moments, again and again: no point is done twice, and all files are those of a quiet run."""
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "ringattn", "simulate", *SWEEP, "output.path=out"]
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    for folder in (quiet, killed):
+        folder.mkdir()
+    begun = time.monotonic()
+    subprocess.run(command, cwd=quiet, env=env, check=True, capture_output=True, timeout=100)
+    took = time.monotonic() - begun
+    chance, kills = random.Random(0), 0
+    journal = killed / "out" / "points.jsonl"
+    for moment in range(3):
+        process = subprocess.Popen(command, cwd=killed, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            if moment < 2:  # while points are being done, else at any time
+                wanted = 1 + chance.randrange(2, 6) * (moment + 1)
+                while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < wanted):
+                    time.sleep(0.002)
+            else:
+                time.sleep(chance.uniform(0.4, 1.0) * took)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            kills += process.wait() == -signal.SIGKILL
+    assert kills >= 2
+    if journal.exists():  # as if the machine had been switched off in the middle of a line
+        journal.write_bytes(journal.read_bytes()[:-5])
+    subprocess.run(command, cwd=killed, env=env, check=True, capture_output=True, timeout=100)
+    assert files(killed / "out") == files(quiet / "out")
+    assert len({json.loads(line).get("key") for line in journal.read_text().splitlines()}) == 13
+    assert {"stack.svg", "stack.png", "report.html", "sweep.csv", "summary.json"} <= files(quiet / "out").keys()
+
+
+def test_a_study_that_is_interrupted_says_how_to_go_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    inside: Inside,
+) -> None:
+    """Ctrl-C at the third point: status 130, the folder is named, two points are kept, and the same command ends it."""
+    arguments = ("simulate", "-m", "ranks=2,4,8", "tokens=4k", "study.plots=[]", "output.path=out")
+    real, done = runner.evaluate, []
+
+    def interrupted(config: SimulateConfig, cache: SimulationCache) -> dict[str, Any]:
+        done.append(config.ranks)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return real(config, cache)
+
+    monkeypatch.setattr(runner, "evaluate", interrupted)
+    first = inside(*arguments, cwd=tmp_path)
+    assert first.returncode == 130
+    assert "out keeps the finished points; the same command continues from there" in first.stderr
+    again = inside(*arguments, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert done == [2, 4, 8, 8] and len(read(tmp_path / "out" / "sweep.csv")) == 3
+
+
+def test_folders_that_cannot_be_used_are_refused_before_the_first_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "evaluate", lambda *_: pytest.fail("a point was done"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "journal" / "points.jsonl").mkdir(parents=True)
+    config_there = tmp_path / "config"
+    (config_there / "config.yaml").mkdir(parents=True)
+    (config_there / "points.jsonl").touch()
+    for folder, words in (
+        (tmp_path / "file", "cannot be a folder"),
+        (tmp_path / "file" / "out", "file is not a folder; choose another path"),
+        (tmp_path / "no" / "out", "the folder .*no does not exist; make it first"),
+        (tmp_path / "journal", "holds files, and none of a study"),
+        (config_there, "config.yaml: is a folder"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            run(study(folder, {"ranks": [2]}))
+    with pytest.raises(InvalidInput, match="cannot be written"), Journal(tmp_path / "journal" / "points.jsonl", {}):
+        pass
+    assert not list((tmp_path / "journal" / "points.jsonl").iterdir())
+
+
+def test_a_full_disk_ends_a_study_that_goes_on_later(tmp_path: Path) -> None:
+    """Files of a process may not grow beyond 4 KiB: the points before that are kept, in whole lines."""
+    command = [sys.executable, "-m", "ringattn", "simulate", *SWEEP[:-1], "study.plots=[]", "output.path=out"]
+    limited = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); sys.argv[0] = 'ringattn'"
+    )
+    code = f"{limited}; runpy.run_module('ringattn', run_name='__main__')"
+    full = subprocess.run(
+        [sys.executable, "-c", code, *command[3:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert full.returncode == 2, full.stderr
+    assert "points.jsonl: could not be written" in full.stderr and "the same command goes on" in full.stderr
+    journal = tmp_path / "out" / "points.jsonl"
+    kept = journal.read_bytes().splitlines()[:-1]
+    assert len(kept) > 1
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    assert journal.read_bytes().splitlines()[: len(kept)] == kept and len(journal.read_bytes().splitlines()) == 13
+
+
+def test_jobs_of_a_launcher_end_with_the_same_bytes(inside: Inside, tmp_path: Path) -> None:
+    """Also after a share was lost, and after one that a killed command left behind."""
+    assert inside("simulate", *SWEEP, "output.path=one", cwd=tmp_path).returncode == 0
+    spread = ("study.spread=2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "output.path=many")
+    done = inside("simulate", *SWEEP, *spread, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    kept = ("points.jsonl", "sweep.csv", "stack.svg")
+    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes() for name in kept)
+    assert sorted(p.name for p in (tmp_path / "many").glob("points*")) == ["points.jsonl", "points.jsonl.lock"]
+    lines = (tmp_path / "one" / "points.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "many" / "points.jsonl").write_bytes(b"".join(lines[:2]))
+    (tmp_path / "many" / "points.7.jsonl").write_bytes(b"".join([lines[0], *lines[4:6], lines[6][:9]]))
+    assert inside("simulate", *SWEEP, "output.path=many", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "many" / "points.jsonl").read_bytes() == b"".join(lines)
+    refused = inside("simulate", *SWEEP, "study.share=2", "output.path=wrong", cwd=tmp_path)
+    assert refused.returncode == 2 and "study.share=2: expected one of the 1 shares" in refused.stderr, refused.stderr
+    assert not (tmp_path / "wrong").exists()

@@ -1,0 +1,494 @@
+"""What `simulate` is asked for: every setting has an effect or is refused, wrong types are told, progress is heard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from loaded_modules import modules_after
+from measured import times
+from rich.console import Console
+
+import ringattn as ra
+from ringattn import InvalidInput, Machine, Stall, make_plan, simulate
+from ringattn.cli.config.checks import CALIBRATE_SETTINGS, SIMULATE_SETTINGS, check_settings
+from ringattn.cli.config.groups import (
+    LayoutGroup,
+    MachineGroup,
+    OutputGroup,
+    PatternGroup,
+    ScheduleGroup,
+    TransportGroup,
+)
+from ringattn.cli.config.overrides import prepare
+from ringattn.cli.config.schema import CalibrateConfig, SimulateConfig
+from ringattn.cli.simulate import main
+from ringattn.machine.kernel_times import KernelTimes
+from ringattn.simulator.numerics import Fault, numerics
+from ringattn.simulator.progress import listening
+from ringattn.simulator.reporting.progress_bar import show_progress
+
+#: A value of each setting of `simulate` that is not the default.
+OTHERS: dict[str, Any] = {
+    "pattern": PatternGroup("Full()"),
+    "layout": LayoutGroup("contiguous"),
+    "schedule": ScheduleGroup("direct"),
+    "ranks": 2,
+    "tokens": 512,
+    "shard": 32,
+    "heads": 4,
+    "kv_heads": 1,
+    "head_dim": 32,
+    "batch": 3,
+    "dtype": "bfloat16",
+    "comm_dtype": "bfloat16",
+    "rotate": "keys",
+    "backward": True,
+    "slow": {1: 2.0},
+    "slow_links": {1: 50.0},
+    "stalls": [[1, 0, 0.5]],
+    "passes": 7,
+    "solver": "events",
+    "seed": 5,
+    "machine.spec": "cuda",
+    "machine.path": "m.yaml",
+    "machine.extrapolate": True,
+    "machine.flops": 1e9,
+    "machine.latency": 0.1,
+    "machine.bandwidth": 1e4,
+    "machine.node_latency": 1.0,
+    "machine.node_bandwidth": 1e3,
+    "machine.shared_nic": True,
+    "machine.merge": 1e6,
+    "machine.buffers": 3,
+    "machine.gamma": 0.5,
+    "machine.jitter": 0.5,
+    "machine.call": 1.0,
+    "machine.call_backward": 1.0,
+    "machine.sweep": 1e6,
+    "machine.sweep_backward": 1e6,
+    "machine.host": 1.0,
+    "machine.host_call": 1.0,
+    "machine.memory": 1e6,
+    "machine.watts": 5.0,
+    "machine.price": 2.0,
+    "machine.mtbf": 1e9,
+    "machine.checkpoint": 1e9,
+    "machine.restart": 4.0,
+    "numerics.way": "all",
+    "numerics.rows": 3,
+    "numerics.spread": 1,
+    "numerics.first": 1,
+    "numerics.count": 2,
+    "numerics.together": 3,
+    "numerics.period": 37,
+    "numerics.fault": "drop",
+    "numerics.fault_rank": 1,
+    "numerics.fault_owner": 1,
+    "study.name": "x",
+    "study.plots": [],
+    "study.x": "ranks",
+    "study.y": "ranks",
+    "study.extrapolate": 1e9,
+    "study.progress": False,
+    "study.spread": 2,
+    "study.share": 0,
+    "study.window.point": 0,
+    "study.window.first_rank": 1,
+    "study.window.ranks": 1,
+    "study.window.first_step": 1,
+    "study.window.steps": 1,
+    "study.execute.budget": 1.0,
+    "study.execute.rows": 1,
+    "study.execute.heads": 2,
+    "study.execute.head_dim": 8,
+    "study.execute.seed": 1,
+    "model.spec": "llama3_8b",
+    "model.path": "config.json",
+    "phase": "decode",
+    "cp": 2,
+    "dp": 2,
+    "tp": 2,
+    "pp": 2,
+    "micro_batches": 2,
+    "interleaved": 2,
+    "checkpointing": "none",
+    "sharding": "none",
+    "machine.peak": 1e12,
+    "machine.matmul": 1e12,
+    "validate.ranks": [4],
+    "validate.held_out": [8],
+    "validate.rows": [8, 16],
+    "validate.widths": [8],
+    "validate.messages": [8, 16],
+    "validate.repeat": 2,
+    "validate.seconds": 3,
+    "validate.threads": 1,
+    "validate.timeout": 3.0,
+}
+#: What says where results go, which of the modes it is, or how a computation runs; axes make a study; nodes of equal
+#: links.
+ELSEWHERE = (
+    "output.path",
+    "experiment",
+    "mode",
+    "numerics.threads",
+    "study.axes",
+    "study.together",
+    "machine.cores",  # has an effect with machine.ranks_per_node
+    "machine.ranks_per_node",
+    "machine.one_gather",
+)
+
+
+def leaves(kind: Any, prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for field in dataclasses.fields(kind):
+        inner = field.default_factory
+        nested = dataclasses.is_dataclass(inner) and field.name not in ("pattern", "layout", "schedule")
+        found += leaves(inner, f"{prefix}{field.name}.") if nested else [prefix + field.name]
+    return found
+
+
+def changed(config: Any, key: str, value: Any) -> Any:
+    first, _, rest = key.partition(".")
+    return dataclasses.replace(config, **{first: changed(getattr(config, first), rest, value) if rest else value})
+
+
+def base(path: Path, **more: Any) -> SimulateConfig:
+    return SimulateConfig(
+        PatternGroup("Causal()"),
+        LayoutGroup("zigzag"),
+        ScheduleGroup("ring"),
+        MachineGroup("auto"),
+        OutputGroup(str(path)),
+        ranks=4,
+        tokens=256,
+        heads=2,
+        head_dim=16,
+        **more,
+    )
+
+
+def outcome(config: SimulateConfig) -> dict[str, Any]:
+    """All that is written, without what only repeats the question, and without measured times."""
+    main(config)
+    assert config.output.path
+    found = json.loads(Path(config.output.path).read_text())
+    return {
+        key: value for key, value in found.items() if key not in ("plan", "machine", "seconds", "peak_bytes", "words")
+    }
+
+
+def test_every_setting_is_tried() -> None:
+    assert {*leaves(SimulateConfig)} == {*OTHERS, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("mode", ["timing", "numerics"])
+def test_every_setting_has_an_effect_or_is_refused(tmp_path: Path, mode: str) -> None:
+    plain = base(tmp_path / "a.json", mode=mode)
+    before = outcome(plain)
+    assert before == outcome(plain), "what is compared must not change by itself"
+    refused = set()
+    for key, value in OTHERS.items():
+        if key.startswith("study.") and mode == "timing":
+            continue  # those of a study are tried in test_study.py
+        try:
+            prepare("simulate", [f"mode={mode}", f"{key}={value}"] if not isinstance(value, PatternGroup) else [])
+            after = outcome(changed(plain, key, value))
+        except ra.RingAttentionError:
+            refused.add(key)
+            continue
+        assert after != before, f"{key}={value} changes nothing with mode={mode}, and nobody is told"
+    # What could not be tried may hide a setting that is honoured.
+    honoured = {
+        "timing": {
+            "heads",
+            "backward",
+            "slow",
+            "stalls",
+            "machine.jitter",
+            "passes",
+            "solver",
+            "machine.watts",
+            "dtype",
+        },
+        "numerics": {"heads", "backward", "seed", "numerics.way", "numerics.rows", "numerics.period", "layout"},
+    }
+    assert not honoured[mode] & refused
+
+
+def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
+    """The same settings beside what gives them a meaning change what is found."""
+    path = tmp_path / "a.json"
+    for beside, key in (
+        ({"backward": True}, "rotate"),
+        ({"machine.jitter": 0.3}, "seed"),
+        ({"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0, "passes": 10**8}, "machine.restart"),
+        (
+            {"machine.mtbf": 1e6, "machine.checkpoint": 2e6, "machine.restart": 1.0, "passes": 10**8},
+            "machine.checkpoint",
+        ),
+    ):
+        config = base(path)
+        for name, value in beside.items():
+            config = changed(config, name, value)
+        assert outcome(config) != outcome(changed(config, key, OTHERS[key])), key
+    chosen = dataclasses.replace(base(path, mode="numerics"), layout=LayoutGroup("auto"), machine=MachineGroup("cuda"))
+    assert outcome(chosen)["complete"]
+    # One point of a study is enough.
+    with pytest.raises(InvalidInput, match=r"rotate=keys has no meaning without backward=true; leave it out"):
+        check_settings(SIMULATE_SETTINGS["timing"], base(path, rotate="keys"))
+    check_settings(SIMULATE_SETTINGS["timing"], base(path, rotate="keys"), base(path, rotate="keys", backward=True))
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "words"),
+    [
+        (
+            "calibrate",
+            {"machine.bandwidth": 1e9},
+            "machine.bandwidth=1e+09 has no meaning here: a calibration of ranks measures it",
+        ),
+        (
+            "calibrate",
+            {"machine.flops": 1e9, "transport": TransportGroup("none")},
+            "machine.flops=1e+09 has no meaning here",
+        ),
+        ("calibrate", {"ranks": 3, "transport": TransportGroup("none")}, "ranks=3 has no meaning with transport=none"),
+        ("calibrate", {"messages": [1, 2], "transport": TransportGroup("none")}, "messages=[1,2] has no meaning"),
+        ("validate", {"machine.spec": "cuda"}, "machine.spec=cuda has no meaning with mode=validate"),
+        ("validate", {"machine.watts": 3.0}, "machine.watts=3 has no meaning with mode=validate"),
+        (
+            "validate",
+            {"machine.spec": "file", "machine.path": "m", "validate.rows": [8, 16]},
+            "beside machine.path=...",
+        ),
+    ],
+)
+def test_what_is_measured_is_not_taken_from_the_command_line(what: str, change: dict[str, Any], words: str) -> None:
+    plain = (
+        {"calibrate": CalibrateConfig, "validate": SimulateConfig}[what](
+            transport=TransportGroup("gloo"), machine=MachineGroup("auto")
+        )
+        if what == "calibrate"
+        else SimulateConfig(machine=MachineGroup("auto"))
+    )
+    settings: Any = CALIBRATE_SETTINGS if what == "calibrate" else SIMULATE_SETTINGS[what]
+    check_settings(settings, plain)
+    config = plain
+    for key, value in change.items():
+        config = changed(config, key, value)
+    with pytest.raises(InvalidInput) as caught:
+        check_settings(settings, config)
+    assert words in str(caught.value) and str(caught.value).endswith("; leave it out")
+
+
+def test_the_table_names_settings_that_exist() -> None:
+    calibrated = {*leaves(CalibrateConfig), "machine"}
+    for settings in (*SIMULATE_SETTINGS.values(), CALIBRATE_SETTINGS):
+        assert {setting.key for setting in settings} <= {*OTHERS, *ELSEWHERE, *calibrated}
+    with pytest.raises(InvalidInput, match=r"heads=2 has no meaning beside machine\.path"):
+        prepare("simulate", ["experiment=validate", "machine=file", "machine.path=m.yaml", "heads=2"])
+
+
+def test_nothing_to_simulate() -> None:
+    for sizes in ({"tokens": 0}, {"shard": 0}):
+        with pytest.raises(
+            InvalidInput, match=r"=0: without tokens there is nothing to simulate; try (tokens|shard)=64k"
+        ):
+            SimulateConfig(**sizes).size()
+
+
+def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for options, words in (
+        (
+            {"numerics.rows": "1e9"},
+            "numerics.rows=1e9: a sequence of 256 tokens has 256 query rows; try numerics.rows=256",
+        ),
+        ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
+        (
+            {"ranks": 1, "numerics.fault": "drop"},
+            "fault 'drop' harms what comes from another rank, and here is only one; try ranks=2",
+        ),
+        ({"ranks": 1, "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes from another rank"),
+        ({"seed": -1}, "seed=-1: expected an integer >= 0"),
+    ):
+        config = base(path, mode="numerics")
+        for key, value in options.items():  # type: ignore[attr-defined]
+            config = changed(config, key, value)
+        with pytest.raises(InvalidInput) as caught:
+            main(config)
+        assert words in str(caught.value)
+    few = changed(base(path, mode="numerics"), "tokens", 8)
+    assert outcome(few)["rows"] == 8, "the default is as many as there are"
+    plan = make_plan(ra.Full(), tokens=64, ranks=1, dtype="float64")
+    with pytest.raises(InvalidInput, match="seed=-1"):
+        numerics(plan, seed=-1, mode="all")
+    with pytest.raises(InvalidInput, match="here is only one"):
+        numerics(plan, fault=Fault("swap", 0, 0))
+
+
+PLAN = make_plan(ra.Full(), tokens=64, ranks=4, schedule="ring")
+EVEN = Machine(flops=1e8, latency=1e-4, bandwidth=2e7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((3, EVEN), "expected a Plan, as make_plan gives it, got 3"),
+        ((ra.Plan, EVEN), "expected a Plan"),
+        ((PLAN, 3), "unknown machine 3; expected cpu"),
+        ((PLAN, []), "or a Machine such as"),
+        ({"backward": "yes"}, "backward='yes': expected True or False"),
+        ({"solver": 5}, "solver=5: expected one of auto"),
+        ({"passes": "a"}, "passes='a': expected how often"),
+        ({"seed": -1}, "seed=-1: expected an integer >= 0"),
+        ({"seed": "x"}, "seed='x': expected an integer"),
+        ({"slow": "x"}, "slow='x': expected factors by rank"),
+        ({"slow": ["x"] * 4}, "slow: a factor is not a number"),
+        ({"slow": np.ones((2, 2))}, "got shape (2, 2)"),
+        ({"slow_links": {0: "x"}}, "slow_links: the factor 'x' of rank 0"),
+        ({"stalls": 5}, "stalls=5: expected a list of Stall(rank, step, seconds)"),
+        ({"stalls": iter(())}, "expected a list of Stall"),
+        ({"stalls": [Stall("a", 0, 1.0)]}, "expected a rank 0 .. 3"),  # type: ignore[arg-type]
+        ({"stalls": [Stall(0, 0, "x")]}, "a step >= 0 and seconds >= 0"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_types_are_told(arguments: Any, words: str) -> None:
+    given, options = ((PLAN, EVEN), arguments) if isinstance(arguments, dict) else (arguments, {})
+    with pytest.raises(InvalidInput) as caught:
+        simulate(*given, **options)
+    assert words in str(caught.value)
+
+
+def test_why_shards_are_not_alike() -> None:
+    for tokens, ranks, layout, words in (
+        (64, 100, "contiguous", "100 ranks are more than 64 tokens, so that some ranks have none"),
+        (66, 4, "contiguous", "66 tokens do not divide into 4 equal chunks"),
+        (68, 4, "zigzag", "68 tokens do not divide into 8 equal chunks"),
+        (1, 8192, "contiguous", "8,192 ranks are more than 1 token,"),
+    ):
+        plan = make_plan(ra.Causal(), tokens=tokens, ranks=ranks, layout=layout, schedule="ring")
+        if ranks > 4096:
+            with pytest.raises(ra.Unsupported, match=r"so that some ranks have none; .*ranks of equal size"):
+                simulate(plan, EVEN)
+        else:
+            assert words in simulate(plan, EVEN).why
+    striped = make_plan(ra.Causal(), tokens=64, ranks=4, layout="striped", schedule="ring")
+    assert "the mask is not one band over contiguous or zigzag ranks" in simulate(striped, EVEN).why
+
+
+def test_the_mean_with_jitter_is_at_least_the_time_without() -> None:
+    """Of one rank, the mean of few runs is below as often as above it."""
+    plan, calm = make_plan(ra.Full(), tokens=64, ranks=1), None
+    at_floor = 0
+    for seed in range(12):
+        calm = simulate(plan, EVEN)
+        found = simulate(plan, dataclasses.replace(EVEN, jitter=0.5), seed=seed)
+        assert found.interval is not None
+        assert calm.seconds <= found.interval[0] <= found.seconds <= found.interval[1]
+        assert found.exposed["jitter"] >= 0
+        at_floor += found.seconds == calm.seconds
+    assert 0 < at_floor < 12
+    gamma = dataclasses.replace(EVEN, jitter=0.5, gamma=0.5)
+    for seed in range(4):
+        other = simulate(PLAN, gamma, seed=seed)
+        assert other.interval is not None and other.compute <= other.interval[0]
+
+
+def kernel(**made: Any) -> KernelTimes:
+    return dataclasses.replace(times(), **made)
+
+
+def test_speeds_of_something_else_are_told() -> None:
+    sizes = {"tokens": 64, "ranks": 4, "schedule": "ring"}
+    for machine, options, words in (
+        (
+            "cuda",
+            {},
+            ["flops=5e+14 of this machine are those of bfloat16, and float32 is taken to be as fast [assumed]"],
+        ),
+        ("cuda", {"dtype": "float16"}, []),
+        ("cpu", {}, []),
+        ("cpu", {"dtype": "bfloat16"}, ["those of float32"]),
+        ("gtx1080_pcie", {}, []),
+        (ra.MACHINES["cuda"].changed(flops=1e14), {}, []),
+        (dataclasses.replace(EVEN, kernel=kernel(heads=1)), {}, []),
+        (dataclasses.replace(EVEN, kernel=kernel()), {"heads": 2}, []),
+        (
+            dataclasses.replace(EVEN, kernel=kernel(heads=1)),
+            {"heads": 2, "head_dim": 32},
+            ["head_dim=64, and head_dim=32", "heads=1, and heads=2"],
+        ),
+        (
+            dataclasses.replace(EVEN, kernel=kernel(extrapolate=True)),
+            {"dtype": "float64"},
+            ["dtype=float32, and dtype=float64"],
+        ),
+    ):
+        notes = simulate(make_plan(ra.Full(), **{**sizes, **options}), machine).notes  # type: ignore[arg-type]
+        found = [note for note in notes if "no published measurement" not in note]
+        assert len(found) == len(words) and all(word in note for word, note in zip(words, found, strict=True)), found
+    with pytest.raises(InvalidInput, match=r"flops_dtype='bfloat32': did you mean 'b?float\d\d'"):
+        dataclasses.replace(EVEN, flops_dtype="bfloat32")
+
+
+def test_long_computations_tell_how_far_they_are() -> None:
+    told: list[tuple[int, int, str]] = []
+    ring = make_plan(ra.Full(), tokens=600, ranks=300, schedule="ring", layout="contiguous")
+    causal = make_plan(ra.Causal(), tokens=600, ranks=300, schedule="ring", layout="contiguous")
+    for plan, options, steps in (
+        (ring, {"slow": {3: 2.0, 4: 3.0}, "solver": "stencil"}, 299),
+        (causal, {"solver": "stencil"}, 300),
+    ):
+        told.clear()
+        with listening(lambda *one: told.append(one)):
+            heard = simulate(plan, EVEN, **options)  # type: ignore[arg-type]
+        count = -(-steps // 128)
+        once = [(done, count, "steps by 128") for done in range(count)]
+        assert told in (once, once * 2)  # a ring that waits is solved again, with messages that take no time
+        told.clear()
+        assert simulate(plan, EVEN, **options).seconds == heard.seconds and not told  # type: ignore[arg-type]
+
+
+def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(**options: Any) -> str:
+        file = StringIO()
+        terminal = options.pop("terminal", False)
+        console = Console(file=file, force_terminal=terminal, width=80, stderr=True)
+        with show_progress(console, **options) as tell:
+            for done in range(100):
+                tell(done, 100, "steps")
+        return file.getvalue()
+
+    assert "steps" in shown(terminal=True) and shown(terminal=True, shown=False) == ""
+    assert shown() == ""
+    lines = shown(tenths=True).splitlines()
+    assert lines == [f"ringattn: steps: {done} of 100" for done in range(0, 100, 10)]
+    now = iter(range(0, 2000, 9))  # each unit of work takes 9 seconds
+    monkeypatch.setattr("ringattn.simulator.reporting.progress_bar.time.monotonic", lambda: float(next(now)))
+    lines = shown().splitlines()
+    assert lines[:2] == [
+        "ringattn: steps: 4 of 100, about 14.4 min left",
+        "ringattn: steps: 8 of 100, about 13.8 min left",
+    ]
+    assert len(lines) == 24 and shown(shown=False) == ""
+
+
+def test_progress_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("ringattn.simulator.reporting.progress_bar.INTERVAL", 0.0)
+    with show_progress(Console()) as tell:
+        tell(3, 9, "blocks")
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("", "ringattn: blocks: 3 of 9\n")
+
+
+def test_timing_knows_no_terminal() -> None:
+    assert "rich" not in modules_after("import ringattn as ra; ra.simulate(ra.make_plan(ra.Full(), tokens=8, ranks=2))")

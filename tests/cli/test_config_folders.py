@@ -1,0 +1,201 @@
+"""Config groups of a user's own folder, and where outputs go."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Inside, ringattn
+
+from ringattn.cli.config.overrides import prepare
+from ringattn.errors import InvalidInput
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of a user, with options of its own in myconf/."""
+    for name, text in (
+        ("pattern/mine", "spec: Causal() & Window(${.left})\nleft: 7 # keys before the query\n"),
+        ("machine/mycluster", "spec: h100_nvlink_ib\nbandwidth: 1.0e+10\n"),
+        ("experiment/mine", "# @package _global_\ndefaults:\n  - override /pattern: mine\ntokens: 96\nranks: 3\n"),
+    ):
+        path = tmp_path / "myconf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [("--config-dir", "myconf"), ("--config-dir=myconf",), ("-cd", "myconf"), ("hydra.searchpath=[file://myconf]",)],
+)
+def test_options_of_a_users_folder(project: Path, folder: tuple[str, ...], inside: Inside) -> None:
+    done = inside("plan", *folder, "experiment=mine", "pattern.left=5", "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["pattern"], found["tokens"], found["ranks"]) == ("(Causal() & Window(left=5, right=0))", 96, 3)
+
+
+def test_a_users_options_are_checked_as_ours_are(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    own = ["--config-dir", "myconf"]
+    assert prepare("plan", [*own, "pattern=mine", "pattern.left=3"])
+    for overrides, words in (
+        ([*own, "pattern=mne"], "pattern=mne: unknown option; did you mean 'mine'?"),
+        ([*own, "pattern=mine", "pattern.n=3"], "pattern.n=3 has no meaning with pattern=mine"),
+        (["pattern=mine"], "pattern=mine: unknown option"),
+        (["--config-dir", "nowhere", "pattern=mine"], "--config-dir nowhere: no such folder"),
+    ):
+        with pytest.raises(InvalidInput, match=words.replace("?", r"\?")):
+            prepare("plan", overrides)
+
+
+def test_a_study_over_a_users_options(project: Path, inside: Inside) -> None:
+    done = inside(
+        "simulate", "-m", "--config-dir", "myconf", "machine=mycluster,cpu", "pattern=mine,causal", "tokens=1k",
+        "study.plots=[]", cwd=project,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "4 points [modelled], 0 refused" in done.stdout
+    (folder,) = (project / "outputs").iterdir()
+    assert folder.name == "simulate", "all outputs without a path are in outputs/<verb>"
+
+
+def test_json_and_nothing_else_on_standard_output(tmp_path: Path, inside: Inside) -> None:
+    common = ("ranks=2", "tokens=64", "heads=2", "head_dim=8")
+    run = ("run", "transport=virtual", "repeat=2", "input=random", "backward=true")
+    ran = json.loads(inside(*run, *common, "--json", cwd=tmp_path).stdout)
+    assert len(ran["passes"]["forward"]["seconds"]) == 2 and ran["error"] < 1e-5
+    assert sum(ran["passes"]["backward"]["bytes_sent"]) == ran["passes"]["backward"]["planned_bytes"] > 0
+    planned = json.loads(inside("plan", *common, "--json", cwd=tmp_path).stdout)
+    counted = planned["counted"]
+    assert (
+        sum(rank["pairs"] for rank in counted["ranks"])
+        == counted["totals"]["pairs"]
+        == ran["pairs"]
+        == 2 * 64 * 65 // 2
+    )
+    for name in ("forward", "backward"):
+        for unit in ("bytes", "messages"):
+            assert sum(rank[name][unit] for rank in counted["ranks"]) == counted["totals"][name][unit] > 0
+    simulated = json.loads(inside("simulate", *common, "output.path=-", cwd=tmp_path).stdout)
+    assert simulated["passes"]["forward"]["seconds"] > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"outputs"}, "of run, Hydra's record"
+
+
+@pytest.mark.multi
+def test_ranks_write_what_they_print(tmp_path: Path) -> None:
+    done = ringattn("run", "ranks=2", "tokens=64", "repeat=1", "output.report=here.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "here.json").read_text())
+    assert [one["name"] for one in found["processes"]] == ["rank 0", "rank 1"]
+    assert f"{found['error']:.2e}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("run", "--jsn"), "--jsn: unknown option; did you mean '--json'?"),
+        (("bench", "--json"), "--json: ringattn bench prints no JSON; it is for run, plan, simulate"),
+        (("run", "output.report=missing/x.json"), "the folder missing does not exist"),
+        (("run", "output.path=-"), "safetensors is what is written"),
+        (("plan", "-m", "ranks=2,4", "output.path=x.json"), "every job would replace the output"),
+        (("simulate", "study=scaling", "--json"), "a study is a folder of files"),
+    ],
+)
+def test_json_that_cannot_be_written(tmp_path: Path, arguments: tuple[str, ...], words: str, inside: Inside) -> None:
+    done = inside(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted", "unwanted"),
+    [
+        ("ringattn si", {"simulate", "run"}, set()),
+        ("ringattn run layout=", {"layout=zigzag", "layout=striped"}, {"layout=custom"}),
+        ("ringattn run transport=", {"transport=virtual", "transport=gloo"}, {"transport=none"}),
+        ("ringattn plan ", {"ranks=", "pattern=", "output."}, {"transport=", "study=", "kernel=", "input="}),
+        ("ringattn run experiment=", {"experiment=window_64k"}, {"experiment=validate"}),
+    ],
+)
+def test_completion_answers(tmp_path: Path, line: str, wanted: set[str], unwanted: set[str]) -> None:
+    """With the keys and options that the verb takes, and no others."""
+    command = [sys.executable, "-m", "ringattn", "-sc", "query=bash"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        env={**os.environ, "COMP_LINE": line},
+        check=True,
+    )
+    offered = set(done.stdout.split())
+    assert wanted <= offered and not unwanted & offered
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "has more than 100,000 values"),
+        ("a: &a [*a]\n", "has more than 100,000 values"),
+        ("a: " + "[" * 5000 + "]" * 5000, "is nested more than 32 deep"),
+        ("a: [" + "x," * 200_000 + "]", "has more than 100,000 values"),
+        ("spec: [\n", "cannot be read as YAML (while parsing"),
+    ],
+    ids=["aliases", "itself", "deep", "large", "broken"],
+)
+def test_files_that_nobody_can_mean_are_refused_before_they_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    (tmp_path / "mine" / "pattern").mkdir(parents=True)
+    (tmp_path / "mine" / "pattern" / "odd.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput) as caught:
+        prepare("plan", ["--config-dir", "mine", "pattern=odd"])
+    assert words in str(caught.value) and "odd.yaml" in str(caught.value)
+
+
+def test_aliases_of_a_users_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "pattern").mkdir(parents=True)
+    (tmp_path / "mine" / "pattern" / "odd.yaml").write_text(
+        "spec: Dilated(${.segments}, ${.rates})\nsegments: &a [8, 16]\nrates: *a\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert prepare("plan", ["--config-dir", "mine", "pattern=odd", "pattern.rates=[1,2]"])
+
+
+@pytest.mark.parametrize("verb", [(), ("run",)])
+def test_completion_installs_for_the_program(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    done = ringattn(*verb, "-sc", "install=bash", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("hydra_bash_completion ringattn")
+
+
+def test_options_may_stand_between_overrides(inside: Inside, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "machine").mkdir(parents=True)
+    (tmp_path / "mine" / "machine" / "cluster.yaml").write_text("spec: cpu\nbandwidth: 2.5e10\n")
+    done = inside("plan", "ranks=2", "tokens=4k", "--config-dir", "mine", "machine=cluster", cwd=tmp_path)
+    assert done.returncode == 0 and "ring" in done.stdout, done.stderr
+    done = inside("--config-dir", "mine", "plan", "ranks=2", "tokens=4k", "machine=cluster", cwd=tmp_path)
+    assert done.returncode == 0 and "ring" in done.stdout, done.stderr
+    done = inside("plan", "ranks=2", "-m", "layout=contiguous,zigzag", "tokens=1k", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = inside("plan", "ranks=2", "--cfg", "job", "layout=zigzag", cwd=tmp_path)
+    assert done.returncode == 0 and "tokens:" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("spec: [\n", "while parsing"), ("spec: cpu\nbandwith: 1\n", "bandwith")], ids=["yaml", "key"]
+)
+def test_files_of_a_folder_that_cannot_be_read(inside: Inside, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "mine" / "machine").mkdir(parents=True)
+    (tmp_path / "mine" / "machine" / "broken.yaml").write_text(text)
+    done = inside("plan", "--config-dir", "mine", "ranks=2", "tokens=4k", "machine=broken", cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr

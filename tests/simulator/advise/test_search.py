@@ -1,0 +1,124 @@
+"""The search against loops over every candidate, bounds that nothing falls below, and errors by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+import ringattn as ra
+from ringattn import InvalidInput
+from ringattn.simulator.advise.advice import advise, span
+from ringattn.simulator.advise.search import Offer, Question, least_step, list_spreads, search
+from ringattn.simulator.models.config import ModelConfig, load_model
+from ringattn.simulator.models.parallel import Parallel
+from ringattn.simulator.models.pipeline import Pipeline, pipelined_step
+from ringattn.simulator.models.training import ATTENTION_PARTS, StepEstimate
+
+MODEL = ModelConfig("tiny", 2, 64, 4, 2, 16, 256, 512, windows=(64, None))
+MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=2, memory=1.1e7)
+
+
+def ask(**more: Any) -> Question:
+    machine = more.pop("machine", MACHINE)
+    return Question(**{"model": MODEL, "offers": (Offer("small", machine, 2.0),), "tokens": 4096, "gpus": 4, **more})
+
+
+def try_all(question: Question) -> list[tuple[Parallel, Pipeline, StepEstimate]]:
+    """Every candidate on all GPUs, by loops of its own: a stage of two has one layer, and a sequence for each."""
+    tried, machine = [], question.offers[0].machine
+    for tp, pp in product((1, 2), (1, 2)):  # divides the 2 key/value heads and the node of 2; the 2 layers
+        for cp in (1, 2, 4):
+            if 4 % (cp * tp * pp):
+                continue
+            dp = 4 // cp // tp // pp
+            plans = [(layout, name) for layout in ("zigzag", "contiguous") for name in ("ring", "allgather", "direct")]
+            if tp == 1:  # groups within a node, and key/value heads for each rank of them
+                plans += [(layout, "ulysses(2, ring)") for layout in ("zigzag", "contiguous")]
+            if tp == 1 and cp == 4:
+                plans += [(layout, "double_ring(2)") for layout in ("zigzag", "contiguous")]
+            for layout, schedule in plans if cp > 1 else [("contiguous", "ring")]:
+                for checkpointing in ("none", "attention", "full"):
+                    for shard in ("none", "optimizer", "gradients", "weights") if cp * dp > 1 else ("none",):
+                        parallel = Parallel(cp, dp, tp, layout, schedule, checkpointing, shard, rows=pp)
+                        step = pipelined_step(MODEL, machine, question.tokens, parallel, Pipeline(pp))
+                        tried.append((parallel, Pipeline(pp), step))
+    return tried
+
+
+def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
+    question = ask()
+    tried, offer = try_all(question), question.offers[0]
+    fitting = [(step.seconds / step.tokens, parallel, pipeline) for parallel, pipeline, step in tried if step.fits]
+    assert 0 < len(fitting) < len(tried)  # the memory decides for some of them
+    best: dict[tuple[int, ...], float] = {}
+    for seconds, parallel, pipeline in fitting:
+        shape = (parallel.cp, parallel.dp, parallel.tp, pipeline.stages)
+        best[shape] = min(seconds, best.get(shape, seconds))
+    for shown in (1, 3):
+        found = search(question, offer, 4, shown)
+        assert sum(found.counts.values()) == len(tried) and not found.refused
+        ours = [one.step.seconds / one.step.tokens for one in found.best[:shown]]
+        assert ours == pytest.approx(sorted(best.values())[:shown], rel=2e-3)  # equal ones by bytes
+    everything = search(question, offer, 4, 99).counts
+    assert everything == {"too large": len(tried) - len(fitting), "simulated": len(fitting)}
+
+
+@pytest.mark.parametrize(("tokens", "flops"), [(512, None), (1 << 16, None), (512, 1e12)])
+def test_nothing_is_faster_or_smaller_than_the_least_step(tokens: int, flops: float | None) -> None:
+    machine = MACHINE if flops is None else MACHINE.changed(flops=flops)
+    question = ask(tokens=tokens, machine=machine)
+    for parallel, pipeline, step in try_all(question):
+        least = least_step(question, machine, parallel, pipeline)
+        assert least.seconds <= step.seconds * (1 + 1e-9)
+        assert all(least.parts[name] <= step.parts[name] * (1 + 1e-9) for name in ATTENTION_PARTS)
+        assert all(count <= step.memory[name] for name, count in least.memory.items())
+
+
+def test_pipelines_answer_where_weights_are_too_many_for_a_node() -> None:
+    """Few sequences, slow links and no stages: the gathers of weights take most of the time."""
+    machine = ra.get_machine("a100_nvlink_ib").changed(memory=4e10, bandwidth=1e9)
+    question = Question(load_model("llama3_405b"), (Offer("a100_40gb", machine, 1.0),), 8192, 512, 64)
+    best = search(question, question.offers[0], 512, 1, {}).best[0]
+    alone = [
+        pipelined_step(question.model, machine, 8192, parallel, pipeline)
+        for parallel, pipeline in list_spreads(question, machine, 512)
+        if pipeline.stages == 1 and parallel.cp == 1
+    ]
+    assert best.pipeline.stages > 1 and best.step.fits
+    assert best.seconds < min(1e9 / one.tokens * one.seconds for one in alone if one.fits)
+
+
+def test_bands_decide_how_sure_the_order_is() -> None:
+    """H100's preset has a band for long shards: candidates within it are named."""
+    offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), 2.5)
+    advice = advise(ask(offers=(offer,), tokens=1 << 16, gpus=2))
+    low, high = span(advice.best[0])
+    assert low < advice.best[0].seconds < high
+    close = [one for one in advice.best[1:] if span(one)[0] <= high]
+    assert any("published passes" in line for line in advice.doubts)
+    assert bool(close) == any("bands overlap" in line for line in advice.doubts)
+    assert [one.cost for one in advice.pareto] == sorted((one.cost for one in advice.pareto), reverse=True)
+    assert not any(
+        other.seconds < one.seconds and other.cost < one.cost * 0.998 for one in advice.pareto for other in advice.all
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gpus": 0}, "gpus=0: must be at least 1"),
+        ({"tokens": 0}, "tokens=0"),
+        ({"batch": 0}, "batch=0"),
+        ({"offers": ()}, "no machine to compare"),
+        ({"machine": MACHINE.changed(memory=1e5)}, "fits on no number of GPUs up to 4: "),
+        ({"offers": (Offer("a", MACHINE, 1.0), Offer("b", MACHINE, None))}, "prices: several machines"),
+    ],
+)
+def test_questions_without_an_answer_say_why(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        advise(ask(**change))
+    with pytest.raises(InvalidInput, match="by=money: expected one of time, cost"):
+        advise(ask(), "money")

@@ -1,0 +1,61 @@
+"""The models of prefill and decode against arithmetic by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import ringattn as ra
+from ringattn.errors import InvalidInput
+from ringattn.simulator.models.config import ModelConfig
+from ringattn.simulator.models.inference import decode, prefill
+from ringattn.simulator.models.parallel import Parallel
+from ringattn.simulator.models.training import training_step
+
+MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024, windows=(100, None))
+MACHINE = ra.Machine(
+    flops=1e12, latency=1e-5, bandwidth=1e8, merge=5e11, matmul=2e13, memory=1e9, peak=4e12, ranks_per_node=2
+)
+
+
+def test_a_prefill_is_the_forwards_of_a_step_and_the_last_logits() -> None:
+    parallel = Parallel(cp=2, tp=2)
+    first, step = prefill(MODEL, MACHINE, 2048, parallel), training_step(MODEL, MACHINE, 2048, parallel)
+    assert first.parts["attention"] == step.parts["attention forward"]
+    assert 3 * first.parts["mlp"] == pytest.approx(step.parts["mlp"])
+    assert 2 * first.parts["tp"] == pytest.approx(step.parts["tp"])
+    moved = 2 * (256 + 256 * 512 + 512)  # one row: the matrix is read for longer than it computes
+    assert first.parts["logits"] == pytest.approx(moved / 1e12)
+    assert first.tokens_per_second == 2048 / first.seconds / 4
+    # Keys and values of a window and of half of all tokens, of one of the two heads, in 16 bits.
+    assert first.kv_bytes == (100 + 1024) * 2 * 64 * 2
+    assert first.memory["weights"] == MODEL.parameters and first.fits
+
+
+def test_a_decoded_token_reads_weights_and_keys_once() -> None:
+    one = decode(MODEL, MACHINE, 2048, 4, Parallel(cp=2, dp=3))
+    assert one.kv_bytes == 4 * (100 + 1024) * 2 * 2 * 64 * 2
+    assert one.parts["keys and values"] == pytest.approx(one.kv_bytes / 1e12)
+    qkv, out = 4 * 256 + 256 * 512 + 4 * 512, 4 * 256 + 256 * 256 + 4 * 256
+    assert one.parts["projections"] == pytest.approx(2 * 2 * (qkv + out) / 1e12)
+    # An all-reduce of fp32 outputs and lse of 4 heads and 4 sequences in each of 2 layers, within a node.
+    merged = 4 * 4 * 4 * 65
+    assert one.parts["merging over cp"] == pytest.approx(2 * 2 * (1e-5 + merged / 2 / 1e8))
+    assert one.tokens_per_second == pytest.approx(12 / one.seconds / 6)
+    wide = decode(MODEL, MACHINE, 2048, 4096, Parallel(cp=2, dp=3))
+    assert wide.parts["mlp"] == pytest.approx(2 * 2 * 4096 * 3 * 256 * 512 / 2e13), "many rows compute"
+
+
+def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
+    full = replace(MODEL, windows=(None,) * 2)
+    sizes = [
+        decode(full, MACHINE, 4096, 1, Parallel(cp=cp, tp=tp)).kv_bytes for cp, tp in ((1, 1), (4, 1), (4, 2), (4, 4))
+    ]
+    assert sizes == [sizes[0], sizes[0] // 4, sizes[0] // 8, sizes[0] // 8], "heads are repeated beyond two ranks"
+    experts = replace(MODEL, experts=8, experts_per_token=2)
+    one = decode(experts, MACHINE, 64, 1, Parallel())
+    dense = decode(MODEL, MACHINE, 64, 1, Parallel())
+    assert one.parts["mlp"] == pytest.approx(2 * dense.parts["mlp"], rel=0.01), "two experts of eight"
+    with pytest.raises(InvalidInput, match="batch=0 must be"):
+        decode(MODEL, MACHINE, 64, 0, Parallel())

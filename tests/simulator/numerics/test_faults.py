@@ -1,0 +1,133 @@
+"""Faults and wrong gradients are seen, and what cannot be simulated is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from numerics_cases import PERIOD, make
+
+import ringattn as ra
+from ringattn.errors import InvalidInput, Unsupported
+from ringattn.kernels import get_kernel
+from ringattn.kernels.base import Kernel
+from ringattn.pattern import Pattern
+from ringattn.plan.work import Work
+from ringattn.simulator.numerics import FAULT_KINDS, GRADIENT_FAULTS, Fault, numerics
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ranks"),
+    [(ra.Full(), 10), (ra.Causal(), 12), (ra.Window(40), 16), (ra.Dilated((64,), (2,), causal=True), 16)],
+    ids=repr,
+)
+def test_every_fault_is_caught_in_both_modes(pattern: Pattern, ranks: int) -> None:
+    plan = make(pattern, tokens=8 * ranks, ranks=ranks, heads=1, kv_heads=1)
+    hurt = ranks * 3 // 4 + 1
+    rows = [hurt * 8, hurt * 8 + 6, hurt * 8 + 10, 8 * ranks - 1]
+    assert numerics(plan, rows=rows, period=PERIOD).passed
+    assert numerics(plan, mode="all", backward=True, period=PERIOD).passed
+    for fault in FAULT_KINDS:
+        where = Fault(fault, hurt, hurt if fault in GRADIENT_FAULTS else hurt - 1)
+        for report in (
+            numerics(plan, mode="all", backward=True, period=PERIOD, fault=where),
+            numerics(plan, rows=rows, backward=True, period=PERIOD, fault=where),
+        ):
+            assert not report.accurate, (fault, report)
+            assert not report.complete, (fault, report)
+
+
+class WrongGradients(Kernel):
+    """A kernel whose gradients are changed before they leave it, where the ledger does not look."""
+
+    def __init__(self, inner: Kernel, change: Callable[[torch.Tensor], torch.Tensor], which: int | None = None) -> None:
+        self.inner, self.change, self.which, self.name, self.calls = inner, change, which, inner.name, 0
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        self.inner.check(*tensors)
+
+    def split(self, work: Work) -> Iterator[Work]:
+        return self.inner.split(work)
+
+    def forward(self, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner.forward(*given)  # type: ignore[arg-type]
+
+    def backward(self, *given: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = self.inner.backward(*given)  # type: ignore[arg-type]
+        some = range(3) if self.which is None else [self.which]
+        return tuple(self.change(x) if i in some else x for i, x in enumerate(found))  # type: ignore[return-value]
+
+
+WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None]] = {
+    "zeroed": (torch.zeros_like, None),
+    "dk zeroed": (torch.zeros_like, 1),
+    "columns in another order": (lambda x: x.flip(-1), None),
+    "1 % too large": (lambda x: x * 1.01, None),
+    "dv of one row": (lambda x: x * (1 + 1e-2 * (torch.arange(x.shape[2])[:, None] == 5)), 2),
+    "dq of one row": (lambda x: x * (1 + 1e-2 * (torch.arange(x.shape[2])[:, None] == 5)), 0),
+}
+
+
+@pytest.mark.parametrize("pattern", [ra.Causal(), ra.Dilated((128, 256), (1, 2), mix="group")], ids=repr)
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_gradients_are_compared_where_no_dense_mask_is(
+    pattern: Pattern, wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["ringattn.simulator.numerics.whole"]
+    monkeypatch.setattr(module, "DENSE", 0)
+    if wrong is not None:
+        change, which = WRONG[wrong]
+        monkeypatch.setattr(module, "get_kernel", lambda *given: WrongGradients(get_kernel(*given), change, which))
+    plan = make(pattern, tokens=512, ranks=4, layout="zigzag" if pattern == ra.Causal() else "contiguous")
+    report = numerics(plan, mode="all", backward=True, period=PERIOD)
+    assert report.accurate == (wrong is None), (wrong, report)
+    assert (report.rows, report.keys, report.dense) == (4 * 16, 4 * 16, 0)
+    assert report.gradient_error is not None and report.sum_error is not None
+
+
+def test_gradients_of_more_rows_than_a_dense_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["ringattn.simulator.numerics.whole"]
+    monkeypatch.setattr(module, "DENSE", 1024)
+    plan = make(ra.Causal(), tokens=1032, ranks=4, heads=1, kv_heads=1)
+    assert numerics(plan, mode="all", backward=True).passed
+    for fault in GRADIENT_FAULTS:  # noticed by the numbers as well as by the ledger
+        report = numerics(plan, mode="all", backward=True, fault=Fault(fault, 2, 2))
+        assert not report.accurate and not report.complete, (fault, report)
+    monkeypatch.setattr(module, "get_kernel", lambda *given: WrongGradients(get_kernel(*given), lambda x: x * 1.01))
+    assert not numerics(plan, mode="all", backward=True).accurate
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    plan = make(ra.Causal())
+    for options, words in (
+        ({"mode": "al"}, "did you mean 'all'"),
+        ({"period": 36}, "must be a prime"),
+        ({"ranks": [1]}, "mode='all'"),
+        ({"fault": Fault("lost", 9, 1), "backward": True}, r"ranks 0 \.\. 7"),
+        ({"fault": Fault("lost", 7, 7), "backward": True, "rows": [3, 40]}, "nothing to lose"),
+        ({"rows": [256]}, "distinct query positions"),
+        ({"rows": [3, 3]}, "distinct query positions"),
+        ({"mode": "all", "together": 0}, "together=0"),
+        ({"fault": Fault("lost", 1, 1)}, "harms gradients"),
+        ({"fault": Fault("dropp", 1, 0)}, "did you mean 'drop'"),
+        ({"fault": Fault("drop", 1, 5)}, "nothing to harm"),
+        ({"fault": Fault("drop", 1, 8)}, "ranks 0 .. 7"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            numerics(plan, **{"period": PERIOD, **options})  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="divides the 37 rows"):
+        numerics(make(ra.Full(), tokens=37 * 8), period=37)
+    with pytest.raises(InvalidInput, match="exact in fp64 only"):
+        numerics(make(ra.Full(), dtype="float32"), period=PERIOD)
+    with pytest.raises(InvalidInput, match="positions of the sequence exactly"):
+        numerics(make(ra.Full(), dtype="bfloat16"), mode="all", period=PERIOD)
+    with pytest.raises(InvalidInput, match="at least 3"):
+        numerics(make(ra.Full(), head_dim=2), period=PERIOD)
+    with pytest.raises(Unsupported, match="exchange of tokens for heads"):
+        numerics(make(ra.Full(), schedule="ulysses(2)"), mode="all", period=PERIOD)
+    with pytest.raises(Unsupported, match="all blocks at once"):
+        numerics(make(ra.Full(), schedule="allgather"), period=PERIOD)
+    with pytest.raises(Unsupported, match="would round the tags"):
+        numerics(make(ra.Full(), dtype="float32", comm_dtype="bfloat16"), mode="all", period=PERIOD)

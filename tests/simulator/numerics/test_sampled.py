@@ -1,0 +1,87 @@
+"""Sampled rows: exact at any number of ranks, from the blocks that arrive on the way of the plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numerics_cases import LAYOUTS, PATTERNS, PERIOD, make
+
+import ringattn as ra
+from ringattn.pattern import Pattern
+from ringattn.plan.schedules import make_schedule
+from ringattn.plan.schedules.route import Route
+from ringattn.simulator.numerics import chosen_rows, make_source, numerics
+from ringattn.simulator.numerics.sampled import sample
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize(
+    ("layout", "schedule"), [*zip(LAYOUTS, ("ring", "direct", "ring", "double_ring(4)"), strict=True)]
+)
+def test_sampled_rows_are_exact(pattern: Pattern, layout: str, schedule: str) -> None:
+    plan = make(pattern, layout=layout, schedule=schedule)
+    period = (None, PERIOD)[(PATTERNS.index(pattern) + LAYOUTS.index(layout)) % 2]
+    report = numerics(plan, rows=6, period=period, backward=True)
+    assert report.passed and report.keys >= 5 and report.wrong_gradients == 0, report
+    assert (report.rows, report.pairs) == (6, report.pairs_expected)
+    mask = pattern.mask(256, 4)
+    rows = chosen_rows(plan, 6)
+    assert report.pairs == mask[:, rows].sum()
+    assert len({plan.layout.owner(row) for row in chosen_rows(plan, 6, 2)}) <= 2
+
+
+def test_sampled_shards_in_memory_do_not_depend_on_the_number_of_ranks() -> None:
+    for ranks in (8, 64, 512):
+        plan = make(ra.Full(), tokens=16 * ranks, ranks=ranks)
+        source = make_source(plan, period=PERIOD)
+        report = sample(plan, source, rows=[0, 8 * ranks, 16 * ranks - 1])
+        assert report.passed and report.live == 1 and source.live == 0
+        assert report.visits == 3 * ranks
+        assert source.made == ranks  # one walk around the ring
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arcs_are_the_arrivals_of_a_route(pattern: Pattern, layout: str) -> None:
+    mask = pattern.mask(256, 4)
+    ranks = (8, 20)[(PATTERNS.index(pattern) + LAYOUTS.index(layout)) % 2]
+    plan = make(pattern, ranks=ranks, layout=layout)
+    rows = [plan.layout.positions(rank) for rank in range(ranks)]
+    sees = np.array([[mask[:, q][:, :, k].any() for k in rows] for q in rows])
+    for rank in range(ranks):
+        for owner in range(ranks):
+            known = (
+                plan.demand.all_needed(rank, range(owner, owner + 1)),
+                plan.query_demand.all_needed(owner, range(rank, rank + 1)),
+            )
+            assert sees[rank, owner] or not any(known)
+        for schedule in ("ring", "direct", "double_ring(4)"):
+            route = make_schedule(schedule, plan.demand)
+            arcs, edges = [list(arc) for arc in route.arcs(rank)], list(route.arrivals(rank))
+            assert sorted(map(repr, edges)) == sorted(repr(edge) for arc in arcs for edge in arc)
+            assert all([e.step for e in arc] == sorted((e.step for e in arc), reverse=True) for arc in arcs)
+            assert {rank, *(e.owner for e in edges)} >= set(np.flatnonzero(sees[rank]).tolist())
+            if schedule == "direct":
+                assert {e.owner for e in edges} == set(np.flatnonzero(sees[rank]).tolist()) - {rank}
+
+
+def test_ranks_without_rows_need_nothing() -> None:
+    plan = make(ra.Full(), tokens=5, ranks=8)
+    assert not plan.demand.all_needed(1, range(0, 8)) and not plan.query_demand.all_needed(1, range(0, 8))
+    assert make(ra.Full()).demand.all_needed(1, range(0, 8))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct", "double_ring(4)"])
+def test_a_block_that_arrives_must_have_been_sent(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make(ra.Causal(), schedule=schedule)
+    route = make_schedule(plan.schedule, plan.demand)
+    assert isinstance(route, Route)
+    departures = Route.departures
+    for rank in range(plan.ranks):
+        edges = departures(route, rank)
+        one_by_one = [edge for e in edges for edge in departures(route, rank, (e.owner, e.target))]
+        assert one_by_one == edges
+    assert numerics(plan, rows=4).passed
+    monkeypatch.setattr(Route, "departures", lambda self, rank, block=None: departures(self, rank, block)[1:])
+    report = numerics(plan, rows=4)
+    assert report.unsent and not report.complete

@@ -1,0 +1,67 @@
+"""ringattn simulate mode=numerics: its report, its errors, its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Inside
+from numerics_cases import PERIOD
+
+from ringattn.cli.config.groups import NumericsGroup
+from ringattn.cli.config.schema import LayoutGroup, MachineGroup, PatternGroup, ScheduleGroup, SimulateConfig
+from ringattn.cli.simulate_numerics import main
+from ringattn.errors import InvalidInput, NumericsFailure
+
+
+def config(**options: object) -> SimulateConfig:
+    return SimulateConfig(
+        PatternGroup("Window(100)"), LayoutGroup("contiguous"), ScheduleGroup("ring"), MachineGroup("auto"),
+        tokens="64k", ranks=2048, dtype="float64", head_dim=8, heads=1,
+        numerics=NumericsGroup(**{"period": PERIOD, **options}),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_the_command_reports_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    main(config(way="all", first=100, count=30, fault="swap", fault_rank=120))
+    assert "swap at rank 120, block of 119: caught by the ledger and the numbers" in capsys.readouterr().out
+    for options, words in (
+        ({"way": "all", "first": 2048}, "expected ranks among"),
+        ({"way": "al"}, "did you mean 'all'"),
+        ({"way": "all", "spread": 3}, "numerics.spread=3 has no meaning with numerics.way=all"),
+        ({"count": 3}, "numerics.count=3 has no meaning with numerics.way=sample"),
+        ({"fault_rank": 3}, "numerics.fault_rank=3 has no meaning without numerics.fault"),
+        ({"rows": [5], "fault": "drop", "fault_rank": 9}, "numerics.fault_rank=9 is not executed"),
+        ({"rows": 0}, "at least one row"),
+        ({"threads": 0}, "numerics.threads=0"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            main(config(**options))
+    monkeypatch.setattr("ringattn.simulator.numerics.sampled.TOLERANCE", 0.0)
+    with pytest.raises(NumericsFailure, match="caught by the numbers"):
+        main(config(rows=4))
+
+
+def test_the_command_line(inside: Inside, tmp_path: Path) -> None:
+    shape = ("mode=numerics", "tokens=4k", "ranks=64", "head_dim=8", "pattern=Causal()", "numerics.period=37")
+    done = inside("simulate", *shape, "numerics.rows=[5,100,4095]", "output.path=found.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("3 of 4,096 query rows", "complete: ", "[measured]", "[counted]", "peak memory"):
+        assert words in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["pairs"] == 6 + 101 + 4096 and found["accurate"] and found["complete"]
+    assert (found["words"]["error"], found["words"]["ledger"]) == ("measured", "counted")
+    assert found["plan"]["dtype"] == "float64" and 0 < found["error"] < 1e-11
+    for fault in ("swap", "lost", "scaled"):
+        done = inside("simulate", *shape, "backward=true", "numerics.rows=4", f"numerics.fault={fault}", cwd=tmp_path)
+        assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr
+    for wrong, words in (
+        (("mode=numerics", "stalls=[[1,0,0.5]]"), "stalls=[[1,0,0.5]] has no meaning with mode=numerics"),
+        (("mode=numerics", "numerics.row=3"), "did you mean 'rows'?"),
+        (("mode=numerics", "dtype=float32"), "sampled rows are exact in fp64 only"),
+        (("mode=numerics", "backward=true", "numerics.way=all", "numerics.count=2"), "exchanges gradients"),
+    ):
+        done = inside("simulate", *wrong, cwd=tmp_path)
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["found.json"]
