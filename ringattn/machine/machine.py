@@ -8,6 +8,7 @@ from typing import Any
 
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
+from ..files import Positive, check_fields
 from ..text import did_you_mean
 from .kernel_times import KernelRates, KernelTimes
 from .machine_number import MachineNumber
@@ -239,7 +240,7 @@ class Machine:
     preset: str = ""
     #: (modelled seconds, measured over modelled seconds) of runs of whole passes at the sizes of a calibration; ()
     #: where no pass was measured.
-    residuals: tuple[tuple[float, float], ...] = ()
+    residuals: tuple[tuple[Positive, Positive], ...] = ()
     #: (field, source) of the numbers that are cited or measured; all other numbers are assumed.
     sources: tuple[tuple[str, str], ...] = ()
     #: The dtype that `flops` belong to; None: every dtype.
@@ -248,11 +249,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name, number in MACHINE_NUMBERS.items():
             number.check(name, getattr(self, name))
-        if not all(math.isfinite(x) and x > 0 for pair in self.residuals for x in pair):
-            raise InvalidInput(
-                "machine: residuals must be pairs of modelled seconds > 0 and a ratio > 0 of measured over modelled "
-                "time; measure them again"
-            )
+        check_fields(self)
         if self.flops_dtype not in (None, *ITEM_BYTES):
             raise InvalidInput(
                 f"machine: flops_dtype={self.flops_dtype!r}: {did_you_mean(self.flops_dtype, ITEM_BYTES)}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from msgspec import Meta, ValidationError, convert
 
 from ..errors import InvalidInput
+from ..files import Count
+from ..text import shorten
 
 #: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
 MeasuredBy = Literal["every", "ranks"]
 T = TypeVar("T")
+#: The least number that is not 0, and the largest: times, bytes and energies of whole jobs are floats then.
+LEAST, MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +65,32 @@ class MachineNumber:
         otherwise = self.default or (f"without it the model leaves out {self.effect}" if self.effect else "")
         return f"{self.meaning}{unit}{otherwise and '; '}{otherwise}"
 
+    @property
+    def kind(self) -> Any:
+        """The type of the number with its bounds, as msgspec reads it."""
+        bounded: Any = self.python_type
+        if bounded is int:
+            bounded = Count
+        elif bounded is float:
+            bounded = Annotated[float, Meta(ge=self._least, le=MOST)]
+        return bounded | None if self.may_be_none else bounded
+
     def check(self, name: str, value: object) -> None:
         """Raise InvalidInput where `value` is not allowed for the number called `name`."""
-        if not self._allows(value):
+        try:
+            convert(value, self.kind)
+        except ValidationError:
             example = str(self.example) if self.python_type is bool else f"{self.example:g}"
             raise InvalidInput(
-                f"machine: {name}={value!r} must be {self._allowed()}; {name} is {self.help}; try {name}={example}"
-            )
+                f"machine: {name}={shorten(repr(value), 60)} must be {self._allowed()}; {name} is {self.help}; try {name}={example}"
+            ) from None
 
-    def _allows(self, value: object) -> bool:
-        if value is None:
-            return self.may_be_none
-        if self.python_type is bool or isinstance(value, bool):
-            return self.python_type is bool and isinstance(value, bool)
-        if self.python_type is int:
-            return isinstance(value, int) and value >= 1
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return False
-        return value > 0 or (value == 0 and self.may_be_zero)
+    @property
+    def _least(self) -> float:
+        return 0.0 if self.may_be_zero else LEAST
 
     def _allowed(self) -> str:
         """The allowed values in words."""
-        if self.python_type is bool:
-            return "True or False"
-        number = "a whole number >= 1" if self.python_type is int else f"a number {'>=' if self.may_be_zero else '>'} 0"
-        return f"{number}, or None" if self.may_be_none else number
+        number = f"a number from {self._least:g} to {MOST:g}"
+        words = {bool: "True or False", int: "a whole number >= 1", float: number}[self.python_type]
+        return f"{words}, or None" if self.may_be_none else words

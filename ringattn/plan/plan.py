@@ -6,10 +6,14 @@ import hashlib
 import json
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from ..cache import Cache, Value, cached, estimate_bytes
 from ..errors import InvalidInput
+from ..files import Count, decode
 from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restore_layout
 from ..pattern import Pattern, parse_pattern
 from ..pattern.head_slice import HeadSlice
@@ -28,9 +32,31 @@ if TYPE_CHECKING:
 
 #: Rises whenever the same inputs give other steps, so that ranks of different versions refuse to run together.
 FORMAT = 4
-#: What `ringattn plan` writes beside the inputs and the hash of a plan.
-ADDED = ("counted", "choice")
-FOREIGN = "this text was not written by Plan.to_json or ringattn plan; make the plan anew"
+#: Keys of a plan's record beside the arguments of `build_plan`.
+ADDED = ("format", "hash", "pattern", "partition")
+#: Heads of a plan that is read.
+Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class PlanRecord(Struct):
+    """What `Plan.to_json` writes; beside it `ringattn plan` writes what it counted."""
+
+    format: int
+    hash: str
+    pattern: str
+    tokens: Annotated[int, Meta(le=(1 << 63) - 1)]
+    ranks: Count
+    layout: str
+    schedule: str
+    heads: Heads
+    kv_heads: Heads
+    head_dim: Count
+    value_dim: Count
+    dtype: str
+    batch: Annotated[int, Meta(le=(1 << 63) - 1)]
+    comm_dtype: str | None
+    rotate: str
+    partition: list[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -241,32 +267,19 @@ class Plan(Value):
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` or `ringattn plan output.path=` wrote. Raises InvalidInput on any other text."""
-        try:
-            data = json.loads(text)
-            claimed, version = data.pop("hash"), data.pop("format")
-            pattern = data.pop("pattern")
-            for name in ADDED:
-                data.pop(name, None)
-            runs = data.pop("partition", None)
-            arguments: dict[str, Any] = dict(data)
-            if runs is not None:
-                sizes = arguments["tokens"], arguments["ranks"]
-                arguments["layout"] = restore_layout(arguments["layout"], *sizes, runs)
-        except InvalidInput:
-            raise
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InvalidInput(f"{FOREIGN} ({type(error).__name__}: {error})") from None
-        if version != FORMAT:
+        record = decode(text, PlanRecord, "the plan")
+        if record.format != FORMAT:
             raise InvalidInput(
-                f"the plan has format {version}, this ringattn reads format {FORMAT}; make the plan anew"
+                f"the plan has format {record.format}, this ringattn reads format {FORMAT}; make the plan anew"
             )
-        try:
-            plan = build_plan(parse_pattern(pattern), **arguments)
-        except TypeError as error:
-            raise InvalidInput(f"{FOREIGN} ({error})") from None
-        if plan.hash != claimed:
+        arguments = {name: value for name, value in asdict(record).items() if name not in ADDED}
+        if record.partition is not None:
+            arguments["layout"] = restore_layout(record.layout, record.tokens, record.ranks, record.partition)
+        plan = build_plan(parse_pattern(record.pattern), **arguments)
+        if plan.hash != record.hash:
             raise InvalidInput(
-                f"the plan's inputs give hash {plan.hash}, the text says {claimed}: it was edited; make the plan anew"
+                f"the plan's inputs give hash {plan.hash}, the text says {record.hash}: it was edited; make the plan "
+                "anew"
             )
         return plan
 

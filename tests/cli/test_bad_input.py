@@ -103,13 +103,13 @@ def test_npz_that_numpy_writes_is_read(tmp_path: Path) -> None:
 
 
 YAML: list[tuple[str, Callable[[str], str], str]] = [
-    ("aliases", lambda text: "a: &a [x, x]\nb: [*a, *a]\n", "has an alias"),
-    ("itself", lambda text: "a: &a\n  b: *a\n", "has an alias"),
+    ("aliases", lambda text: "a: &a [x, x]\nb: [*a, *a]\n", "unknown field a"),
+    ("itself", lambda text: "a: &a\n  b: *a\n", "aliases written out"),
     ("deep", lambda text: "a: " + "[" * 5000 + "]" * 5000, "nested more than 32 deep"),
     ("deep mappings", lambda text: "{a: " * 300 + "1" + "}" * 300, "nested more than 32 deep"),
-    ("large", lambda text: "a: " + "x" * (1 << 24), "too many for a machine file"),
+    ("large", lambda text: "a: " + "x" * (1 << 26), "too many for such a file"),
     ("twice", lambda text: text.replace("made:", "made:\n  a: 1\nmade:"), "a key is there twice"),
-    ("a large number", lambda text: text.replace("value: 0.03", "value: 1" + "0" * 400), "OverflowError"),
+    ("a large number", lambda text: text.replace("value: 0.03", "value: 1" + "0" * 400), "must be a number from 0 to"),
     ("a larger number", lambda text: text.replace("value: 0.03", "value: 1" + "0" * 5000), "is not valid YAML"),
     ("a tag", lambda text: text.replace("value: 0.03", "value: !!python/name:os.system"), "is not valid YAML"),
 ]
