@@ -168,13 +168,13 @@ def as_kind(data: object, kind: type[T], source: str, known: Iterable[str] = ())
         raise InvalidInput(f"{source}: {_explain(error, data, known)}; correct the file") from None
 
 
-def check_fields(value: object) -> None:
-    """Raise InvalidInput where a field of a dataclass is not what its annotation says, with its constraints."""
+def check_fields(value: object, source: str) -> None:
+    """Raise InvalidInput where a field of a dataclass is not what its annotation says; the message begins `source`."""
     for name, kind in _field_types(type(value)).items():
         try:
             convert(getattr(value, name), kind)
         except ValidationError as error:
-            raise InvalidInput(f"{name}: {_explain(error, getattr(value, name), ())}; correct the value") from None
+            raise InvalidInput(f"{source}: {name}: {_explain(error, getattr(value, name))}; correct it") from None
 
 
 @cache
@@ -182,7 +182,7 @@ def _field_types(kind: type) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name[0] != "_"}
 
 
-def _explain(error: ValidationError, data: Any, known: Iterable[str]) -> str:
+def _explain(error: ValidationError, data: Any, known: Iterable[str] = ()) -> str:
     """The place of an error, what is expected, and the number or text that stands there."""
     problem, _, place = str(error).replace("`", "").partition(" - at ")
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")

@@ -43,7 +43,7 @@ class TimeGrid:
     ragged: tuple[Positive, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "kernel times")
         if self.shape not in SHAPES:
             hint = did_you_mean(self.shape, SHAPES)
             raise InvalidInput(f"kernel times: shape={self.shape!r}: {hint}expected one of {', '.join(SHAPES)}")
@@ -114,7 +114,7 @@ class KernelTimes(Value):
     heads: Count | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "kernel times")
         measured = {(grid.shape, grid.backward) for grid in self.grids}
         directions = (("forward", False), ("backward", True))
         missing = [
@@ -192,7 +192,7 @@ class KernelRates:
     wide: Positive = 8.0
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "kernel times")
 
     def pair_seconds(self, blocks: float, *, dense: bool, dims: int, backward: bool, item: int = 2) -> float:
         """Seconds of a pair in a call of `blocks` thread blocks, with `dims` = D + Dv columns of `item` bytes.

@@ -249,7 +249,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name, number in MACHINE_NUMBERS.items():
             number.check(name, getattr(self, name))
-        check_fields(self)
+        check_fields(self, "machine")
         if self.flops_dtype not in (None, *ITEM_BYTES):
             raise InvalidInput(
                 f"machine: flops_dtype={self.flops_dtype!r}: {did_you_mean(self.flops_dtype, ITEM_BYTES)}"
