@@ -164,7 +164,7 @@ def as_kind(data: object, kind: type[T], source: str, known: Iterable[str] = ())
     """Plain data as `kind`. Raises InvalidInput as `decode` does."""
     try:
         return convert(data, kind)
-    except ValidationError as error:
+    except (ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no character
         raise InvalidInput(f"{source}: {_explain(error, data, known)}; correct the file") from None
 
 
@@ -182,7 +182,7 @@ def _field_types(kind: type) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name[0] != "_"}
 
 
-def _explain(error: ValidationError, data: Any, known: Iterable[str] = ()) -> str:
+def _explain(error: ValueError, data: Any, known: Iterable[str] = ()) -> str:
     """The place of an error, what is expected, and the number or text that stands there."""
     problem, _, place = str(error).replace("`", "").partition(" - at ")
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")

@@ -17,6 +17,7 @@ from ringattn.experiments.bench import runner as bench_runner
 from ringattn.experiments.bench.case import BenchCase, BenchColumn, Ratio, iqr
 from ringattn.experiments.bench.report import BenchReport, list_tables, render
 from ringattn.experiments.bench.suites import ring
+from ringattn.experiments.study.journal import write_line
 from ringattn.transport.launcher import run_local
 
 
@@ -78,7 +79,7 @@ def test_both_forms_of_a_report_have_the_tables(tmp_path: Path) -> None:
     path = tmp_path / "ring_cpu_2026-01-01_1.jsonl"
     header = bench_runner.make_header(options(tmp_path), [case(1.5), case(1.6)])
     lines = [header, {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(write_line, lines)))
     report = BenchReport(records.read_results(path), "ringattn report ring")
     text, page = render(report, "markdown"), render(report, "html")
     assert "| x | single / ring | 2.000 |" in text and "| >= 1.5 | yes |" in text and "1.0e-07" in text
