@@ -131,7 +131,7 @@ def check_readable(path: Path, name: str) -> None:
 
 
 def load(path: Path, kind: type[T], name: str, known: Iterable[str] = ()) -> T:
-    """The content of a JSON file (.json), or of a YAML file, as `decode` reads it. `name` is the setting of the path."""
+    """The content of a JSON file (.json) or of a YAML file, as `decode` reads it; `name` is the setting of the path."""
     return decode(read_text(path, name), kind, f"{name}={path}", yaml=path.suffix != ".json", known=known)
 
 
@@ -178,11 +178,11 @@ def check_fields(value: object, source: str) -> None:
 
 
 @cache
-def _field_types(kind: type) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name[0] != "_"}
 
 
-def _explain(error: ValueError, data: Any, known: Iterable[str] = ()) -> str:
+def _explain(error: Exception, data: Any, known: Iterable[str] = ()) -> str:
     """The place of an error, what is expected, and the number or text that stands there."""
     problem, _, place = str(error).replace("`", "").partition(" - at ")
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")

@@ -49,7 +49,7 @@ class MachineFile(Struct, forbid_unknown_fields=True):
     kernel: KernelTimes | None = None
     kernel_rates: KernelRates | None = None
     residuals: Residuals | None = None
-    made: Any = None
+    made: dict[str, Any] = {}
     samples: Any = None
     fits: Any = None
 
@@ -107,7 +107,15 @@ def _kernel_part(times: KernelTimes) -> dict[str, object]:
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine that a file describes. Raises InvalidInput, with file and place, where the file cannot be used."""
+    """The machine that a file describes. Raises InvalidInput as `read_calibration` does."""
+    return read_calibration(path)[0]
+
+
+def read_calibration(path: Path) -> tuple[Machine, dict[str, Any]]:
+    """The machine that a file describes, and how it was made.
+
+    Raises InvalidInput, with the file and the place in it, where the file cannot be used.
+    """
     advice = "make a machine file with ringattn calibrate output.path=machine.yaml"
     try:
         content = load(path, dict[str, Any], "machine.path")
@@ -118,7 +126,7 @@ def read_machine(path: Path) -> Machine:
                 raise InvalidInput(f"{path}: values: {name} is in {fact.unit!r}; convert the number to {unit!r}")
         sources = [(name, fact.source) for name, fact in facts.items() if fact.source != "assumed"]
         sources += [(name, content[name].get("source")) for name in TABLES if content.get(name)]
-        return Machine(
+        machine = Machine(
             **{name: fact.value for name, fact in facts.items()},
             kernel=record.kernel,
             kernel_rates=record.kernel_rates,
@@ -126,6 +134,7 @@ def read_machine(path: Path) -> Machine:
             sources=tuple(sources),
             flops_dtype=record.flops_dtype,
         )
+        return machine, record.made
     except InvalidInput as error:
         named = "" if str(path) in str(error) else f"{path}: "
         raise InvalidInput(f"{named}{error}; {advice}") from None

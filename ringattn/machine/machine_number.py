@@ -82,7 +82,8 @@ class MachineNumber:
         except ValidationError:
             example = str(self.example) if self.python_type is bool else f"{self.example:g}"
             raise InvalidInput(
-                f"machine: {name}={shorten(repr(value), 60)} must be {self._allowed()}; {name} is {self.help}; try {name}={example}"
+                f"machine: {name}={shorten(repr(value), 60)} must be {self._allowed()}; {name} is {self.help}; try "
+                f"{name}={example}"
             ) from None
 
     @property

@@ -44,15 +44,17 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
                 f"machine {name}/{library}: {did_you_mean(library, self.kernels)}expected one of the kernels "
                 f"{', '.join(self.kernels) or '(this machine has none)'}, such as {name}/{next(iter(self.kernels), '')}"
             )
-        sources = tuple((name, fact.source) for name, fact in self.values.items() if fact.source != "assumed")
+        sources: list[tuple[str, str]] = [
+            (name, fact.source) for name, fact in self.values.items() if fact.source != "assumed"
+        ]
         rates = None
-        for library in [library] if library else [*self.kernels][:1]:
-            facts = self.kernels[library]
-            rates = KernelRates(library, **{name: fact.value for name, fact in facts.items()})  # type: ignore[arg-type]
-            sources += (("kernel_rates", facts["forward"].source),)
+        for chosen in [library] if library else [*self.kernels][:1]:
+            facts = self.kernels[chosen]
+            rates = KernelRates(chosen, **{name: fact.value for name, fact in facts.items()})  # type: ignore[arg-type]
+            sources.append(("kernel_rates", facts["forward"].source))
         return Machine(
             **{name: fact.value for name, fact in self.values.items()},  # type: ignore[arg-type]
-            sources=sources,
+            sources=tuple(sources),
             flops_dtype=self.flops_dtype,
             kernel_rates=rates,
             preset=name,

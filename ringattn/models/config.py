@@ -183,7 +183,7 @@ def _llama_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
     return 2 * c.hidden_size + (q + 2 * kv + c.hidden_size if c.attention_bias else 0)
 
 
-#: Parameters of a layer beside its matrices by model type, from the config, the columns of q and of k, and the head dim.
+#: Parameters of a layer beside its matrices by model type, from the config, the columns of q and k, and the head dim.
 _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "llama": _llama_vectors,
     "mistral": lambda c, q, kv, d: 2 * c.hidden_size,

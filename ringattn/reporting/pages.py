@@ -35,7 +35,13 @@ def render_page(package: str, template: str, kind: str, values: Mapping[str, obj
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plural": plural, "one_line": _one_line, "cell": _markdown_cell, "plain": _plain, "svg": _inline_svg}
+    environment.filters |= {
+        "plural": plural,
+        "one_line": _one_line,
+        "cell": _markdown_cell,
+        "plain": _plain,
+        "svg": _inline_svg,
+    }
     return environment.get_template(template).render(**values, format=f"{kind}.j2").strip() + "\n"
 
 

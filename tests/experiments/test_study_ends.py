@@ -52,7 +52,10 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
     with pytest.raises(InvalidInput, match="this one differs in its name; give"), Journal(path, {"study": "b"}):
         pass
     assert read_journal(path.with_name("none")) == (None, {})
-    for broken, words in ((whole.replace(b'"x"', b'"x', 1), "line 2 is not as it was written; remove"), (b"?\n", "line 1 is not")):
+    for broken, words in (
+        (whole.replace(b'"x"', b'"x', 1), "line 2 is not as it was written; remove"),
+        (b"?\n", "line 1 is not"),
+    ):
         path.write_bytes(broken := broken + b'{"key": "3", "x')  # the last line is only cut off
         for opened in (read_journal, lambda path: Journal(path, {"study": "a"})):
             with pytest.raises(InvalidInput, match=rf"points\.jsonl: {words}"):

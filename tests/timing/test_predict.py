@@ -161,6 +161,13 @@ def test_fresh_processes_choose_alike() -> None:
 LOCAL = (Causal() & Window(4095), ra.Dilated((2048, 4096), (1, 2)), ra.dilated_blocks(128, offsets=(1, 2, 4)))
 
 
+def test_rounding_hides_no_negative_time() -> None:
+    """Two ranks whose messages all hide: their visits in two sums, which round differently."""
+    for tokens in (1 << 20, 1 << 19, 3 << 18):
+        plan = ra.make_plan(ra.Causal(), tokens=tokens, ranks=2, layout="zigzag", schedule="ring")
+        assert ra.predict(plan, ra.get_machine("cpu")).exposed >= 0.0
+
+
 @pytest.mark.parametrize("pattern", [*LOCAL, Full()], ids=["window", "dilated", "blocks", "dense"])
 def test_a_choice_for_many_ranks_looks_at_few_tiles(pattern: Pattern) -> None:
     """Not at O(P), for a dense pattern either: steps of few ranks stand for all."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-import yaml
 from warm_python import executable
 
 from ringattn.config.overrides import prepare

@@ -76,7 +76,7 @@ class Journal:
         self.records: dict[str, Record] = {}
         try:
             # Unbuffered: a line is written at once, or raises. A link could lead to any file of the user.
-            self._file = open(path, "a+b", buffering=0, opener=_open)
+            self._file = open(path, "a+b", buffering=0, opener=_open)  # noqa: SIM115
         except OSError as error:
             raise InvalidInput(
                 f"output {path}: cannot be written ({error.strerror}); give another output.path"
