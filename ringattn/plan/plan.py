@@ -6,15 +6,11 @@ import hashlib
 import json
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
-
-from msgspec import Meta, Struct
-from msgspec.structs import asdict
+from typing import TYPE_CHECKING, Any
 
 from ..cache import Cache, Value, cached, estimate_bytes
 from ..errors import InvalidInput
-from ..files import Count, decode
-from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restore_layout
+from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout
 from ..pattern import Pattern, parse_pattern
 from ..pattern.head_slice import HeadSlice
 from .block_demand import ANSWERS
@@ -32,31 +28,6 @@ if TYPE_CHECKING:
 
 #: Rises whenever the same inputs give other steps, so that ranks of different versions refuse to run together.
 FORMAT = 4
-#: Keys of a plan's record beside the arguments of `build_plan`.
-ADDED = ("format", "hash", "pattern", "partition")
-#: Heads of a plan that is read.
-Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
-
-
-class PlanRecord(Struct):
-    """What `Plan.to_json` writes; beside it `ringattn plan` writes what it counted."""
-
-    format: int
-    hash: str
-    pattern: str
-    tokens: Annotated[int, Meta(le=(1 << 63) - 1)]
-    ranks: Count
-    layout: str
-    schedule: str
-    heads: Heads
-    kv_heads: Heads
-    head_dim: Count
-    value_dim: Count
-    dtype: str
-    batch: Annotated[int, Meta(le=(1 << 63) - 1)]
-    comm_dtype: str | None
-    rotate: str
-    partition: list[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -267,14 +238,9 @@ class Plan(Value):
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` or `ringattn plan output.path=` wrote. Raises InvalidInput on any other text."""
-        record = decode(text, PlanRecord, "the plan")
-        if record.format != FORMAT:
-            raise InvalidInput(
-                f"the plan has format {record.format}, this ringattn reads format {FORMAT}; make the plan anew"
-            )
-        arguments = {name: value for name, value in asdict(record).items() if name not in ADDED}
-        if record.partition is not None:
-            arguments["layout"] = restore_layout(record.layout, record.tokens, record.ranks, record.partition)
+        from .record import read_record  # a plan that is not read does not load it
+
+        record, arguments = read_record(text, FORMAT)
         plan = build_plan(parse_pattern(record.pattern), **arguments)
         if plan.hash != record.hash:
             raise InvalidInput(
