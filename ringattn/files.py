@@ -168,9 +168,9 @@ def as_kind(data: object, kind: type[T], source: str, known: Iterable[str] = ())
         raise InvalidInput(f"{source}: {_explain(error, data, known)}; correct the file") from None
 
 
-def check_fields(value: object, source: str) -> None:
+def check_fields(value: Any, source: str) -> None:
     """Raise InvalidInput where a field of a dataclass is not what its annotation says; the message begins `source`."""
-    for name, kind in _field_types(type(value)).items():
+    for name, kind in _field_types(value.__class__).items():
         try:
             convert(getattr(value, name), kind)
         except ValidationError as error:
