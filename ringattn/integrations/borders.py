@@ -24,7 +24,7 @@ Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 #: The key of a batch whose tensor, int64 [one per name], stands for the whole batch that all ranks must be given.
 DIGEST = "batch_digest"
 #: The tensors of a batch that its digest covers.
-COMPARED = ("input_ids", "labels", "attention_mask", "position_ids", "cu_seqlens")
+COMPARED = ("input_ids", "attention_mask", "cu_seqlens", "labels", "position_ids")
 #: Places in the digest after those of `COMPARED`: the labels of the whole batch, and its largest position.
 COUNT, LARGEST = -2, -1
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
@@ -50,9 +50,8 @@ def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
     index = kept.pop("seq_idx", None)
     if index is not None:
         found = _list_borders(index[:, 1:] != index[:, :-1])
-        if borders is not None and {
-            tuple(sorted({*row})) for row in borders.reshape(-1, borders.shape[-1]).tolist()
-        } != {*map(tuple, found)}:
+        rows = () if borders is None else borders.expand(len(index), -1).tolist()
+        if any(sorted({*row}) != other for row, other in zip(rows, found, strict=False)):
             raise InvalidInput(f"seq_idx begins documents at {found}, cu_seq_lens_q at {borders.tolist()}; give one")
         borders = found
     return kept, borders

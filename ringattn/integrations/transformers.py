@@ -96,6 +96,8 @@ class _Ring:
     shift: bool | None
     #: The position that the model gives to the first token.
     first: int
+    #: Whether its rope depends on the length.
+    stretches: bool
     #: Of the call that runs: by what its loss is divided, and the largest position of the whole batch.
     call: dict[str, Any] = field(default_factory=dict, compare=False)
     #: On CUDA, the shape of the latest position_ids, and whether padded: the host copies none that equal both again.
@@ -142,12 +144,15 @@ def parallelize(
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     shift = _check_model(model)
     before = unparallelize(model).config._attn_implementation
-    ring = _Ring(_place(group), layout, AttentionOptions(**options), before, shift, _first_position(model))
+    rotary = list(filter(_rotates_by_length, model.modules()))
+    ring = _Ring(
+        _place(group), layout, AttentionOptions(**options), before, shift, _first_position(model), bool(rotary)
+    )
     ring.check()
     if not hasattr(model, _STATE):
         model.register_forward_pre_hook(_prepare_call, with_kwargs=True)
         model.register_forward_hook(_scale_loss, with_kwargs=True)
-        for module in filter(_rotates_by_length, model.modules()):
+        for module in rotary:
             module.register_forward_pre_hook(_add_largest, with_kwargs=True)
             module.register_forward_hook(_drop_largest)
     for module in model.modules():
@@ -215,7 +220,7 @@ def shard_batch(
     if mask is not None and not bool(mask.all()):
         whole["attention_mask"] = mask
     result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in whole.items()}
-    if labels is not None and shift:
+    if labels is not None and (shift or "shift_labels" in batch):
         result["shift_labels"] = result["labels"]
     if documents is not None:
         result["cu_seq_lens_q"] = write_borders(documents, tokens)
@@ -343,13 +348,16 @@ def _attend(
             "ringattn.integrations.transformers.parallelize(model, group, layout=...)"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = sliding_window
-    if attention_mask is not None and attention_mask.ndim == 3:  # of `_write_mask`
-        window = attention_mask.shape[1] - 1 or None
-        attention_mask = attention_mask[:, 0] if attention_mask.shape[2] else None
-    name = type(module).__name__
+    name, window, mask = type(module).__name__, sliding_window, attention_mask
+    if mask is not None and mask.ndim > 2:
+        if mask.dtype != torch.bool or mask.ndim != 4 or mask.stride(2):  # not of `_write_mask`
+            raise Unsupported(
+                f"{name} has a mask of its own, {tuple(mask.shape)} of {mask.dtype}, which is not padding"
+            )
+        window = mask.shape[2] - 2 or None
+        mask = mask[:, 0, 0] if mask.shape[3] else None
     out = _attend_ring(
-        ring, name, query, key, value, attention_mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
+        ring, name, query, key, value, mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
         cu_seq_lens_q,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
@@ -381,6 +389,8 @@ def _attend_ring(
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
+        if borders is None and ring.call.get("packed"):
+            raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
         pattern = _make_pattern(window, causal, borders)
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
@@ -409,12 +419,12 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         _check_call(model, ring, kept, kwargs)  # an exchange cannot be traced
     else:
         _check_positions(model, ring, kept, kwargs)
-    ring.call.clear()
+    ring.call["packed"] = kept.get("cu_seq_lens_q") is not None
     if kept.get("labels") is not None:
         ranks = dist.get_world_size(ring.place.group)
         ring.call["items"] = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
-    if digest is not None:
-        ring.call["largest"] = digest[LARGEST]
+    if ring.stretches:
+        ring.call["largest"] = kwargs[DIGEST][LARGEST]
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
     return args, kept
@@ -423,14 +433,17 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """The result with the sum of this rank's losses over `items` as its loss, which is the mean over their labels."""
     ring = cast("_Ring | None", getattr(model, _STATE))
-    if ring is None or "items" not in ring.call:
+    if ring is None:
         return result
-    mean = result[0]
-    count = (kwargs["labels"] != NO_LABEL).sum()
-    loss = torch.where(count > 0, mean * count, 0.0) / ring.call["items"]
-    if isinstance(result, tuple):
-        return loss, *result[1:]
-    result["loss"] = loss
+    del ring.call["packed"]  # the backward may recompute other calls
+    if isinstance(result, tuple) or "pooler_output" in result:
+        raise Unsupported(
+            f"{type(model).__name__} returns a tuple (return_dict=False), or a pooler_output, which is made of rows of "
+            "the whole sequence; take return_dict=True and a model without a pooler (add_pooling_layer=False)"
+        )
+    if kwargs.get("labels") is not None:
+        count = (kwargs["labels"] != NO_LABEL).sum()
+        result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.pop("items")
     return result
 
 
@@ -450,14 +463,16 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
             "output_attentions=True: no rank holds the attention weights of whole rows; leave it out, or load another "
             "model with attn_implementation='eager'"
         )
-    keep = kwargs.get("logits_to_keep", 0)
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+        raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
     if isinstance(keep, torch.Tensor) or keep:
         raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
     positions, labels, shifted = (kwargs.get(name) for name in ("position_ids", "labels", "shift_labels"))
     whole = "call model(**batch) with the batch that shard_batch or Collator has made"
     if positions is None:
         raise InvalidInput(f"position_ids is missing: the rows of a rank do not tell their positions; {whole}")
-    if DIGEST not in given and any(map(_rotates_by_length, model.modules())):
+    if DIGEST not in given and ring.stretches:
         raise InvalidInput(f"{DIGEST} is missing: rope of this model depends on the length of the batch; {whole}")
     if labels is None and shifted is None:
         return
@@ -517,7 +532,7 @@ def _rotates_by_length(module: nn.Module) -> bool:
 
 
 def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a rotary embedding (x, position_ids) with the largest position of the whole batch beside them."""
+    """The arguments (x, position_ids) of a rotary embedding, the largest position of the batch beside the others."""
     ring = cast("_Ring | None", getattr(module, _STATE))
     if ring is None:
         return args, kwargs
@@ -542,9 +557,9 @@ def _write_mask(
     device: torch.device | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """The mask of a kind of layers for `_attend`: padding [B, 1 + keys that a window shows to a side, n].
+    """The mask of a kind of layers for `_attend`: padding [B, 1, 2 + keys that a window shows to a side, n].
 
-    Every [B, n] of it is the padding mask; n = 0: no padding. Without a window the size is 1. The size carries the
+    Every [B, n] of it is the padding mask; n = 0: no padding. Without a window the size is 2. The size carries the
     window, since the mask decides in transformers: the keyword `sliding_window` is not passed by all models.
     Raises Unsupported for a mask that is made of more than causality, a window and documents.
     """
@@ -556,7 +571,7 @@ def _write_mask(
     if attention_mask is None:
         attention_mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device)
     keys = 0 if local_size is None else local_size + ("allow_is_bidirectional_skip" in others)  # the row's own, too
-    return attention_mask.unsqueeze(1).expand(-1, 1 + keys, -1)
+    return attention_mask[:, None, None].expand(-1, -1, 2 + keys, -1)
 
 
 def _rules(function: Callable[..., Any]) -> set[str]:
@@ -630,8 +645,11 @@ def _check_model(model: PreTrainedModel) -> bool | None:
     refused = {
         "inputs other than tokens": model.main_input_name != "input_ids",
         f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
-        "an encoder and a decoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "an encoder and a decoder": any(
+            getattr(config, word, False) for word in ("is_encoder_decoder", "add_cross_attention")
+        ),
         "attention in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
+        "embeddings of neighbouring tokens (trigram_input)": bool(getattr(config, "trigram_input", False)),
         "ALiBi": bool(getattr(config, "alibi", False)) or any("alibi" in word for word in dir(model.base_model)),
         "an auxiliary loss of its routers (output_router_logits), which is not a sum over tokens": bool(
             getattr(config, "output_router_logits", False)
@@ -641,9 +659,6 @@ def _check_model(model: PreTrainedModel) -> bool | None:
             "position_ids" not in inspect.signature(model.forward).parameters
         ),
         "a head that reads whole sequences, not rows": not (causal or aligned or bare),
-        "a pooler, which reads one row of the whole sequence (make the model with add_pooling_layer=False)": (
-            bare and getattr(model, "pooler", None) is not None
-        ),
     }
     for feature, present in refused.items():
         if present:

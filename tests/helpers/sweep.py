@@ -194,7 +194,7 @@ def one(rank: int, name: str, model_type: str, more: dict[str, Any]) -> dict[str
                 right = expected["packed" if mode == "checkpointed" else mode]
                 found[key] = compare(model, group, layout, mode, right, ids)
         except ra.RingAttentionError as error:
-            found[f"from {mode} on" if found else ""] = f"refused: {type(error).__name__}: {error}"
+            found[f"from {mode} on" if found or mode != MODES[0] else ""] = f"refused: {type(error).__name__}: {error}"
         except Exception as error:
             return {f"from {mode} on": f"crash: {type(error).__name__}: {str(error)[:150]}"}
     return found
