@@ -48,13 +48,13 @@ def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
     borders = kept.pop("cu_seq_lens_q", None)
     _check_batch(kept)
     index = kept.pop("seq_idx", None)
-    if index is not None:
-        found = _list_borders(index[:, 1:] != index[:, :-1])
-        rows = () if borders is None else borders.expand(len(index), -1).tolist()
-        if any(sorted({*row}) != other for row, other in zip(rows, found, strict=False)):
-            raise InvalidInput(f"seq_idx begins documents at {found}, cu_seq_lens_q at {borders.tolist()}; give one")
-        borders = found
-    return kept, borders
+    if index is None:
+        return kept, borders
+    found = _list_borders(index[:, 1:] != index[:, :-1])
+    given = found if borders is None else borders.expand(len(index), -1).tolist()
+    if [sorted({*row}) for row in given] != found:
+        raise InvalidInput(f"seq_idx begins documents at {found}, cu_seq_lens_q at {given}; give one of them")
+    return kept, found
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:

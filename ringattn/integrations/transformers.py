@@ -403,8 +403,8 @@ def _attend_ring(
 def _refuse_generate(*args: Any, **kwargs: Any) -> None:
     """Raise Unsupported."""
     raise Unsupported(
-        "generate() of a parallelized model: a rank holds some rows of the sequence only; generate with a model of its "
-        "own, loaded with attn_implementation='sdpa'"
+        "generate() of a parallelized model: a rank holds some rows of the sequence only; call unparallelize(model) "
+        "first, or generate with another model"
     )
 
 
@@ -435,7 +435,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     ring = cast("_Ring | None", getattr(model, _STATE))
     if ring is None:
         return result
-    del ring.call["packed"]  # the backward may recompute other calls
+    ring.call.pop("packed", None)  # the backward may recompute other calls
     if isinstance(result, tuple) or "pooler_output" in result:
         raise Unsupported(
             f"{type(model).__name__} returns a tuple (return_dict=False), or a pooler_output, which is made of rows of "
@@ -511,15 +511,15 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
         place = make_layout(ring.layout, tokens=tokens, ranks=len(lengths)).positions(rank)
-        for row, given in enumerate(positions.cpu().numpy()):
+        for row, counted in enumerate(positions.cpu().numpy()):
             expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
-            if given.shape != expected.shape:
+            if counted.shape != expected.shape:
                 return  # the handshake of the attention says which rank has too many or too few rows
-            for i in np.flatnonzero(given != expected)[:1]:
+            for i in np.flatnonzero(counted != expected)[:1]:
                 raise InvalidInput(
                     f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
-                    f"tokens: element {row}, local row {i} has {given[i]}, expected {expected[i]}; call model(**batch) "
-                    "with the batch that shard_batch or Collator has made for this layout"
+                    f"tokens: element {row}, local row {i} has {counted[i]}, expected {expected[i]}; call "
+                    "model(**batch) with the batch that shard_batch or Collator has made for this layout"
                 )
 
 
@@ -649,6 +649,7 @@ def _check_model(model: PreTrainedModel) -> bool | None:
             getattr(config, word, False) for word in ("is_encoder_decoder", "add_cross_attention")
         ),
         "attention in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
+        "a mask made of its values (keep_window_size)": hasattr(config, "keep_window_size"),
         "embeddings of neighbouring tokens (trigram_input)": bool(getattr(config, "trigram_input", False)),
         "ALiBi": bool(getattr(config, "alibi", False)) or any("alibi" in word for word in dir(model.base_model)),
         "an auxiliary loss of its routers (output_router_logits), which is not a sum over tokens": bool(

@@ -1,20 +1,22 @@
 """Every text model of the installed transformers, tiny, over ranks and alone: none may be accepted that is not exact.
 
-python tests/helpers/sweep.py [--table FILE] [CLASS ...]    # without classes all of them
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...]    # without classes all of them
+
+Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
+are WRONG or crash. `test_sweep.py` runs a sample.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
+import copy
 import inspect
 import logging
+import multiprocessing
 import sys
 import tempfile
 import warnings
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +26,21 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 import ringattn as ra
 from ringattn.integrations.transformers import parallelize, shard_batch
+from ringattn.train import mean_over_ranks
 
-TOKENS, LEFT, BORDERS = 41, 11, [0, 17, 41]
-CLASSES = 99
-MODES = ("packed", "padded", "checkpointed")
-GROUPS: list[Any] = []
+TOKENS, CLASSES = 41, 99
+#: The sequences of each kind of batch: (row, first token, end). Those of a padded batch stand at the ends of its rows.
+PARTS = {"packed": [(0, 0, 17), (0, 17, TOKENS)], "padded": [(0, 0, TOKENS), (1, 11, TOKENS)]}
+PARTS["checkpointed"] = PARTS["packed"]
+#: Automatic mappings of transformers, and the fields of a result that are compared.
+HEADS = "CAUSAL_LM MASKED_LM TOKEN_CLASSIFICATION SEQUENCE_CLASSIFICATION QUESTION_ANSWERING"
+KINDS = ("", *(f"_FOR_{head}" for head in HEADS.split()))
+FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
+#: Seconds in which a class must end, and what classes that are not made for such sizes and batches raise.
 LIMIT = 90.0
-KINDS = ("", "_FOR_CAUSAL_LM", "_FOR_MASKED_LM", "_FOR_TOKEN_CLASSIFICATION", "_FOR_SEQUENCE_CLASSIFICATION", "_FOR_QUESTION_ANSWERING")  # fmt: skip
+FOREIGN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError)
+#: Largest error of a field or gradient, as a part of its largest value. Wrong models are off by 1e-2 and more.
+BOUND = 2e-4
 #: Sizes of a tiny model by the names that configurations have for them; a configuration takes those that it knows.
 SIZES: tuple[tuple[Any, str], ...] = (
     (CLASSES, "vocab_size entity_vocab_size pronunciation_vocab_size shape_vocab_size vocab_size_per_layer_input"),
@@ -54,11 +64,10 @@ SIZES: tuple[tuple[Any, str], ...] = (
     (5, "eos_token_id"),
     (0.0, "attention_dropout hidden_dropout dropout attn_pdrop resid_pdrop embd_pdrop attention_probs_dropout_prob"),
     (0.0, "hidden_dropout_prob layerdrop activation_dropout classifier_dropout embedding_dropout mlp_dropout"),
-    (
-        0.0,
-        "router_jitter_noise input_jitter_noise jitter_noise classifier_dropout_prob attn_dropout residual_dropout resid_dropout embed_dropout",
-    ),
+    (0.0, "router_jitter_noise input_jitter_noise jitter_noise classifier_dropout_prob attn_dropout residual_dropout"),
+    (0.0, "resid_dropout embed_dropout"),
 )
+BY_NAME = {name: size for size, names in SIZES for name in names.split()}
 #: What is tried for a model that those sizes do not fit.
 OTHERS: tuple[dict[str, Any], ...] = (
     {},
@@ -67,7 +76,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"attn_pdrop": 0, "resid_pdrop": 0},
     {"attention_types": [[["global", "local"], 1]], "window_size": 9},
 )
-BY_NAME = {name: size for size, names in SIZES for name in names.split()}
+GROUPS: list[Any] = []
 
 
 def classes() -> dict[str, str]:
@@ -80,13 +89,9 @@ def classes() -> dict[str, str]:
     return found
 
 
-def configure(kind: type, **more: Any) -> Any:
+def configure(kind: Any, **more: Any) -> Any:
     """A tiny configuration of this class, and of the configurations in it."""
-    known = (
-        set(inspect.signature(kind.__init__).parameters)
-        | set(getattr(kind, "__annotations__", ()))
-        | set(getattr(kind, "__dataclass_fields__", ()))
-    )
+    known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", ())}
     words = {name: size for name, size in BY_NAME.items() if name in known}
     for name, sub in (getattr(kind, "sub_configs", None) or {}).items():
         if sub is not hf.AutoConfig:
@@ -95,11 +100,10 @@ def configure(kind: type, **more: Any) -> Any:
 
 
 def make(name: str, model_type: str, **more: Any) -> Any:
-    """The model with random weights, the same on every rank, none of them 0."""
+    """The model without dropout, with random weights, the same on every rank, none of them 0."""
     kind = getattr(hf, name)
-    known = kind.config_class or configuration_auto.CONFIG_MAPPING[model_type]
-    config = configure(known, **more)
-    if "CausalLM" in name or "LMHead" in name:
+    config = configure(kind.config_class or configuration_auto.CONFIG_MAPPING[model_type], **more)
+    if is_causal(name):
         config.is_decoder = True
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(config).parameters())
@@ -107,218 +111,194 @@ def make(name: str, model_type: str, **more: Any) -> Any:
         raise ValueError(f"{size:,} parameters")
     config._attn_implementation = "eager"
     torch.manual_seed(1)
-    model = kind(config).float()
-    generator = torch.Generator().manual_seed(3)
+    model = kind(config).float().eval()
     with torch.no_grad():
         for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator)
+            noise = torch.randn(p.shape)
             p.copy_(noise * min(0.15, p.shape[-1] ** -0.5)) if p.ndim > 1 else p.add_(noise * 0.1)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return model.eval()
+    return model
 
 
-def fit(name: str, model_type: str, ids: torch.Tensor) -> dict[str, Any]:
-    """The first of `OTHERS` with which the model can be made and run. Raises the error of the first."""
-    first = None
+def fit(name: str, model_type: str, ids: torch.Tensor) -> Any:
+    """The model by the first of `OTHERS` with which it can be made and run. Raises the error of the first."""
+    errors = []
     for more in OTHERS:
         try:
             model = make(name, model_type, **more)
-            model(ids, **flags(model))
-            return more
-        except Exception as error:
-            first = first or error
-    raise first
+            model(ids, **without_cache(model))
+            return model
+        except FOREIGN as error:
+            errors.append(error)
+    raise errors[0]
 
 
-def outputs(result: Any) -> dict[str, torch.Tensor]:
-    names = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
-    return {n: result[n] for n in names if n in result and isinstance(result[n], torch.Tensor)}
+def is_causal(name: str) -> bool:
+    return "CausalLM" in name or "LMHead" in name
 
 
-def weight(x: torch.Tensor, start: int = 0, row: int = 0) -> torch.Tensor:
-    """A cotangent that depends on the place in the batch."""
-    shape = (2, TOKENS, *x.shape[2:])
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7))[row : row + 1, start : start + x.shape[1]]
-
-
-def alone(
-    model: Any, parts: list[tuple[int, int, int]], ids: torch.Tensor
-) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
-    """(outputs of each part alone, gradients of all)"""
-    model.zero_grad()
-    found = []
-    for row, start, stop in parts:
-        result = outputs(model(ids[row : row + 1, start:stop], **flags(model)))
-        loss = sum(
-            (x * weight(x, start, row)).sum() if x.ndim > 1 and x.shape[1] == stop - start else x.sum() * 0
-            for x in result.values()
-        )
-        loss.backward()
-        found.append({n: x.detach() for n, x in result.items()})
-    return found, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def flags(model: Any) -> dict[str, Any]:
+def without_cache(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
-def one(rank: int, name: str, model_type: str, more: dict[str, Any]) -> dict[str, str]:
-    """What each mode of a class gave on this rank: exact, WRONG with the difference, or the words of its refusal."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    torch.use_deterministic_algorithms(False)
-    try:
-        if "input_ids" not in inspect.signature(getattr(hf, name).forward).parameters:
-            return {"": "not text"}
-        ids = torch.randint(6, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-        more = {**fit(name, model_type, ids[:1]), **more}
-        model = make(name, model_type, **more)
-        modes = {"packed": [(0, 0, 17), (0, 17, TOKENS)], "padded": [(0, 0, TOKENS), (1, LEFT, TOKENS)]}
-        expected = {mode: alone(model, parts, ids) for mode, parts in modes.items()}
-    except Exception as error:
-        return {"": f"not buildable: {type(error).__name__}: {str(error)[:150]}"}
-    if not GROUPS:
-        patience = timedelta(seconds=LIMIT / 3)
-        GROUPS.extend((dist.new_group([0, 1], timeout=patience), dist.new_group([0, 1, 2], timeout=patience)))
-    found: dict[str, str] = {}
-    for group, layout in zip(GROUPS, ("zigzag", "contiguous"), strict=True):
-        if layout == "zigzag" and rank == 2:
-            continue
-        mode = MODES[0]
-        try:
-            model = parallelize(make(name, model_type, **more), group, layout=layout)
-            for mode in MODES:
-                key = f"{mode} {dist.get_world_size(group)}"
-                right = expected["packed" if mode == "checkpointed" else mode]
-                found[key] = compare(model, group, layout, mode, right, ids)
-        except ra.RingAttentionError as error:
-            found[f"from {mode} on" if found or mode != MODES[0] else ""] = f"refused: {type(error).__name__}: {error}"
-        except Exception as error:
-            return {f"from {mode} on": f"crash: {type(error).__name__}: {str(error)[:150]}"}
-    return found
+def make_labels(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The labels for a class that has a loss of each row."""
+    if "TokenClassification" in name:
+        return {"labels": ids % 2}
+    return {"labels": ids} if is_causal(name) or "MaskedLM" in name else {}
+
+
+def fields(result: Any) -> dict[str, torch.Tensor]:
+    return {name: result[name] for name in FIELDS if isinstance(result.get(name), torch.Tensor)}
+
+
+def weights(x: torch.Tensor) -> torch.Tensor:
+    """A cotangent of fields [.., n, ..], by the place in the batch."""
+    return torch.randn((2, TOKENS, *x.shape[2:]), generator=torch.Generator().manual_seed(7))
+
+
+def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], float]:
+    """(fields of each sequence alone, gradients of all, the mean loss of all labels)."""
+    model.zero_grad()
+    found, losses, count = [], 0.0, 0
+    name = type(model).__name__
+    for row, start, stop in PARTS[mode]:
+        part = ids[row : row + 1, start:stop]
+        result = model(part, **make_labels(name, part), **without_cache(model))
+        rows = {n: x for n, x in fields(result).items() if x.ndim > 1 and x.shape[1] == stop - start}
+        if rows:
+            sum((x * weights(x)[row, start:stop]).sum() for x in rows.values()).backward()
+        found.append({n: x.detach() for n, x in fields(result).items()})
+        if make_labels(name, part):
+            labels = stop - start - is_causal(name)
+            losses, count = losses + float(result.loss.detach()) * labels, count + labels
+    return (
+        found,
+        [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()],
+        losses / max(count, 1),
+    )
 
 
 def compare(model: Any, group: Any, layout: str, mode: str, expected: Any, ids: torch.Tensor) -> str:
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    cut = ra.make_layout(layout, tokens=TOKENS, ranks=ranks)
+    """ "exact", or WRONG and the differences of fields, gradients and loss that are too large."""
+    rank, ranks, name = dist.get_rank(group), dist.get_world_size(group), type(model).__name__
     batch = {"input_ids": ids if mode == "padded" else ids[:1]}
-    parts = [(0, 0, 17), (0, 17, TOKENS)] if mode in ("packed", "checkpointed") else [(0, 0, TOKENS), (1, LEFT, TOKENS)]
-    borders = BORDERS if mode in ("packed", "checkpointed") else None
+    batch.update(make_labels(name, batch["input_ids"]))
+    borders = None if mode == "padded" else [0, 17, TOKENS]
     if mode == "padded":
         batch["attention_mask"] = torch.ones_like(ids)
-        batch["attention_mask"][1, :LEFT] = 0
-    model.train(mode == "checkpointed")
+        batch["attention_mask"][1, :11] = 0
     if mode == "checkpointed":
         if not model.supports_gradient_checkpointing:
             return "exact"
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
     model.zero_grad()
-    local = outputs(model(**shard_batch(batch, group, layout=layout, cu_seqlens=borders), **flags(model)))
-    loss, wrong = torch.zeros(()), {}
-    places = torch.as_tensor(cut.positions(rank))
-    whole: dict[str, torch.Tensor] = {}
-    for n, x in local.items():
-        if x.ndim > 1 and x.shape[1] == len(places):
-            full = torch.cat([weight(x.new_zeros(1, TOKENS, *x.shape[2:]), 0, r) for r in range(len(x))])
+    part = shard_batch(batch, group, layout=layout, cu_seqlens=borders, shift=is_causal(name))
+    result = model(**part, **without_cache(model))
+    cut = ra.make_layout(layout, tokens=TOKENS, ranks=ranks)
+    loss, whole = torch.zeros(()), fields(result)
+    for n, x in fields(result).items():
+        if x.ndim > 1 and x.shape[1] == cut.rows(rank):
+            weight = weights(x)[: len(x)]
             if mode == "padded":
-                full[1, :LEFT] = 0
-            loss = loss + (x * full[:, places]).sum()
+                weight[1, :11] = 0
+            loss = loss + (x * cut.shard_tensor(weight, rank, dim=1)).sum()
             shards: list[Any] = [None] * ranks
             dist.all_gather_object(shards, x.detach().numpy(), group=group)
             whole[n] = cut.unshard_tensor([torch.from_numpy(s) for s in shards], dim=1)
-        else:
-            loss = loss + x.sum() * 0
     loss.backward()
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    for g in gradients:
-        dist.all_reduce(g, group=group)
-    for (row, start, stop), right in zip(parts, expected[0], strict=False):
-        for n, x in right.items():
-            ours = whole[n][row, start:stop] if n in whole else local[n][row]
-            wrong[n] = (
-                max(wrong.get(n, 0), float((ours - x[0]).abs().max() / x.abs().max().clamp(min=1e-6)))
-                if ours.shape == x[0].shape
-                else 99.0
-            )
-    largest = max(float(g.abs().max()) for g in expected[1]) or 1.0
-    wrong["gradients"] = max(float((a - b).abs().max()) / largest for a, b in zip(gradients, expected[1], strict=True))
-    bad = {n: round(x, 6) for n, x in wrong.items() if not x < 2e-4}
+    right, gradients, mean = expected
+    wrong = {"loss": abs(float(mean_over_ranks(result.loss, group=group)) - mean)} if "labels" in batch else {}
+    for (row, start, stop), theirs in zip(PARTS[mode], right, strict=True):
+        for n, x in theirs.items():
+            ours = whole[n][row, start:stop] if whole[n].ndim > 1 and whole[n].shape[1] == TOKENS else whole[n][row]
+            far = (ours - x[0]).abs().max() / x.abs().max().clamp(min=1e-6) if ours.shape == x[0].shape else 1.0
+            wrong[n] = max(wrong.get(n, 0.0), float(far))
+    largest = max(float(g.abs().max()) for g in gradients) or 1.0
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        mine = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(mine, group=group)
+        wrong["gradients"] = max(wrong.get("gradients", 0.0), float((mine - g).abs().max()) / largest)
+    bad = {n: round(x, 4) for n, x in wrong.items() if not x < BOUND}
     return f"WRONG {bad}" if bad else "exact"
 
 
+def one(rank: int, name: str) -> dict[str, str]:
+    """What a rank of three finds for each mode of a class, and for 2 and 3 ranks."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    if "input_ids" not in inspect.signature(getattr(hf, name).forward).parameters:
+        return {"": "no text"}
+    ids = torch.randint(6, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    try:
+        model = fit(name, classes()[name], ids[:1])
+        expected = {mode: run_alone(model, mode, ids) for mode in PARTS}
+    except FOREIGN as error:
+        return {"": f"not buildable: {type(error).__name__}: {str(error)[:150]}"}
+    if not GROUPS:
+        GROUPS.extend(dist.new_group(list(range(n)), timeout=timedelta(seconds=LIMIT / 3)) for n in (2, 3))
+    found: dict[str, str] = {}
+    for group, layout in zip(GROUPS[rank == 2 :], ("zigzag", "contiguous")[rank == 2 :], strict=True):
+        mode = "made"
+        try:
+            ours = parallelize(copy.deepcopy(model), group, layout=layout)
+            for mode in PARTS:
+                found[f"{mode} {dist.get_world_size(group)}"] = compare(ours, group, layout, mode, expected[mode], ids)
+        except ra.RingAttentionError as error:
+            found[mode] = f"refused: {type(error).__name__}: {error}"
+        except FOREIGN as error:
+            return {mode: f"crash: {type(error).__name__}: {str(error)[:150]}"}
+    return found
+
+
 def verdict(results: list[dict[str, str]]) -> str:
-    """One line of what the ranks found: the modes of each answer."""
+    """One line of what the ranks found: the worst answer first, and the modes of each."""
     modes: dict[str, set[str]] = {}
     for found in results:
         for mode, text in found.items():
             modes.setdefault(text, set()).add(mode)
-    if list(modes) == ["exact"]:
-        return "exact"
-    return " | ".join(
-        f"{text} [{', '.join(sorted(m))}]" if m != {""} else text for text, m in modes.items() if text != "exact"
-    )
-
-
-class Ranks:
-    """Three Gloo ranks, forks of this process, which has imported what they need."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self.folder = tempfile.TemporaryDirectory()
-        self.pipes, ends = zip(*(context.Pipe() for _ in range(3)), strict=True)
-        self.processes = [
-            context.Process(target=serve, args=(rank, self.folder.name, end), daemon=True)
-            for rank, end in enumerate(ends)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def run(self, *args: Any) -> list[dict[str, str]]:
-        for pipe in self.pipes:
-            pipe.send(args)
-        return [pipe.recv() if pipe.poll(LIMIT) else {"": f"crash: no answer in {LIMIT} s"} for pipe in self.pipes]
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.folder.cleanup()
+    order = sorted(modes, key=lambda text: [not text.startswith(word) for word in ("WRONG", "crash", "refused")])
+    shown = [f"{text} [{', '.join(sorted(modes[text]))}]" for text in order if text != "exact"]
+    return " | ".join(shown).replace(" []", "") or "exact"
 
 
 def serve(rank: int, folder: str, pipe: Any) -> None:
     """Answer for one class after another."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 3)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=LIMIT / 3))
+    limit, store = timedelta(seconds=LIMIT / 3), dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=limit)
     while True:
-        pipe.send(one(rank, *pipe.recv()))
+        pipe.send(one(rank, pipe.recv()))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("names", nargs="*")
-    options = parser.parse_args()
-    known, counts = classes(), Counter()
-    names = options.names or sorted(known)
-    out = options.table.open("w") if options.table else sys.stdout
+def main(names: list[str]) -> int:
+    context = multiprocessing.get_context("fork")  # ranks have imported what this process has
+    counts: Counter[str] = Counter()
+    names = names or sorted(classes())
     for name in names:
         getattr(hf, name, None)
-    ranks = Ranks()
-    for name in names:
-        text = verdict(ranks.run(name, known[name], {}))
-        if "crash" in text or "CommFailure" in text or "Mismatch" in text:
-            ranks.end()
-            ranks = Ranks()
-        word = next(w for w in ("WRONG", "crash", "refused", "not buildable", "not text", "exact") if w in text)
-        counts[word] += 1
-        print(f"{word}\t{name}\t{text}", file=out, flush=True)
-    ranks.end()
-    print(counts)
-    return 0
+    while names:
+        pipes, ends = zip(*(context.Pipe() for _ in range(3)), strict=True)
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [context.Process(target=serve, args=(i, folder, ends[i]), daemon=True) for i in range(3)]
+            for process in ranks:
+                process.start()
+            text = "exact"
+            while names and not any(word in text for word in ("crash", "CommFailure", "Mismatch")):
+                name, *names = names
+                for pipe in pipes:
+                    pipe.send(name)
+                text = verdict([p.recv() if p.poll(LIMIT) else {"": "crash: no answer"} for p in pipes])
+                counts[text.split(":")[0].split(" {")[0].split(" [")[0]] += 1
+                print(name, text, sep="\t", flush=True)
+            for process in ranks:
+                process.kill()
+                process.join()
+    print(*(f"{count} {word}" for word, count in counts.most_common()), sep=", ")
+    return int(counts["WRONG"] + counts["crash"] > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

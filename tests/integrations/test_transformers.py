@@ -120,7 +120,7 @@ def test_batches_that_cannot_be_cut_and_a_config_of_two_models(run_ranks) -> Non
         "unknown": "InvalidInput: ['pixels'] cannot be cut",
         "already": "InvalidInput: labels are shifted already",
         "seq_idx": "True",
-        "seq_idx other": "InvalidInput: seq_idx begins documents at [[0, 3, 8]], cu_seq_lens_q at [0, 4, 8]",
+        "seq_idx other": "InvalidInput: seq_idx begins documents at [[0, 3, 8]], cu_seq_lens_q at [[0, 4, 8]]",
         "inside": "InvalidInput: cu_seqlens is no tensor of a batch; give the borders beside it",
         **{
             f"other {name}": f"Mismatch: {name} of the whole batch are not the same on rank 0 and rank 1: ranks"
