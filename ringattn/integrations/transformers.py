@@ -527,7 +527,8 @@ def _rotates_by_length(module: nn.Module) -> bool:
     """Whether the module is a rotary embedding whose frequencies depend on the largest position."""
     kinds = getattr(module, "rope_type", "")
     return any(
-        "dynamic" in str(kind) or kind == "longrope" for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
+        "dynamic" in str(kind) or kind == "longrope"
+        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
     )
 
 

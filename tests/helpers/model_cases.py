@@ -62,14 +62,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**MIXED, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
-    "JetMoE, views": ("JetMoeForCausalLM", "JetMoeConfig", {"kv_channels": 8, **EXPERTS}),
     "ModernBERT, two sides": ("ModernBertForMaskedLM", "ModernBertConfig", {"local_attention": 12, "pad_token_id": 0}),
     "Phimoe, window of the mask": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": 9, **EXPERTS}),
     "RoBERTa, positions from 2": ("RobertaForMaskedLM", "RobertaConfig", {"pad_token_id": 1}),
     "Llama, no head": ("LlamaModel", "LlamaConfig", {}),
 }
 #: Models whose rope depends on the length of the batch.
-ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+ROPE = {"rope_theta": 1e4}
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 LENGTHS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "longrope": ("Phi3ForCausalLM", "Phi3Config", {"rope_type": "longrope", **FACTORS}),
@@ -83,7 +82,7 @@ def make(name: str, **changes: Any) -> Any:
         model, config, rope = LENGTHS[name]
         settings: dict[str, Any] = {
             "rope_parameters": {**ROPE, **rope},
-            "max_position_embeddings": 32,
+            **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 32),
             "pad_token_id": 0,
         }
     else:
