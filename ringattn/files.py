@@ -1,4 +1,4 @@
-"""Checks of input paths, and output files that are written completely or not at all."""
+"""Input files read as a schema says, and output files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from msgspec import Meta, ValidationError, convert
 
 from .errors import InvalidInput
+from .text import did_you_mean, shorten
+
+T = TypeVar("T")
+#: Numbers of schemas: a count of at least 1, of which a few multiplied are a float still, and numbers that are finite.
+Count = Annotated[int, Meta(ge=1, le=1 << 53)]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+NotNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+#: The largest file that is read as a whole, and the most values and nested levels of YAML, its aliases written out.
+MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1 << 26, 100_000, 32
 
 #: The path that stands for standard output.
 STDOUT = "-"
@@ -113,6 +128,122 @@ def check_readable(path: Path, name: str) -> None:
         raise InvalidInput(f"{name}={path}: is {kind}, not an ordinary file; give the path of a file")
     if not os.access(path, os.R_OK):
         raise InvalidInput(f"{name}={path}: not readable by this user; choose another path")
+
+
+def load(path: Path, kind: type[T], name: str, known: Iterable[str] = ()) -> T:
+    """The content of a JSON file (.json) or of a YAML file, as `decode` reads it; `name` is the setting of the path."""
+    return decode(read_text(path, name), kind, f"{name}={path}", yaml=path.suffix != ".json", known=known)
+
+
+def read_text(path: Path, name: str) -> str:
+    """The text of a file. Raises InvalidInput, naming the setting `name`, where it cannot be read as UTF-8."""
+    check_readable(path, name)
+    if path.stat().st_size > MAX_BYTES:
+        raise InvalidInput(f"{name}={path}: has more than {MAX_BYTES:,} bytes, too many for such a file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{name}={path}: cannot be read as text ({error}); write the file anew") from None
+
+
+def decode(text: str, kind: type[T], source: str, *, yaml: bool = False, known: Iterable[str] = ()) -> T:
+    """The value of a JSON or YAML text as `kind`, a type that msgspec knows: dataclass, Struct, TypedDict, list, ...
+
+    Raises InvalidInput with the `source` of the text, the place in it, what is expected and what stands there. For an
+    unknown key it proposes one of `known`.
+    """
+    try:
+        data = _load_yaml(text) if yaml else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise InvalidInput(f"{source}: is not valid {'YAML' if yaml else 'JSON'} ({shorten(problem, 200)})") from None
+    return as_kind(data, kind, source, known)
+
+
+def as_kind(data: object, kind: type[T], source: str, known: Iterable[str] = ()) -> T:
+    """Plain data as `kind`. Raises InvalidInput as `decode` does."""
+    try:
+        return convert(data, kind)
+    except (ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no character
+        raise InvalidInput(f"{source}: {_explain(error, data, known)}; correct the file") from None
+
+
+def check_fields(value: Any, source: str) -> None:
+    """Raise InvalidInput where a field of a dataclass is not what its annotation says; the message begins `source`."""
+    for name, kind in _field_types(value.__class__).items():
+        try:
+            convert(getattr(value, name), kind)
+        except ValidationError as error:
+            raise InvalidInput(f"{source}: {name}: {_explain(error, getattr(value, name))}; correct it") from None
+
+
+@cache
+def _field_types(kind: Any) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name[0] != "_"}
+
+
+def _explain(error: Exception, data: Any, known: Iterable[str] = ()) -> str:
+    """The place of an error, what is expected, and the number or text that stands there."""
+    problem, _, place = str(error).replace("`", "").partition(" - at ")
+    path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")
+    for key, index in re.findall(r"([^.\[\]]+)(?!\])|\[(\d+|\.\.\.)\]", path):
+        data = None if index == "..." else data[int(index) if index else key]
+    unknown = re.search(r"unknown field (.*)", problem)
+    hint = f"; {did_you_mean(unknown[1], known)}" if unknown else ""
+    found = f", got {shorten(repr(data), 60)}" if isinstance(data, str | int | float) and "got" not in problem else ""
+    return f"{path}{': ' if path else ''}{problem}{found}{hint}".rstrip("; ")
+
+
+def _load_yaml(text: str) -> object:
+    """The numbers, texts, lists and mappings of a YAML text, in time linear in its size. Raises ValueError.
+
+    PyYAML recurses into nested values, and who reads its result copies the value of every alias, so that ten lines
+    could fill the memory: the structure is checked before anything is built.
+    """
+    yaml: Any = import_module("yaml")  # PyYAML has no type annotations
+    parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(parser):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            if len({*map(str, keys)}) < len(keys):
+                raise ValueError(f"line {node.start_mark.line + 1}: a key is there twice")
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
+
+    # YAML 1.1 wants a point and a sign in 1.0e+9
+    number = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, [*"-+0123456789"])
+    try:
+        _check_yaml(yaml, yaml.parse(text, Loader=parser))
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:
+    """Raise ValueError for more than `MAX_VALUES` values, `MAX_DEPTH` levels, or a value with an explicit tag."""
+    counts: dict[str, int] = {}  # by anchor: the values that an alias stands for
+    nested: list[tuple[str | None, int]] = []
+    values = 0
+    for event in events:
+        if isinstance(event, yaml.AliasEvent):
+            values += counts.get(event.anchor, MAX_VALUES + 1)  # an alias within its own value never ends
+        elif isinstance(event, yaml.CollectionStartEvent):
+            nested.append((event.anchor, values))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = nested.pop()
+            counts |= {} if anchor is None else {anchor: values - before}
+        elif isinstance(event, yaml.ScalarEvent):
+            values += 1
+            counts |= {} if event.anchor is None else {event.anchor: 1}
+        if values > MAX_VALUES or len(nested) > MAX_DEPTH:
+            raise ValueError(
+                f"it has more than {MAX_VALUES:,} values with its aliases written out, or is nested more than "
+                f"{MAX_DEPTH} deep, as no such file is"
+            )
+        if getattr(event, "tag", None):
+            raise ValueError(f"line {event.start_mark.line + 1}: the tag {event.tag} is not understood")
 
 
 def make_folder(path: Path) -> None:

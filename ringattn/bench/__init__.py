@@ -34,7 +34,9 @@ def get_suite(name: str) -> BenchSuite:
 def get_cases(suite: str, names: list[str] | None = None) -> list[BenchCase]:
     """All cases of a suite, or the cases of these names. Raises InvalidInput."""
     cases = {case.name: case for case in get_suite(suite).cases()}
-    for name in names or ():
+    if names is None:
+        return [*cases.values()]
+    for name in names or ["[]"]:
         if name not in cases:
             raise InvalidInput(f"cases={name}: unknown; {did_you_mean(name, cases)}expected some of {', '.join(cases)}")
-    return [cases[name] for name in names] if names else list(cases.values())
+    return [cases[name] for name in names]

@@ -11,7 +11,7 @@ from ..files import check_readable, make_folder
 from ..simulator.reporting.journal import Journal, read_journal
 from .case import CaseRecord
 
-FORMAT = "ringattn bench 2"
+FORMAT = "ringattn bench 3"
 
 
 def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Journal:
@@ -23,7 +23,7 @@ def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Jour
     host = header["machine"]
     hardware = slug(header["device"] or "") or f"{slug(str(host['cpu']))}_{host['cores']}cores"
     stem = f"{header['suite']}_{hardware}"
-    paths = sorted(folder.glob(f"{stem}_*.jsonl"), key=_number)
+    paths = sorted((path for path in folder.glob(f"{stem}_*.jsonl") if _number(path)), key=_number)
     for path in paths:
         found, records = _read(path)
         if _without_date(found) == _without_date(header) and not set(names) <= records.keys():
@@ -34,7 +34,9 @@ def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Jour
 
 
 def _number(path: Path) -> int:
-    return int(path.stem.rpartition("_")[2])
+    """The number of a file of results; 0 for another file."""
+    match = re.search(r"_\d{4}-\d\d-\d\d_(\d{1,9})$", path.stem)
+    return int(match[1]) if match else 0
 
 
 def _without_date(header: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 from ..bench import get_cases, get_suite
@@ -13,6 +15,7 @@ from ..files import OUTPUTS, make_folder
 from ..simulator.reporting.console import get_console, print_grid, print_paragraph
 from ..text import plural
 from .config.schema import BenchConfig, parse_size
+from .config.sweep import quote
 
 
 def main(config: BenchConfig) -> None:
@@ -52,9 +55,10 @@ def show_results(path: Path) -> None:
 
 def make_command(record: dict[str, object]) -> str:
     """The command that makes results again."""
-    parts = [f"ringattn report {record['suite']} repeat={record['repeat']}"]
+    parts = [str(record["suite"]), f"repeat={record['repeat']}"]
     if record["memory"]:
         parts.append(f"memory={record['memory']}")
     if isinstance(asked := record["asked"], list):
-        parts.append(f"'cases=[{','.join(asked)}]'")
-    return " ".join(parts)
+        names = (name if re.fullmatch(r"[\w.-]+", name) else quote(name) for name in asked)
+        parts.append(f"cases=[{','.join(names)}]")
+    return f"ringattn report {shlex.join(parts)}"

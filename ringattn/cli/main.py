@@ -34,7 +34,7 @@ VERBS = {
     "doctor": "what this machine and installation can run, and what to install for the rest",
 }
 #: What Hydra raises, besides its own errors, for overrides of its own keys or of groups that it cannot use.
-HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RecursionError)
+HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
 RANK_VERBS = ("run", "calibrate")
 #: Options of Hydra that install or answer shell completion.

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 
 from ..errors import InvalidInput
-from ..files import STDOUT, check_json, write_json
-from ..machine.file import read_machine, read_record
+from ..files import STDOUT, Count, Positive, as_kind, check_json, write_json
+from ..machine.file import read_calibration
 from ..machine.kernel_times import BEYOND
 from ..machine.machine import Machine
 from ..simulator.calibrate.kernels import find_kernel, make_reference
@@ -70,14 +71,26 @@ def main(config: SimulateConfig) -> None:
         write_json(config.output.path, record)
 
 
+class Calibrated(Struct):
+    """What the validation takes over from a calibration."""
+
+    heads: Count
+    head_dim: Count
+    dtype: str
+    kernel: str
+    threads: Count
+    pace: Positive | None = None
+
+
 def _read(path: Path) -> tuple[Machine, dict[str, Any]]:
     """The machine of a file, and how it was made. Raises InvalidInput unless Gloo ranks on CPUs were calibrated."""
-    machine, made = read_machine(path), read_record(path).get("made", {})
+    machine, made = read_calibration(path)
     if machine.kernel is None or (made.get("transport"), made.get("device")) != ("gloo", "cpu"):
         raise InvalidInput(
             f"machine.path={path}: the validation needs a calibration of Gloo ranks on CPUs; make the file with "
             "ringattn calibrate transport=gloo, or leave machine out to calibrate now"
         )
+    as_kind(made, Calibrated, f"{path}: made")
     return machine, made
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidInput, Mismatch
@@ -16,13 +17,16 @@ from ..kernels.dropout import finalize, key_steps
 from ..layout.regular import Layout
 from ..pattern import Documents
 from ..runtime.handshake import compare_records
+from ..train import NO_LABEL
 
 #: Cumulative lengths [0, ..., N] for all rows, or one such list for each row.
 Borders = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 #: The key of a batch whose tensor, int64 [one per name], stands for the whole batch that all ranks must be given.
 DIGEST = "batch_digest"
 #: The tensors of a batch that its digest covers.
-COMPARED = ("input_ids", "labels", "attention_mask", "position_ids", "cu_seqlens")
+COMPARED = ("input_ids", "attention_mask", "cu_seqlens", "labels", "position_ids")
+#: Places in the digest after those of `COMPARED`: the labels of the whole batch, and its largest position.
+COUNT, LARGEST = -2, -1
 #: The borders of packed documents by the tensor that transformers passes to all layers: one copy to the host a batch.
 _borders: Any = WeakIdKeyDictionary()
 
@@ -36,19 +40,26 @@ def check_rows(layout: Layout) -> None:
         )
 
 
-def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+def read_batch(batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Borders | None]:
     """(the tensors of a batch that are cut, its borders of documents). Raises InvalidInput for what cannot be cut."""
     if not isinstance(batch, Mapping):
         raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
     kept = {name: x for name, x in batch.items() if name not in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
     borders = kept.pop("cu_seq_lens_q", None)
     _check_batch(kept)
-    return kept, borders
+    index = kept.pop("seq_idx", None)
+    if index is None:
+        return kept, borders
+    found = _list_borders(index[:, 1:] != index[:, :-1])
+    given = found if borders is None else borders.expand(len(index), -1).tolist()
+    if [sorted({*row}) for row in given] != found:
+        raise InvalidInput(f"seq_idx begins documents at {found}, cu_seq_lens_q at {given}; give one of them")
+    return kept, found
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     """Raise InvalidInput for what cannot be cut into shards."""
-    unknown = set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"}
+    unknown = set(batch) - {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx"}
     if "cu_seqlens" in unknown:
         raise InvalidInput(
             "cu_seqlens is no tensor of a batch; give the borders beside it, shard_batch(batch, cu_seqlens=...); in "
@@ -73,7 +84,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
 
 
 def digest_batch(batch: Mapping[str, torch.Tensor], documents: Documents | None) -> torch.Tensor:
-    """A number for each tensor of a whole batch, int64 [names in `COMPARED`]; 0 for a tensor that the batch lacks.
+    """A number for each tensor of a whole batch, 0 for one that it lacks, its labels, and its largest position; int64.
 
     The numbers stay on the device of the batch, so that the host does not wait for the device.
     """
@@ -84,7 +95,29 @@ def digest_batch(batch: Mapping[str, torch.Tensor], documents: Documents | None)
         if name in whole:
             x = whole[name].to(tokens.device, torch.int64).flatten()
             numbers[i] = finalize(x + key_steps(torch.arange(len(x), device=x.device))).sum()
-    return torch.stack(numbers)
+    count = (batch["labels"] != NO_LABEL).sum() if "labels" in batch else torch.zeros_like(numbers[0])
+    return torch.stack([*numbers, count.to(tokens.device), batch["position_ids"].max().to(tokens.device)])
+
+
+def make_labels(batch: Mapping[str, torch.Tensor], documents: Documents | None, shift: bool) -> torch.Tensor | None:
+    """The labels [B, N] of the rows of a whole batch, if it has some. Raises InvalidInput for labels shifted twice."""
+    labels, tokens, mask = batch.get("shift_labels"), batch["input_ids"], batch.get("attention_mask")
+    if labels is None and shift and "labels" in batch:
+        labels = batch["labels"].clone()
+        if documents is not None:
+            for row, label in enumerate(labels):
+                label[[start for start in documents.row(row).starts[1:-1] if start < len(label)]] = NO_LABEL
+        given = (labels != NO_LABEL)[:, :-1]
+        now, following = labels[:, :-1][given], tokens[:, 1:][given]
+        if torch.equal(now, following) and not torch.equal(now, tokens[:, :-1][given]):
+            raise InvalidInput(
+                "labels are shifted already: each is the next token; name them shift_labels in the batch, or give "
+                "labels at the places of their tokens"
+            )
+        labels = F.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+    elif labels is None:
+        labels = batch.get("labels")
+    return labels if labels is None or mask is None else labels.masked_fill(mask == 0, NO_LABEL)
 
 
 def compare_batches(records: list[list[int]]) -> list[int]:
@@ -140,6 +173,11 @@ def count_from_borders(places: np.ndarray, documents: Documents, row: int) -> np
     return places - starts[np.searchsorted(starts, places, "right") - 1]
 
 
+def _list_borders(begins: torch.Tensor) -> list[list[int]]:
+    """The borders in each row of a batch, of whose tokens but the first `begins` [B, N - 1] says where one begins."""
+    return [[0, *(row.nonzero().flatten() + 1).tolist(), begins.shape[1] + 1] for row in begins]
+
+
 def find_documents(
     tokens: torch.Tensor, positions: torch.Tensor | None, cu_seqlens: Borders | None
 ) -> Documents | None:
@@ -150,7 +188,7 @@ def find_documents(
         begins = positions[:, 1:] != positions[:, :-1] + 1
         if not bool(begins.any()):
             return None
-        cu_seqlens = [[0, *(row.nonzero().flatten() + 1).tolist(), tokens.shape[1]] for row in begins]
+        cu_seqlens = _list_borders(begins)
     documents = Documents(cu_seqlens=cu_seqlens)
     documents.check(tokens.shape[1], 1)
     if documents.rows not in (None, len(tokens)):

@@ -10,8 +10,9 @@ its own attention functions (transformers.AttentionInterface).
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..functional import exchange, ring_attention, telling
@@ -36,7 +40,9 @@ from ..runtime.options import AttentionOptions, check_option_names
 from ..train import NO_LABEL
 from ..transport.torchdist import WeakGroup, check_group
 from .borders import (
+    COUNT,
     DIGEST,
+    LARGEST,
     check_rows,
     compare_batches,
     count_from_borders,
@@ -44,6 +50,7 @@ from .borders import (
     digest_batch,
     find_documents,
     gather_rows,
+    make_labels,
     read_batch,
     read_borders,
     write_borders,
@@ -61,14 +68,19 @@ if TYPE_CHECKING:
 
     Batch = Mapping[str, torch.Tensor]
 
-#: The name under which transformers finds `_attend` and `_pass_padding`.
+#: The name under which transformers finds `_attend` and `_write_mask`.
 NAME = "ringattn"
 #: The kinds of layers whose whole attention is in the attention function.
 LAYER_TYPES = ("full_attention", "sliding_attention")
 #: The first exchange of a model; `shard_batch` reports its errors there.
 POSITIONS = "positions of a model"
-#: Attribute of an attention module that holds its `_Ring`.
+#: Attribute of every module of a model that holds its `_Ring`; None after `unparallelize`.
 _STATE = "_ringattn"
+#: The functions of transformers.masking_utils that a mask may be made of: `_attend` knows what they say.
+MASKS = {
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks",
+    "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,16 @@ class _Ring:
     place: WeakGroup
     layout: str
     options: AttentionOptions
+    #: The attention that the model had before.
+    before: str
+    #: True: labels are those of the next token; False: of the token itself; None: the model has no loss.
+    shift: bool | None
+    #: The position that the model gives to the first token.
+    first: int
+    #: Whether its rope depends on the length.
+    stretches: bool
+    #: Of the call that runs: by what its loss is divided, and the largest position of the whole batch.
+    call: dict[str, Any] = field(default_factory=dict, compare=False)
     #: On CUDA, the shape of the latest position_ids, and whether padded: the host copies none that equal both again.
     checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
 
@@ -108,22 +130,33 @@ def parallelize(
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
         `runtime.options.AttentionOptions`. Scale, softcap and dropout are those of the model.
 
+    Causal and masked language models, token classification, and models without a head are taken. The loss of the model
+    is the sum over the labels of this rank's rows, divided by `num_items_in_batch`; without this argument by the labels
+    of the batch per rank, so that the mean over the ranks is the loss of the batch.
+
     Sliding windows, layers of several kinds, packed documents (`cu_seq_lens_q`), padding, grouped heads, learned sinks,
-    softcap, the scale of each layer, and in training dropout of attention weights are honoured. Raises Unsupported,
-    with the name of the feature, for models whose attention is not all in transformers' attention function: linear or
-    chunked attention, position bias, ALiBi, encoder-decoder models, an auxiliary loss of MoE routers. Raises
-    Unsupported in a call with a mask that is not padding, a cache of earlier tokens, or a softcap or dropout that the
-    named kernel does not compute.
+    softcap, the scale of each layer, rope that depends on the length, and in training dropout of attention weights are
+    honoured. Raises Unsupported, with the name of the feature, for heads that read whole sequences, and for models
+    whose attention is not all in transformers' attention function: linear or chunked attention, position bias, ALiBi,
+    encoder-decoder models, an auxiliary loss of MoE routers. Raises Unsupported in a call with a mask that is not
+    padding, a cache of earlier tokens, or a softcap or dropout that the named kernel does not compute.
     """
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
-    layers = _find_attention(model)
-    _check_model(model, layers)
-    ring = _Ring(_place(group), layout, AttentionOptions(**options))
+    shift = _check_model(model)
+    before = unparallelize(model).config._attn_implementation
+    rotary = list(filter(_rotates_by_length, model.modules()))
+    ring = _Ring(
+        _place(group), layout, AttentionOptions(**options), before, shift, _first_position(model), bool(rotary)
+    )
     ring.check()
-    if not hasattr(layers[0], _STATE):
-        model.register_forward_pre_hook(_check_call, with_kwargs=True)
-    for layer in layers:
-        setattr(layer, _STATE, ring)
+    if not hasattr(model, _STATE):
+        model.register_forward_pre_hook(_prepare_call, with_kwargs=True)
+        model.register_forward_hook(_scale_loss, with_kwargs=True)
+        for module in rotary:
+            module.register_forward_pre_hook(_add_largest, with_kwargs=True)
+            module.register_forward_hook(_drop_largest)
+    for module in model.modules():
+        setattr(module, _STATE, ring)
     shared, own = model.config, deepcopy(model.config)  # models may share a config, which names their attention
     for module in model.modules():
         if getattr(module, "config", None) is shared:
@@ -133,26 +166,40 @@ def parallelize(
     return model
 
 
+def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, which computes whole sequences again, by the attention that it had before `parallelize`."""
+    ring = getattr(model, _STATE, None)
+    if ring is not None:
+        for module in model.modules():
+            setattr(module, _STATE, None)
+        del model.generate
+        model.set_attn_implementation(ring.before)
+    return model
+
+
 def shard_batch(
     batch: Batch,
     group: ProcessGroup | DeviceMesh | None = None,
     *,
     layout: str,
     cu_seqlens: Borders | None = None,
+    shift: bool = True,
 ) -> dict[str, torch.Tensor]:
     """This rank's part of a batch of whole sequences, as keyword arguments of the model.
 
     batch: `input_ids` [B, N], and where wanted `labels`, `attention_mask` (1 for a token, 0 for padding) and
-        `position_ids`, all [B, N] and equal on all ranks.
+        `position_ids`, all [B, N] and equal on all ranks; `shift_labels` instead of `labels` if shifted already.
     cu_seqlens: the borders of packed documents, [0, ..., N] for all rows or one such list for each row; default:
-        `cu_seq_lens_q` of the batch, or where position_ids begin anew in each row.
+        `cu_seq_lens_q` or `seq_idx` of the batch, or where position_ids begin anew in each row.
+    shift: True for a causal language model, whose rows predict the next token; False for a model whose labels belong to
+        the token itself, such as a masked language model. The model refuses the labels of the other kind.
 
-    The result has `input_ids` and `position_ids` of the rank's rows; `labels` and `shift_labels`, shifted before the
-    cut so that no label is lost at a border; `attention_mask` only if some rank has padding; `cu_seq_lens_q` for
-    documents, [B, most borders] with N repeated where the rows differ; and `batch_digest`, by which the model compares
-    the whole batches of the ranks, and which it takes away. Padding has no label (transformers lets the
-    last padding before a row predict its first token). position_ids count from the first token that is not padding,
-    and in each document from 0.
+    The result has `input_ids` and `position_ids` of the rank's rows; `labels`, shifted before the cut so that no label
+    is lost at a border, and then the same as `shift_labels`; `attention_mask` only if some rank has padding;
+    `cu_seq_lens_q` for documents, [B, most borders] with N repeated where the rows differ; and `batch_digest`, by which
+    the model compares the whole batches of the ranks, knows the number of their labels and their largest position, and
+    which it takes away. Padding has no label (transformers lets the last padding before a row predict its first
+    token). position_ids count from the first token that is not padding, and in each document from 0.
     """
     place = _place(group)
     with telling(POSITIONS, group=place.group):
@@ -164,24 +211,20 @@ def shard_batch(
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         given = borders if cu_seqlens is None else cu_seqlens
         documents = find_documents(tokens, None if mask is not None else positions, given)
-    if positions is None:
-        positions = count_positions(tokens, mask, documents)
-    result = {"input_ids": tokens, "position_ids": positions}
+        if positions is None:
+            positions = count_positions(tokens, mask, documents)
+        labels = make_labels(batch, documents, shift)
+    whole = {"input_ids": tokens, "position_ids": positions}
+    if labels is not None:
+        whole["labels"] = labels
     if mask is not None and not bool(mask.all()):
-        result["attention_mask"] = mask
-    result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in result.items()}
-    if "labels" in batch:
-        labels = batch["labels"].clone()
-        if documents is not None:
-            for row, label in enumerate(labels):
-                label[[start for start in documents.row(row).starts[1:-1] if start < len(label)]] = NO_LABEL
-        labels = cut.shift(labels, rank, dim=1, fill=NO_LABEL)
-        if mask is not None:
-            labels = labels.masked_fill(cut.shard_tensor(mask, rank, dim=1) == 0, NO_LABEL)
-        result["labels"] = result["shift_labels"] = labels.contiguous()
+        whole["attention_mask"] = mask
+    result = {name: cut.shard_tensor(x, rank, dim=1).contiguous() for name, x in whole.items()}
+    if labels is not None and (shift or "shift_labels" in batch):
+        result["shift_labels"] = result["labels"]
     if documents is not None:
         result["cu_seq_lens_q"] = write_borders(documents, tokens)
-    result[DIGEST] = digest_batch(batch, documents)
+    result[DIGEST] = digest_batch({**batch, **whole}, documents)
     return result
 
 
@@ -196,10 +239,11 @@ class Collator:
     inner: Any
     group: ProcessGroup | DeviceMesh | None = None
     layout: str = "zigzag"
+    shift: bool = True
 
     def __call__(self, examples: Any) -> dict[str, torch.Tensor]:
         """`shard_batch` of the batch that `inner` makes of these examples."""
-        return shard_batch(self.inner(examples), self.group, layout=self.layout)
+        return shard_batch(self.inner(examples), self.group, layout=self.layout, shift=self.shift)
 
 
 def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None, *, layout: str) -> torch.Tensor:
@@ -219,6 +263,8 @@ def gather_logits(logits: torch.Tensor, group: ProcessGroup | DeviceMesh | None 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
     """Compare a parallelized model with its eager self on the ranks at hand, forward and backward. Collective.
+
+    Of a model without a head the last hidden states are compared in place of logits.
 
     Two random packed documents of together `tokens` tokens run through the ring, and each document alone through the
     model's own eager attention, which is computed whole on every rank. Takes the memory of two copies of the gradients.
@@ -241,23 +287,26 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     config, device = model.config.get_text_config(), next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu").to(device)
-    weights = torch.randn((1, tokens, config.vocab_size), generator=generator, device="cpu").to(device)
+    ids[ids == config.pad_token_id] = config.vocab_size // 2  # some models give no position to this token
     starts = [0, first, tokens]
     batch = shard_batch({"input_ids": ids}, group, layout=ring.layout, cu_seqlens=starts)
     cut = make_layout(ring.layout, tokens=tokens, ranks=dist.get_world_size(group))
     with evaluating(model):
-        local = model(**batch, use_cache=False).logits
+        local = _rows_of(model(**batch, use_cache=False))
+        weights = torch.randn((1, tokens, local.shape[-1]), generator=generator, device="cpu").to(device)
         mine = cut.shard_tensor(weights, dist.get_rank(group), dim=1)
         gradients = gradients_of(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         logits = gather_logits(local, group, layout=ring.layout)
         model.set_attn_implementation("eager")
+        setattr(model, _STATE, None)  # the modules keep theirs: rope takes the length of the batch
         try:
-            parts = [model(ids[:, a:b], use_cache=False).logits for a, b in ((0, first), (first, tokens))]
+            parts = [_rows_of(model(ids[:, a:b], use_cache=False)) for a, b in ((0, first), (first, tokens))]
             whole = torch.cat(parts, 1)
             expected = gradients_of(model, (whole.float() * weights).sum() / tokens)
         finally:
+            setattr(model, _STATE, ring)
             model.set_attn_implementation(NAME)
     bound = 256 * max(torch.finfo(whole.dtype).eps, 2**-23)  # models of fp64, too, have their softmax in fp32
     result = Agreement(difference([logits], [whole.detach()]), difference(gradients, expected), bound, tokens)
@@ -299,13 +348,19 @@ def _attend(
             "ringattn.integrations.transformers.parallelize(model, group, layout=...)"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = _check_window(module, sliding_window)
-    name = type(module).__name__
+    name, window, mask = type(module).__name__, sliding_window, attention_mask
+    if mask is not None and mask.ndim > 2:
+        if mask.dtype != torch.bool or mask.ndim != 4 or mask.stride(2):  # not of `_write_mask`
+            raise Unsupported(
+                f"{name} has a mask of its own, {tuple(mask.shape)} of {mask.dtype}, which is not padding"
+            )
+        window = mask.shape[2] - 2 or None
+        mask = mask[:, 0, 0] if mask.shape[3] else None
     out = _attend_ring(
-        ring, name, query, key, value, attention_mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
+        ring, name, query, key, value, mask, scaling, dropout, window, softcap, s_aux, position_bias, causal,
         cu_seq_lens_q,
     )  # fmt: skip
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 @compilable
@@ -334,6 +389,8 @@ def _attend_ring(
             raise Unsupported(
                 f"a cache of earlier tokens: {q.shape[2]} queries, {k.shape[2]} keys; pass use_cache=False"
             )
+        if borders is None and ring.call.get("packed"):
+            raise Unsupported(f"{name} is not given cu_seq_lens_q by its model, and would see across documents")
         pattern = _make_pattern(window, causal, borders)
         padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
     given = {"scale": scaling, "softcap": softcap, "dropout": dropout}
@@ -346,44 +403,105 @@ def _attend_ring(
 def _refuse_generate(*args: Any, **kwargs: Any) -> None:
     """Raise Unsupported."""
     raise Unsupported(
-        "generate() of a parallelized model: a rank holds some rows of the sequence only; generate with a model of its "
-        "own, loaded with attn_implementation='sdpa'"
+        "generate() of a parallelized model: a rank holds some rows of the sequence only; call unparallelize(model) "
+        "first, or generate with another model"
     )
 
 
-def _check_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments without the digest of the batch. Raises for wrong positions, batches, and attention weights."""
+def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments without what only the hooks of a parallelized model read. Raises for a call that would be wrong."""
+    ring = cast("_Ring | None", getattr(model, _STATE))
+    if ring is None:
+        return args, kwargs
+    digest, items = kwargs.get(DIGEST), kwargs.get("num_items_in_batch")
+    kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
+    if torch.compiler.is_compiling():
+        _check_call(model, ring, kept, kwargs)  # an exchange cannot be traced
+    else:
+        _check_positions(model, ring, kept, kwargs)
+    ring.call["packed"] = kept.get("cu_seq_lens_q") is not None
+    if kept.get("labels") is not None:
+        ranks = dist.get_world_size(ring.place.group)
+        ring.call["items"] = items if digest is None or items is not None else digest[COUNT].clamp(min=1) / ranks
+    if ring.stretches:
+        ring.call["largest"] = kwargs[DIGEST][LARGEST]
+    if ring.first:
+        kept["position_ids"] = kept["position_ids"] + ring.first
+    return args, kept
+
+
+def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+    """The result with the sum of this rank's losses over `items` as its loss, which is the mean over their labels."""
+    ring = cast("_Ring | None", getattr(model, _STATE))
+    if ring is None:
+        return result
+    ring.call.pop("packed", None)  # the backward may recompute other calls
+    if isinstance(result, tuple) or "pooler_output" in result:
+        raise Unsupported(
+            f"{type(model).__name__} returns a tuple (return_dict=False), or a pooler_output, which is made of rows of "
+            "the whole sequence; take return_dict=True and a model without a pooler (add_pooling_layer=False)"
+        )
+    if kwargs.get("labels") is not None:
+        count = (kwargs["labels"] != NO_LABEL).sum()
+        result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.pop("items")
+    return result
+
+
+def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise InvalidInput or Unsupported for arguments with which rows of this rank would be taken for whole sequences.
+
+    `kwargs` are those for the model, `given` those of the caller.
+    """
     config = cast("PreTrainedModel", model).config
-    digest, kept = kwargs.get(DIGEST), {name: x for name, x in kwargs.items() if name != DIGEST}
     if config._attn_implementation != NAME:
-        return args, kept
+        raise InvalidInput(
+            f"attention {config._attn_implementation!r} was set after parallelize: each rank would attend to its own "
+            "rows; call unparallelize(model) first"
+        )
     if kwargs.get("output_attentions", config.output_attentions):
         raise Unsupported(
             "output_attentions=True: no rank holds the attention weights of whole rows; leave it out, or load another "
             "model with attn_implementation='eager'"
         )
-    _check_positions(_get_ring(model), kept, digest)
-    return args, kept
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+        raise Unsupported("attention_mask is not padding [batch, tokens]; write other masks as a Pattern")
+    if isinstance(keep, torch.Tensor) or keep:
+        raise Unsupported(f"logits_to_keep={keep} keeps rows of this rank, not of the sequence; leave it out")
+    positions, labels, shifted = (kwargs.get(name) for name in ("position_ids", "labels", "shift_labels"))
+    whole = "call model(**batch) with the batch that shard_batch or Collator has made"
+    if positions is None:
+        raise InvalidInput(f"position_ids is missing: the rows of a rank do not tell their positions; {whole}")
+    if DIGEST not in given and ring.stretches:
+        raise InvalidInput(f"{DIGEST} is missing: rope of this model depends on the length of the batch; {whole}")
+    if labels is None and shifted is None:
+        return
+    if labels is None:
+        raise InvalidInput("shift_labels without labels: who took the labels would shift them again; leave out both")
+    if labels.shape[-1] != positions.shape[-1]:
+        raise InvalidInput(f"labels of {labels.shape[-1]} tokens for {positions.shape[-1]} rows of this rank; {whole}")
+    if (shifted is not None) is not ring.shift:
+        wanted = {True: "shift=True", False: "shift=False", None: "no labels"}[ring.shift]
+        kind = "not shifted" if shifted is None else "shifted"
+        raise InvalidInput(
+            f"labels {kind} to the next token, of which {type(model).__name__} makes a wrong loss or none; call "
+            f"shard_batch or Collator with {wanted}"
+        )
+    if given.get("num_items_in_batch") is None and DIGEST not in given:
+        raise InvalidInput(f"num_items_in_batch is missing: a rank does not know the labels of the others; {whole}")
 
 
-def _check_positions(ring: _Ring, kwargs: dict[str, Any], digest: torch.Tensor | None) -> None:
+def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise InvalidInput where position_ids are not those of this rank's rows, and Mismatch on the other ranks.
 
-    Raises Mismatch on every rank where digests of whole batches differ. A model without position_ids would count the
-    positions of its rows from 0, whatever the rank. Collective.
+    Raises Mismatch on every rank where digests of whole batches differ, and all errors of `_check_call`. Collective.
     """
-    positions = kwargs.get("position_ids")
-    if positions is not None and torch.compiler.is_compiling():
-        return  # an exchange cannot be traced
     with exchange(POSITIONS, group=ring.place.group) as rows:
-        if positions is None:
-            raise InvalidInput(
-                "position_ids is missing: the rows of a rank do not tell their positions; call model(**batch) with the "
-                "batch that shard_batch or Collator has made"
-            )
+        _check_call(model, ring, kwargs, given)
+        positions, digest = kwargs["position_ids"], given.get(DIGEST)
         kind = positions.shape, kwargs.get("attention_mask") is not None
         known = positions.is_cuda and ring.checked == [kind]
-        numbers = [] if digest is None or known else digest.tolist()
+        numbers = [] if digest is None or known else digest[:COUNT].tolist()
         rows.mine = json.dumps([positions.shape[-1], *numbers]).encode()
     lengths = compare_batches(list(map(json.loads, rows.records)))
     ring.checked[:] = [kind]
@@ -393,50 +511,86 @@ def _check_positions(ring: _Ring, kwargs: dict[str, Any], digest: torch.Tensor |
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
         place = make_layout(ring.layout, tokens=tokens, ranks=len(lengths)).positions(rank)
-        for row, given in enumerate(positions.cpu().numpy()):
+        for row, counted in enumerate(positions.cpu().numpy()):
             expected = place if borders is None else count_from_borders(place, read_borders(borders), row)
-            if given.shape != expected.shape:
+            if counted.shape != expected.shape:
                 return  # the handshake of the attention says which rank has too many or too few rows
-            for i in np.flatnonzero(given != expected)[:1]:
+            for i in np.flatnonzero(counted != expected)[:1]:
                 raise InvalidInput(
                     f"position_ids of rank {rank} are not those of its rows under layout {ring.layout!r} of {tokens:,} "
-                    f"tokens: element {row}, local row {i} has {given[i]}, expected {expected[i]}; call model(**batch) "
-                    "with the batch that shard_batch or Collator has made for this layout"
+                    f"tokens: element {row}, local row {i} has {counted[i]}, expected {expected[i]}; call "
+                    "model(**batch) with the batch that shard_batch or Collator has made for this layout"
                 )
 
 
-def _pass_padding(
-    *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **unused: Any
-) -> torch.Tensor | None:
-    """The padding mask [B, n] for `_attend`. Raises Unsupported for a mask that a model lays over its causal mask."""
-    if use_vmap:
+def _rotates_by_length(module: nn.Module) -> bool:
+    """Whether the module is a rotary embedding whose frequencies depend on the largest position."""
+    kinds = getattr(module, "rope_type", "")
+    return any(
+        "dynamic" in str(kind) or kind == "longrope"
+        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
+    )
+
+
+def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments (x, position_ids) of a rotary embedding, the largest position of the batch beside the others."""
+    ring = cast("_Ring | None", getattr(module, _STATE))
+    if ring is None:
+        return args, kwargs
+    named = inspect.signature(module.forward).bind(*args, **kwargs)
+    positions = named.arguments["position_ids"]
+    largest = torch.as_tensor(ring.call["largest"]).to(positions).expand(*positions.shape[:-1], 1)
+    named.arguments["position_ids"] = torch.cat([positions, largest], -1)
+    return named.args, named.kwargs
+
+
+def _drop_largest(module: nn.Module, args: Any, result: Any) -> Any:
+    """The cosines and sines [..., n, d] without those of the largest position."""
+    return result if getattr(module, _STATE) is None else tree_map(lambda x: x[..., :-1, :], result)
+
+
+def _write_mask(
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    batch_size: int = 1,
+    device: torch.device | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """The mask of a kind of layers for `_attend`: padding [B, 1, 2 + keys that a window shows to a side, n].
+
+    Every [B, n] of it is the padding mask; n = 0: no padding. Without a window the size is 2. The size carries the
+    window, since the mask decides in transformers: the keyword `sliding_window` is not passed by all models.
+    Raises Unsupported for a mask that is made of more than causality, a window and documents.
+    """
+    if not torch.compiler.is_compiling() and (unknown := _rules(mask_function) - MASKS):
         raise Unsupported(
-            "this model lays a mask of its own over the causal one (bidirectional image tokens, for example), which "
-            "ringattn cannot read; write the mask as a Pattern, or use attn_implementation='sdpa'"
+            f"this model lays a mask of its own over the causal one ({', '.join(sorted(unknown))}), which ringattn "
+            "cannot read; write the mask as a Pattern, or use attn_implementation='sdpa'"
         )
-    return attention_mask
+    if attention_mask is None:
+        attention_mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device)
+    keys = 0 if local_size is None else local_size + ("allow_is_bidirectional_skip" in others)  # the row's own, too
+    return attention_mask[:, None, None].expand(-1, -1, 2 + keys, -1)
+
+
+def _rules(function: Callable[..., Any]) -> set[str]:
+    """The names of the functions that a mask function of transformers is made of."""
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    inside = [f for x in held for f in (x if isinstance(x, tuple) else (x,)) if callable(f)]
+    return {function.__qualname__.split(".")[0]}.union(*map(_rules, inside))
 
 
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _pass_padding)
-
-
-def _check_window(module: nn.Module, window: int | None) -> int | None:
-    """The number of keys that a row of the layer sees; None: all. Raises Unsupported where the layer contradicts it."""
-    kind = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
-    if (kind == "sliding_attention" and window is None) or (kind == "full_attention" and window is not None):
-        raise Unsupported(
-            f"layer {getattr(module, 'layer_idx', '?')} is {kind}, but transformers passes sliding_window={window}; "
-            "this version of transformers cannot be read"
-        )
-    return window
+AttentionMaskInterface.register(NAME, _write_mask)
 
 
 def _make_pattern(window: int | None, causal: bool, borders: torch.Tensor | None) -> Pattern:
-    """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal on both sides."""
+    """Which keys a row sees. A window of W keys counts the row's own: Window(W - 1); without causal to both sides."""
     pattern: Pattern = Causal() if causal else Full()
     if window is not None:
-        pattern = pattern & Window(window - 1)
+        pattern = pattern & Window(window - 1, 0 if causal else window - 1)
     if borders is None:
         return pattern
     return pattern & read_borders(borders)
@@ -449,43 +603,69 @@ def _place(group: ProcessGroup | DeviceMesh | None) -> WeakGroup:
     return WeakGroup(dist.group.WORLD if group is None else group)
 
 
-def _find_attention(model: nn.Module) -> list[nn.Module]:
-    """The attention modules that call transformers' attention functions."""
-    return [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
-
-
 def _get_ring(model: nn.Module) -> _Ring:
     """The state of a parallelized model."""
-    for layer in _find_attention(model):
-        if hasattr(layer, _STATE):
-            return cast(_Ring, getattr(layer, _STATE))
-    raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
+    ring = getattr(model, _STATE, None)
+    if ring is None:
+        raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
+    return cast(_Ring, ring)
 
 
-def _check_model(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Raise Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention."""
+def _rows_of(result: Any) -> torch.Tensor:
+    """What a model says of each row: its logits, without a head its last hidden states."""
+    return cast(torch.Tensor, result["logits" if "logits" in result else "last_hidden_state"])
+
+
+def _first_position(model: nn.Module) -> int:
+    """The position of the first token: models of RoBERTa's kind count from the position of padding on."""
+    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+    padding = [place for x in tables if (place := getattr(x, "padding_idx", None)) is not None]
+    return padding[0] + 1 if padding else 0
+
+
+def _check_model(model: PreTrainedModel) -> bool | None:
+    """Whether labels are those of the next token; None: the model has no loss.
+
+    Raises Unsupported, with the name of the feature, if ring attention cannot be all of the model's attention, or if
+    a result is not made of the rows one by one.
+    """
     if not hasattr(model, "set_attn_implementation"):
         raise InvalidInput(
             f"{type(model).__name__} is no model of transformers; parallelize a PreTrainedModel, before DDP, FSDP or "
             "torch.compile wrap it, and give models of your own ringattn.nn.RingAttention"
         )
     config, name = model.config.get_text_config(), type(model).__name__
+    if config is not model.config:
+        raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
+    loss = LOSS_MAPPING.get(model.loss_type)
+    causal = loss is ForCausalLMLoss or any(
+        kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__
+    )
+    aligned, bare = loss in (ForMaskedLMLoss, ForTokenClassification), model.base_model is model
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     refused = {
+        "inputs other than tokens": model.main_input_name != "input_ids",
         f"layers of type {', '.join(sorted(kinds))}": bool(kinds),
-        "an encoder and a decoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "an encoder and a decoder": any(
+            getattr(config, word, False) for word in ("is_encoder_decoder", "add_cross_attention")
+        ),
         "attention in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
-        "ALiBi": bool(getattr(config, "alibi", False)),
+        "a mask made of its values (keep_window_size)": hasattr(config, "keep_window_size"),
+        "embeddings of neighbouring tokens (trigram_input)": bool(getattr(config, "trigram_input", False)),
+        "ALiBi": bool(getattr(config, "alibi", False)) or any("alibi" in word for word in dir(model.base_model)),
         "an auxiliary loss of its routers (output_router_logits), which is not a sum over tokens": bool(
             getattr(config, "output_router_logits", False)
         ),
-        "attention outside of transformers' attention functions": not layers or not model._supports_attention_backend,
+        "attention outside of transformers' attention functions": not model._supports_attention_backend,
+        "no argument position_ids, by which a rank says which rows it has": (
+            "position_ids" not in inspect.signature(model.forward).parameters
+        ),
+        "a head that reads whole sequences, not rows": not (causal or aligned or bare),
     }
     for feature, present in refused.items():
         if present:
-            raise Unsupported(f"{name} has {feature}; ringattn cannot compute its attention over ranks")
-    if config is not model.config:
-        raise Unsupported(f"{name} has inputs besides text; parallelize its language model alone")
+            raise Unsupported(f"{name} has {feature}; ringattn cannot compute it over ranks")
+    return None if not (causal or aligned) else not aligned
 
 
 def _longest_window(model: nn.Module) -> int:
@@ -496,4 +676,4 @@ def _longest_window(model: nn.Module) -> int:
     return int(getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
-__all__ = ["Agreement", "Collator", "check", "gather_logits", "parallelize", "shard_batch"]
+__all__ = ["Agreement", "Collator", "check", "gather_logits", "parallelize", "shard_batch", "unparallelize"]

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from ..cache import Value
 from ..errors import InvalidInput, Unsupported
+from ..files import Count, NotNegative, Positive, check_fields
 from ..text import did_you_mean
 
 #: Shapes of tiles: all pairs of rows x keys; a causal triangle over rows; a band of `keys` keys per row.
@@ -36,31 +37,28 @@ class TimeGrid:
 
     shape: str
     backward: bool
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-    rates: tuple[tuple[float, ...], ...]
-    ragged: tuple[float, ...] | None = None
+    rows: tuple[Count, ...]
+    keys: tuple[Count, ...]
+    rates: tuple[tuple[Positive, ...], ...]
+    ragged: tuple[Positive, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "kernel times")
         if self.shape not in SHAPES:
             hint = did_you_mean(self.shape, SHAPES)
             raise InvalidInput(f"kernel times: shape={self.shape!r}: {hint}expected one of {', '.join(SHAPES)}")
         for name, sizes in (("rows", self.rows), ("keys", self.keys)):
-            if not sizes or any(a >= b for a, b in pairwise(sizes)) or sizes[0] < 1:
+            if not sizes or any(a >= b for a, b in pairwise(sizes)):
                 raise InvalidInput(f"kernel times: {name}={sizes} must be ascending numbers >= 1")
         if len(self.rates) != len(self.rows) or any(len(rates_of_row) != len(self.keys) for rates_of_row in self.rates):
             raise InvalidInput(
                 f"kernel times: {self.shape} needs a rate for each of {self.rows} rows x {self.keys} keys; measure the "
                 "missing rates"
             )
-        if not all(math.isfinite(rate) and rate > 0 for rates_of_row in self.rates for rate in rates_of_row):
-            raise InvalidInput(f"kernel times: the rates of {self.shape} must be FLOP/s > 0; measure the rates again")
-        if self.ragged is not None and not (
-            len(self.ragged) == len(self.keys) and all(math.isfinite(factor) and factor > 0 for factor in self.ragged)
-        ):
+        if self.ragged is not None and len(self.ragged) != len(self.keys):
             raise InvalidInput(
-                f"kernel times: ragged={self.ragged} of {self.shape} must be a factor > 0 for each of {self.keys}; "
-                "measure the factors again"
+                f"kernel times: ragged={self.ragged} of {self.shape} must be a factor for each of {self.keys}; measure "
+                "the factors again"
             )
 
     def rate(self, rows: int, keys: int) -> float:
@@ -105,17 +103,18 @@ class KernelTimes(Value):
     Raises InvalidInput where the grid of a shape is missing or a number is not allowed.
     """
 
-    head_dim: int
+    head_dim: Count
     dtype: str
     #: Seconds of a call with next to no pairs: (forward, backward).
-    overhead: tuple[float, float]
+    overhead: tuple[NotNegative, NotNegative]
     grids: tuple[TimeGrid, ...]
     #: Whether sizes, dtypes and head dims far from the measured ones are allowed.
     extrapolate: bool = False
     #: Query heads of the measured tiles; None: unknown.
-    heads: int | None = None
+    heads: Count | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "kernel times")
         measured = {(grid.shape, grid.backward) for grid in self.grids}
         directions = (("forward", False), ("backward", True))
         missing = [
@@ -128,8 +127,6 @@ class KernelTimes(Value):
             raise InvalidInput(
                 f"kernel times: {', '.join(missing)} missing; measure all shapes with ringattn calibrate"
             )
-        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in self.overhead):
-            raise InvalidInput(f"kernel times: overhead={self.overhead} must be two times >= 0 in seconds")
 
     @cached_property
     def _hash(self) -> int:
@@ -180,19 +177,22 @@ class KernelRates:
     #: flash-attn 2, flash-attn 3, cudnn, ...
     library: str
     #: FLOP/s of matrix products and exponentials on a full GPU, in a forward and in a backward.
-    forward: float
-    backward: float
+    forward: Positive
+    backward: Positive
     #: FLOPs that the exponential of one pair costs beside its matrix products: what makes small heads slow.
-    softmax: float
+    softmax: NotNegative
     #: Thread blocks that run on the GPU at the same time.
-    slots: int
+    slots: Count
     #: Bytes/s at which operands are read and written.
-    memory: float
+    memory: Positive
     #: Seconds between the starts of two kernels.
-    launch: float = 1e-5
+    launch: NotNegative = 1e-5
     #: Seconds of the small kernels of a ring's visit: slices, casts, and what merging starts.
-    visit: float = 0.0
-    wide: float = 8.0
+    visit: NotNegative = 0.0
+    wide: Positive = 8.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "kernel times")
 
     def pair_seconds(self, blocks: float, *, dense: bool, dims: int, backward: bool, item: int = 2) -> float:
         """Seconds of a pair in a call of `blocks` thread blocks, with `dims` = D + Dv columns of `item` bytes.

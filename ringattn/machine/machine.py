@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from msgspec import Meta, ValidationError, convert
 
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
-from ..text import did_you_mean
+from ..files import Count, Positive, check_fields
+from ..text import did_you_mean, shorten
 from .kernel_times import KernelRates, KernelTimes
-from .machine_number import MachineNumber
 
 #: Where a number may come from: a publication or a data sheet, a guess, or a measurement.
 SOURCES = ("cited", "fitted", "assumed", "measured")
@@ -20,6 +22,90 @@ TABLES = ("kernel", "kernel_rates", "residuals")
 NEAREST_RUNS = 80
 #: Fields whose change leaves a preset's error band as it is: the published gathers were predicted with one_gather.
 BESIDE_BANDS = {"peak", "matmul", "memory", "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
+#: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
+MeasuredBy = Literal["every", "ranks"]
+T = TypeVar("T")
+#: The least number that is not 0, and the largest: times, bytes and energies of whole jobs are floats then.
+LEAST, MOST = 1e-30, 1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineNumber:
+    """The declaration of one number of a machine, kept as metadata of its field in `Machine`.
+
+    The checks of `Machine`, the units in machine files, the keys `machine.*` of the command line, their help, and the
+    effects that a simulation reports as not modelled follow from these declarations.
+    """
+
+    #: The unit in machine files and in reports.
+    unit: str
+    #: What the number is, as a noun phrase.
+    meaning: str
+    #: A value that is allowed. The type of the example is the type of the number: float, int or bool.
+    example: float | int | bool
+    #: Whether 0 is allowed. A negative number never is, and a whole number is at least 1.
+    may_be_zero: bool = False
+    #: What the model does where the number is None; "" where it only leaves `effect` out, or where None is not allowed.
+    default: str = ""
+    #: The effect that the model leaves out where the number is None; "" where it leaves nothing out.
+    effect: str = ""
+    #: The key of `Timeline.exposed` that is not modelled where the number is None; "" where there is no such key.
+    cause: str = ""
+    #: The calibrations that measure the number; None: the number is not measured.
+    measured_by: MeasuredBy | None = None
+
+    def with_default(self, default: T) -> T:
+        """The field of a dataclass that holds the number, and this declaration as its metadata `number`."""
+        declared: Any = field(default=default, metadata={"number": self})
+        return declared
+
+    @property
+    def python_type(self) -> type[float] | type[int] | type[bool]:
+        """The type of the number."""
+        return type(self.example)
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether the number may be None."""
+        return bool(self.default or self.effect)
+
+    @property
+    def help(self) -> str:
+        """Meaning and unit, and what the model does without the number."""
+        unit = "" if self.python_type is bool else f" [{self.unit}]"
+        otherwise = self.default or (f"without it the model leaves out {self.effect}" if self.effect else "")
+        return f"{self.meaning}{unit}{otherwise and '; '}{otherwise}"
+
+    @property
+    def kind(self) -> Any:
+        """The type of the number with its bounds, as msgspec reads it."""
+        bounded: Any = self.python_type
+        if bounded is int:
+            bounded = Count
+        elif bounded is float:
+            bounded = Annotated[float, Meta(ge=self._least, le=MOST)]
+        return bounded | None if self.may_be_none else bounded
+
+    def check(self, name: str, value: object) -> None:
+        """Raise InvalidInput where `value` is not allowed for the number called `name`."""
+        try:
+            convert(value, self.kind)
+        except ValidationError:
+            example = str(self.example) if self.python_type is bool else f"{self.example:g}"
+            raise InvalidInput(
+                f"machine: {name}={shorten(repr(value), 60)} must be {self._allowed()}; {name} is {self.help}; try "
+                f"{name}={example}"
+            ) from None
+
+    @property
+    def _least(self) -> float:
+        return 0.0 if self.may_be_zero else LEAST
+
+    def _allowed(self) -> str:
+        """The allowed values in words."""
+        number = f"a number from {self._least:g} to {MOST:g}"
+        words = {bool: "True or False", int: "a whole number >= 1", float: number}[self.python_type]
+        return f"{words}, or None" if self.may_be_none else words
 
 
 @dataclass(frozen=True)
@@ -239,7 +325,7 @@ class Machine:
     preset: str = ""
     #: (modelled seconds, measured over modelled seconds) of runs of whole passes at the sizes of a calibration; ()
     #: where no pass was measured.
-    residuals: tuple[tuple[float, float], ...] = ()
+    residuals: tuple[tuple[Positive, Positive], ...] = ()
     #: (field, source) of the numbers that are cited or measured; all other numbers are assumed.
     sources: tuple[tuple[str, str], ...] = ()
     #: The dtype that `flops` belong to; None: every dtype.
@@ -248,11 +334,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name, number in MACHINE_NUMBERS.items():
             number.check(name, getattr(self, name))
-        if not all(math.isfinite(x) and x > 0 for pair in self.residuals for x in pair):
-            raise InvalidInput(
-                "machine: residuals must be pairs of modelled seconds > 0 and a ratio > 0 of measured over modelled "
-                "time; measure them again"
-            )
+        check_fields(self, "machine")
         if self.flops_dtype not in (None, *ITEM_BYTES):
             raise InvalidInput(
                 f"machine: flops_dtype={self.flops_dtype!r}: {did_you_mean(self.flops_dtype, ITEM_BYTES)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cache import Cache, Value, cached, estimate_bytes
 from ..errors import InvalidInput
-from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout, restore_layout
+from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout
 from ..pattern import Pattern, parse_pattern
 from ..pattern.head_slice import HeadSlice
 from .block_demand import ANSWERS
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 #: Rises whenever the same inputs give other steps, so that ranks of different versions refuse to run together.
 FORMAT = 4
-#: What `ringattn plan` writes beside the inputs and the hash of a plan.
-ADDED = ("counted", "choice")
-FOREIGN = "this text was not written by Plan.to_json or ringattn plan; make the plan anew"
 
 
 @dataclass(frozen=True)
@@ -241,32 +238,14 @@ class Plan(Value):
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` or `ringattn plan output.path=` wrote. Raises InvalidInput on any other text."""
-        try:
-            data = json.loads(text)
-            claimed, version = data.pop("hash"), data.pop("format")
-            pattern = data.pop("pattern")
-            for name in ADDED:
-                data.pop(name, None)
-            runs = data.pop("partition", None)
-            arguments: dict[str, Any] = dict(data)
-            if runs is not None:
-                sizes = arguments["tokens"], arguments["ranks"]
-                arguments["layout"] = restore_layout(arguments["layout"], *sizes, runs)
-        except InvalidInput:
-            raise
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InvalidInput(f"{FOREIGN} ({type(error).__name__}: {error})") from None
-        if version != FORMAT:
+        from .record import read_record  # a plan that is not read does not load it
+
+        record, arguments = read_record(text, FORMAT)
+        plan = build_plan(parse_pattern(record.pattern), **arguments)
+        if plan.hash != record.hash:
             raise InvalidInput(
-                f"the plan has format {version}, this ringattn reads format {FORMAT}; make the plan anew"
-            )
-        try:
-            plan = build_plan(parse_pattern(pattern), **arguments)
-        except TypeError as error:
-            raise InvalidInput(f"{FOREIGN} ({error})") from None
-        if plan.hash != claimed:
-            raise InvalidInput(
-                f"the plan's inputs give hash {plan.hash}, the text says {claimed}: it was edited; make the plan anew"
+                f"the plan's inputs give hash {plan.hash}, the text says {record.hash}: it was edited; make the plan "
+                "anew"
             )
         return plan
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ringattn.bench import SUITES, get_cases, records
 from ringattn.bench import runner as bench_runner
@@ -14,9 +16,11 @@ from ringattn.bench.case import BenchCase, BenchColumn, Ratio, iqr
 from ringattn.bench.report import BenchReport, list_tables, render
 from ringattn.bench.suites import ring
 from ringattn.cli import bench as bench_command
+from ringattn.cli.bench import make_command
 from ringattn.cli.config.groups import OutputGroup
 from ringattn.cli.config.schema import BenchConfig
 from ringattn.errors import CommFailure, InvalidInput, LaunchFailure, OutOfMemory
+from ringattn.simulator.reporting.journal import write_line
 from ringattn.transport.launcher import run_local
 
 
@@ -74,11 +78,19 @@ def test_an_interrupted_run_goes_on_and_a_whole_one_does_not(tmp_path: Path) -> 
         records.read_results(Path(__file__))
 
 
-def test_both_forms_of_a_report_have_the_tables(tmp_path: Path) -> None:
+def test_the_command_of_a_report_is_one_of_a_shell_and_of_hydra() -> None:
+    names = ["causal_4096", "it's; rm -rf ~"]
+    words = shlex.split(make_command({"suite": "ring", "repeat": 5, "memory": 1 << 30, "asked": names}))
+    assert words[:5] == ["ringattn", "report", "ring", "repeat=5", f"memory={1 << 30}"] and len(words) == 6
+    assert [str(name) for name in OverridesParser.create().parse_override(words[5]).value()] == names
+
+
+@pytest.mark.parametrize("suite", ["ring", "not_installed"])
+def test_both_forms_of_a_report_have_the_tables(suite: str, tmp_path: Path) -> None:
     path = tmp_path / "ring_cpu_2026-01-01_1.jsonl"
-    header = bench_runner.make_header(options(tmp_path), [case(1.5), case(1.6)])
+    header = {**bench_runner.make_header(options(tmp_path), [case(1.5), case(1.6)]), "suite": suite}
     lines = [header, {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(write_line, lines)))
     report = BenchReport(records.read_results(path), "ringattn report ring")
     text, page = render(report, "markdown"), render(report, "html")
     assert "| x | single / ring | 2.000 |" in text and "| >= 1.5 | yes |" in text and "1.0e-07" in text

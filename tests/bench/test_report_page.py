@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import pytest
 from browser import BROWSER, probe
 
 from ringattn.bench import runner
-from ringattn.bench.records import read_results
+from ringattn.bench.records import FORMAT, read_results
 from ringattn.bench.report import BenchReport, render
 from ringattn.bench.systems import make_system_case
+from ringattn.simulator.reporting.journal import write_line
 
 #: What a reader does, and what the page is then; the answer stands in the title.
 PROBE = """
@@ -32,7 +32,7 @@ PROBE = """
 def make_results(folder: Path) -> Path:
     """Results as the suites write them, with made-up numbers: two systems, three lengths, one of which failed."""
     header = {
-        "format": "ringattn bench 2", "suite": "extreme", "repeat": 5, "memory": 8 << 30, "asked": None,
+        "format": FORMAT, "suite": "extreme", "repeat": 5, "memory": 8 << 30, "asked": None,
         "device": None, "kind": "measured", "machine": runner.describe_host(),
     }  # fmt: skip
     lines: list[dict[str, Any]] = [header]
@@ -46,7 +46,7 @@ def make_results(folder: Path) -> Path:
                 raw = runner._failure("OutOfMemory", "<script>no memory</script>")
             lines.append({"key": case.name, **runner.summarise_case(case, [raw])})
     path = folder / "extreme_cpu_2026-01-01_1.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(write_line, lines)))
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from torch._dynamo.utils import counters
 
 import ringattn as ra
 from ringattn.integrations import transformers as adapter
-from ringattn.integrations.transformers import check, gather_logits, parallelize, shard_batch
+from ringattn.integrations.transformers import check, gather_logits, parallelize, shard_batch, unparallelize
+from ringattn.train import mean_over_ranks
 
 BASE = {
     "vocab_size": 61,
@@ -60,12 +62,31 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**MIXED, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
+    "ModernBERT, two sides": ("ModernBertForMaskedLM", "ModernBertConfig", {"local_attention": 12, "pad_token_id": 0}),
+    "Phimoe, window of the mask": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": 9, **EXPERTS}),
+    "RoBERTa, positions from 2": ("RobertaForMaskedLM", "RobertaConfig", {"pad_token_id": 1}),
+    "Llama, no head": ("LlamaModel", "LlamaConfig", {}),
 }
+#: Models whose rope depends on the length of the batch.
+ROPE = {"rope_theta": 1e4}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LENGTHS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "longrope": ("Phi3ForCausalLM", "Phi3Config", {"rope_type": "longrope", **FACTORS}),
+    "dynamic": ("LlamaForCausalLM", "LlamaConfig", {"rope_type": "dynamic", "factor": 2.0}),
+}  # fmt: skip
 
 
 def make(name: str, **changes: Any) -> Any:
     """A model of random weights, the same on every rank."""
-    model, config, settings = MODELS[name]
+    if name in LENGTHS:
+        model, config, rope = LENGTHS[name]
+        settings: dict[str, Any] = {
+            "rope_parameters": {**ROPE, **rope},
+            **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 32),
+            "pad_token_id": 0,
+        }
+    else:
+        model, config, settings = MODELS[name]
     torch.manual_seed(1)
     made = getattr(hf, model)(getattr(hf, config)(**{**BASE, **settings, **changes}))
     for parameter_name, parameter in made.named_parameters():
@@ -130,6 +151,87 @@ def batches(rank: int, name: str, checkpointing: bool, packed: bool) -> tuple[fl
     return wrong, max(float((p.grad - g).abs().max()) for p, g in pairs)
 
 
+def by_length(rank: int, name: str, layout: str, kind: str) -> list[float]:
+    """Largest differences of logits and gradients from one eager call of the whole batch, in two calls.
+
+    The first call is longer than the second one, which fits the original length on the second rank only.
+    """
+    eager, model = make(name, attn_implementation="eager"), parallelize(make(name), layout=layout).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = []
+    for tokens in (60, 41):
+        ids = torch.randint(61, (2, tokens), generator=torch.Generator().manual_seed(2))
+        weight = torch.randn(2, tokens, 61, generator=torch.Generator().manual_seed(4))
+        whole, more = {"input_ids": ids}, {"position_ids": torch.arange(tokens).expand_as(ids)}
+        if kind == "padded":
+            whole["attention_mask"] = more["attention_mask"] = (torch.arange(tokens) >= 6).long().expand_as(ids)
+            more["position_ids"] = (more["position_ids"] - 6).clamp(min=0)
+            weight[:, :6] = 0
+        if kind == "packed":
+            more["position_ids"] = torch.cat([torch.arange(5), torch.arange(tokens - 5)]).expand_as(ids)
+        right = eager(ids, use_cache=False, **more).logits
+        gradients = torch.autograd.grad((right * weight).sum(), list(eager.parameters()))
+        borders = [0, 5, tokens] if kind == "packed" else None
+        local = model(**shard_batch(whole, layout=layout, cu_seqlens=borders), use_cache=False).logits
+        cut = ra.make_layout(layout, tokens=tokens, ranks=dist.get_world_size())
+        model.zero_grad()
+        (local * cut.shard_tensor(weight, rank, dim=1)).sum().backward()
+        wrong = (gather_logits(local, layout=layout) - right).detach().abs() * (weight != 0)
+        found.append(float(wrong.max() / right.abs().max()))
+        largest = max(float(g.abs().max()) for g in gradients)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            dist.all_reduce(parameter.grad)
+            found.append(float((parameter.grad - gradient).abs().max()) / largest)
+    return found
+
+
+VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+BLOOM = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
+#: Models that are refused: the class of the model, that of its configuration, and settings.
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "alibi": ("BloomForCausalLM", "BloomConfig", BLOOM),
+    "image": ("ViTModel", "ViTConfig", VIT),
+    "classes": ("LlamaForSequenceClassification", "LlamaConfig", BASE),
+    "answers": ("LlamaForQuestionAnswering", "LlamaConfig", BASE),
+}  # fmt: skip
+
+
+#: Models with a loss, by the class of the model and that of its configuration.
+LOSSES = {
+    "causal": ("LlamaForCausalLM", "LlamaConfig"),
+    "masked": ("BertForMaskedLM", "BertConfig"),
+    "tokens": ("LlamaForTokenClassification", "LlamaConfig"),
+}
+
+
+def losses(rank: int, name: str) -> tuple[float, float]:
+    """Largest differences, from transformers' own of the whole batch, of the loss and of gradients averaged over ranks.
+
+    All labels but one are in the rows of the first rank, so the last rank has none. Both ways to count the labels.
+    """
+    model, config = (getattr(hf, x) for x in LOSSES[name])
+    torch.manual_seed(1)
+    eager = model(config(**BASE, num_labels=61, attn_implementation="eager", pad_token_id=0)).eval()
+    ids = torch.randint(1, 61, (1, 37), generator=torch.Generator().manual_seed(2))
+    labels = torch.full_like(ids, -100)
+    labels[:, 2:9] = ids[:, 2:9] if name == "causal" else (ids[:, 2:9] * 7) % 61
+    right = eager(ids, labels=labels).loss
+    right.backward()
+    ours = parallelize(copy.deepcopy(eager), layout="contiguous")
+    ours.zero_grad()
+    batch = shard_batch({"input_ids": ids, "labels": labels}, layout="contiguous", shift=name == "causal")
+    loss, ranks = ours(**batch).loss, dist.get_world_size()
+    loss.backward()
+    counted = ours(**batch, num_items_in_batch=torch.tensor(7)).loss * ranks  # as the Trainer does
+    wrong = [float((a - b).abs()) for a in map(mean_over_ranks, (loss, counted)) for b in (right.detach(),)]
+    pairs = zip(ours.named_parameters(), eager.named_parameters(), strict=True)
+    differences = []
+    for (_, mine), (_, whole) in pairs:
+        if whole.grad is not None:
+            differences.append(float((mean_over_ranks(mine.grad) - whole.grad).abs().max()))
+    return max(wrong), max(differences)
+
+
 def dropped(rank: int) -> tuple[float, float, float]:
     """Largest differences of logits and gradients of a dropping, checkpointed model from one rank that does not
     checkpoint, and of the latter's logits from a model that drops nothing."""
@@ -190,6 +292,13 @@ def refused_batches(rank: int) -> dict[str, str]:
         "inside": {"input_ids": ids, "cu_seqlens": [0, 3, 8]},
     }
     found = {name: told(lambda: shard_batch(batch, layout="zigzag")) for name, batch in wrong.items()}
+    ramp, once = torch.arange(8).unsqueeze(0), [0, 3, 8]
+    found["already"] = told(lambda: shard_batch({"input_ids": ramp, "labels": ramp + 1}, layout="zigzag"))
+    by_index = {"input_ids": ramp, "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32)}
+    same = [shard_batch(by_index, layout="zigzag"), shard_batch({"input_ids": ramp}, layout="zigzag", cu_seqlens=once)]
+    found["seq_idx"] = str(all(torch.equal(same[0][name], same[1][name]) for name in same[1]))
+    by_index["cu_seq_lens_q"] = torch.tensor([0, 4, 8], dtype=torch.int32)
+    found["seq_idx other"] = told(lambda: shard_batch(by_index, layout="zigzag"))
     first = make("Llama")
     second = hf.LlamaForCausalLM(first.config)
     parallelize(first, layout="zigzag")
@@ -240,7 +349,7 @@ def refusals(rank: int) -> dict[str, str]:
     batch = shard_batch({"input_ids": torch.zeros(1, 40, dtype=torch.long)}, layout="zigzag")
     model = parallelize(make("Mistral, window"), layout="zigzag")
     with pytest.MonkeyPatch.context() as patch:  # as if a window of W keys meant W keys before the row's own
-        patch.setattr(adapter, "Window", lambda left: ra.Window(left + 1))
+        patch.setattr(adapter, "Window", lambda left, right: ra.Window(left + 1, right))
         found["off by one"] = told(lambda: check(model))
     found["short"] = told(lambda: check(parallelize(make("Mistral, window"), layout="zigzag"), 12))
     dropping = parallelize(make("Llama", attention_dropout=0.1), layout="zigzag", kernel="aten_cpu").train()
@@ -261,8 +370,28 @@ def refusals(rank: int) -> dict[str, str]:
     for name, options in TYPOS.items():
         found[name] = told(lambda: parallelize(make("Llama"), **{"layout": "zigzag", **options}))
     found["linear"] = told(lambda: parallelize(torch.nn.Linear(2, 2), layout="zigzag"))  # type: ignore[arg-type]
-    small = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
-    found["alibi"] = told(lambda: parallelize(hf.BloomForCausalLM(hf.BloomConfig(**small)), layout="zigzag"))
+    pooling = parallelize(hf.BertModel(hf.BertConfig(**BASE)), layout="zigzag")
+    found["pooler"] = told(lambda: pooling(**batch))
+    found["keep"] = told(lambda: llama(**batch, logits_to_keep=8))
+    ids = torch.zeros(1, 40, dtype=torch.long)
+    labelled = shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag")
+    found["by hand"] = told(lambda: llama(**{**batch, "labels": ids}))
+    found["aligned"] = told(
+        lambda: llama(**shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", shift=False))
+    )
+    found["shifted"] = told(lambda: parallelize(make("RoBERTa, positions from 2"), layout="zigzag")(**labelled))
+    found["smoothed"] = told(lambda: llama(**{name: x for name, x in labelled.items() if name != "labels"}))
+    found["uncounted"] = told(lambda: llama(**{name: x for name, x in labelled.items() if name != "batch_digest"}))
+    by_hand = {name: x for name, x in batch.items() if name != "batch_digest"}
+    found["length"] = told(lambda: parallelize(make("longrope"), layout="zigzag")(**by_hand))
+    llama.set_attn_implementation("sdpa")
+    found["sdpa"] = told(lambda: llama(**batch))
+    text = ids[:, :5]
+    again = unparallelize(llama).generate(text, max_new_tokens=3, do_sample=False)
+    found["again"] = str(torch.equal(again, make("Llama").generate(text, max_new_tokens=3, do_sample=False)))
+    for name, (kind, config, settings) in REFUSED.items():
+        model = getattr(hf, kind)(getattr(hf, config)(**settings))
+        found[name] = told(lambda: parallelize(model, layout="zigzag"))
     return found
 
 

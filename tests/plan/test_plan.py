@@ -86,8 +86,8 @@ def test_edited_json_is_refused() -> None:
     edited["tokens"] = 101
     for wrong, words in (
         (json.dumps(edited), "edited"),
-        ("{}", "not written by Plan.to_json"),
-        ("[1", "not written by Plan.to_json"),
+        ("{}", "the plan: Object missing required field format"),
+        ("[1", "the plan: is not valid JSON"),
         (text.replace('"format": 4', '"format": 99'), "format 99"),
     ):
         with pytest.raises(InvalidInput, match=words):

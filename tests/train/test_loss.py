@@ -97,6 +97,14 @@ def test_a_given_total_replaces_the_count() -> None:
     torch.testing.assert_close(sum(parts), linear_cross_entropy(hidden, weight, labels, bias=bias))
 
 
+def test_labels_are_counted_against_the_given_ignore_index() -> None:
+    hidden, weight, _, labels = make()
+    labels = torch.where(labels == -100, 7, labels)
+    truth = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), ignore_index=7)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, ignore_index=7), truth)
+    assert int(count_labels(labels, ignore_index=7)) == sum(x != 7 for row in labels.tolist() for x in row)
+
+
 def test_no_label_at_all_is_a_loss_of_zero() -> None:
     hidden, weight, _, labels = make()
     hidden.requires_grad_()

@@ -15,7 +15,7 @@ import yaml
 from warm_python import executable
 
 from ringattn.cli.config.overrides import prepare
-from ringattn.machine.file import read_machine, read_record
+from ringattn.machine.file import read_machine
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 TINY = ("tokens=96", "heads=2", "head_dim=16", "repeat=1", "threads=1", "layout=striped")
@@ -155,7 +155,7 @@ def test_mpi_ranks_calibrate(start: Callable[..., Any], mpirun_path: str, tmp_pa
     command = [mpirun_path, "-n", "2", executable(), "-m", "ringattn", "calibrate", "transport=mpi", *sizes]
     done = start([*command, f"output.path={path}"], cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    record, machine = read_record(path), read_machine(path)
+    record, machine = yaml.safe_load(path.read_text()), read_machine(path)
     assert record["made"]["transport"] == "mpi" and record["made"]["ranks"] == 2
     assert machine.source("bandwidth") == "measured" and len(machine.residuals) == 8 * 2
     assert done.stdout.count("written") == 1

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import InvalidInput
+from ...files import decode, read_text
 from .schema import SCHEMAS, conf_dir, key_names
 
 #: Options of Hydra that name one more config folder.
 CONFIG_DIR_OPTIONS = ("--config-dir", "-cd")
 #: The first line of a config file whose keys are those of the whole configuration, as in experiments.
 GLOBAL_PACKAGE = "# @package _global_"
-#: The most values and nested levels of a config file, aliases written out.
-MAX_VALUES, MAX_DEPTH = 100_000, 32
 
 
 class ConfigSource(Protocol):
@@ -113,49 +112,15 @@ def _search_folders(entries: Iterable[str]) -> list[Path]:
 
 def load_config(path: Path) -> dict[str, Any]:
     """The settings of a config file as plain data, interpolations and ??? as they are written. Raises InvalidInput."""
-    text = read_config(path)
-    # OmegaConf is imported here, after the command line has begun to handle Ctrl-C.
-    omegaconf = import_module("omegaconf")
-    config = omegaconf.OmegaConf.load(path) if text.strip() else {}
-    if not isinstance(config, omegaconf.DictConfig):
-        return {}  # Hydra refuses a list where the file is used
-    return {str(key): value for key, value in omegaconf.OmegaConf.to_container(config).items()}
+    content = decode(read_text(path, "config"), object, str(path), yaml=True)
+    # Hydra refuses another value than a mapping where the file is used.
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
 def read_config(path: Path) -> str:
-    """The text of a config file. Raises InvalidInput where it is not YAML, or where its values would not fit.
-
-    OmegaConf has no such bounds: it copies the value of every alias, so that a file of ten lines can fill the memory,
-    and it recurses into nested values. Help and completion read files that nobody has chosen.
-    """
-    yaml = import_module("yaml")
-    counts: dict[str, int] = {}  # by anchor: the values that an alias stands for
-    nested: list[tuple[str | None, int]] = []
-    values = 0
-    try:
-        text = path.read_text(encoding="utf-8")
-        for event in yaml.parse(text):
-            if isinstance(event, yaml.AliasEvent):
-                values += counts.get(event.anchor, MAX_VALUES + 1)  # an alias within its own value never ends
-            elif isinstance(event, yaml.CollectionStartEvent):
-                nested.append((event.anchor, values))
-            elif isinstance(event, yaml.CollectionEndEvent):
-                anchor, before = nested.pop()
-                if anchor is not None:
-                    counts[anchor] = values - before
-            elif isinstance(event, yaml.ScalarEvent):
-                values += 1
-                if event.anchor is not None:
-                    counts[event.anchor] = 1
-            if values > MAX_VALUES or len(nested) > MAX_DEPTH:
-                raise InvalidInput(
-                    f"{path}: has more than {MAX_VALUES:,} values with its aliases written out, or is nested more than "
-                    f"{MAX_DEPTH} deep, as no config is; make it smaller"
-                )
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())
-        raise InvalidInput(f"{path}: cannot be read as YAML ({problem}); correct or remove the file") from None
-    return text
+    """The text of a config file. Raises InvalidInput where it is not YAML, or where its values would not fit."""
+    load_config(path)
+    return read_text(path, "config")
 
 
 def chosen_options(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -32,7 +32,7 @@ from .report import StudyReport, list_points
 from .space import Point, digest, group_by_plan
 from .tables import Row, Table, make_table, to_csv, to_json
 
-FORMAT = "ringattn study 1"
+FORMAT = "ringattn study 2"
 JOURNAL = "points.jsonl"
 #: The journal of a share by its number, and all journals of a folder.
 SHARE, JOURNALS = "points.{}.jsonl", "points*.jsonl"

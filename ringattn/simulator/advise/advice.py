@@ -272,8 +272,9 @@ def explain_too_large(found: Found, offer: Offer) -> list[str]:
         memory = first.step.memory
         category = max(memory, key=lambda name: memory[name])
         lines.append(
-            f"{setting}: the least need is {size(first.bytes)} of {size(has)}, of {first.name}, of which {category} "
-            f"{size(memory[category])} ({plural(len(entries), 'candidate')})"
+            f"{setting}: the least need is {size(first.bytes - has)} more than the {size(has)} there are, of "
+            f"{first.name}, {first.choices}, of which {category} {size(memory[category])} "
+            f"({plural(len(entries), 'candidate')})"
         )
     return lines
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from ...errors import InvalidInput
-from ...files import check_readable
+from ...files import Count, Positive, as_kind, check_fields, load
 from ...text import did_you_mean
+
+#: Layers of a model: a number of each is kept.
+Layers = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 @dataclass(frozen=True)
@@ -18,22 +22,22 @@ class ModelConfig:
     """The sizes of a decoder-only language model. Raises InvalidInput for sizes that do not fit each other."""
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    layers: Layers
+    hidden: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
     #: Columns of the MLP, of each expert.
-    mlp: int
-    vocab: int
-    experts: int = 1
-    experts_per_token: int = 1
+    mlp: Count
+    vocab: Count
+    experts: Count = 1
+    experts_per_token: Count = 1
     #: Whether the MLP has a gate: three matrices instead of two.
     gated: bool = True
     #: Keys that a query of each layer sees, its own among them; None: all before it. (): None for every layer.
-    windows: tuple[int | None, ...] = ()
+    windows: tuple[Count | None, ...] = ()
     sinks: bool = False
-    softcap: float | None = None
+    softcap: Positive | None = None
     #: Whether the embedding is the output matrix, too.
     tied: bool = False
     #: Parameters of a layer beside its matrices (norms, biases, sinks), without those of experts, and of one expert.
@@ -45,13 +49,7 @@ class ModelConfig:
     attention_item: float | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts", "experts_per_token")
-        for name in sizes:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(
-                    f"model {self.name}: {name}={value!r} must be a whole number >= 1; correct the config"
-                )
+        check_fields(self, f"model {self.name}")
         if self.heads % self.kv_heads:
             raise InvalidInput(
                 f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} key/value heads evenly; give a "
@@ -64,10 +62,10 @@ class ModelConfig:
             )
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.layers)
-        if len(self.windows) != self.layers or any(window is not None and window < 1 for window in self.windows):
+        if len(self.windows) != self.layers:
             raise InvalidInput(
-                f"model {self.name}: windows must be {self.layers} numbers >= 1 or None, one for each layer; got "
-                f"{self.windows}"
+                f"model {self.name}: windows must be {self.layers} numbers or None, one for each layer; got "
+                f"{len(self.windows)}"
             )
 
     @property
@@ -114,8 +112,38 @@ class ModelConfig:
         return self.layers * (self.layer - unused) + self.hidden + self.table
 
 
-#: Keys of a Hugging Face config that every model needs.
-_NEEDED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+class Quantization(Struct):
+    """How the weights of a Hugging Face config are stored."""
+
+    quant_method: str
+
+
+class HuggingFaceConfig(Struct):
+    """The keys of a Hugging Face config that sizes follow from; null stands for a key that is left out."""
+
+    model_type: str
+    hidden_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    intermediate_size: Count
+    vocab_size: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    moe_intermediate_size: Count | None = None
+    num_local_experts: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    sliding_window: Count | None = None
+    sliding_window_pattern: Count = 6
+    max_window_layers: int = 0
+    use_sliding_window: bool = False
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    attn_logit_softcapping: Positive | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool = False
+    quantization_config: Quantization | None = None
+
+
 #: What published configs leave out, by model type: the defaults of transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
@@ -132,7 +160,8 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (None, False),
 }
 #: By quant_method: bytes of a stored weight of the MLP's matrices and of those of attention.
-_STORED: dict[str, tuple[float | None, float | None]] = {
+_STORED: dict[str | None, tuple[float | None, float | None]] = {
+    None: (None, None),
     "mxfp4": (17 / 32, None),  # 32 numbers of 4 bits share a scale of 8 bits (OCP Microscaling Formats 1.0)
     "fp8": (1 + 4 / 128**2, 1 + 4 / 128**2),  # blocks of 128 x 128 share an fp32 scale
 }
@@ -149,24 +178,24 @@ _NOT_MODELLED = {
 }
 
 
-def _llama_vectors(c: Mapping[str, Any], q: int, kv: int) -> int:
+def _llama_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
     """Two norms, and with attention_bias the biases of q, k, v and the output."""
-    return 2 * c["hidden_size"] + (q + 2 * kv + c["hidden_size"] if c.get("attention_bias") else 0)
+    return 2 * c.hidden_size + (q + 2 * kv + c.hidden_size if c.attention_bias else 0)
 
 
-#: Parameters of a layer beside its matrices by model type, from the config and the columns of q and of k.
-_VECTORS: dict[str, Callable[[Mapping[str, Any], int, int], int]] = {
+#: Parameters of a layer beside its matrices by model type, from the config, the columns of q and k, and the head dim.
+_VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "llama": _llama_vectors,
-    "mistral": lambda c, q, kv: 2 * c["hidden_size"],
-    "mixtral": lambda c, q, kv: 2 * c["hidden_size"],
-    "qwen2": lambda c, q, kv: 2 * c["hidden_size"] + q + 2 * kv,
-    "phi3": lambda c, q, kv: 2 * c["hidden_size"],
-    "qwen3": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["head_dim"],
-    "qwen3_moe": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["head_dim"],
+    "mistral": lambda c, q, kv, d: 2 * c.hidden_size,
+    "mixtral": lambda c, q, kv, d: 2 * c.hidden_size,
+    "qwen2": lambda c, q, kv, d: 2 * c.hidden_size + q + 2 * kv,
+    "phi3": lambda c, q, kv, d: 2 * c.hidden_size,
+    "qwen3": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * d,
+    "qwen3_moe": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * d,
     "gemma": _llama_vectors,
-    "gemma3_text": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["hidden_size"] + 2 * c["head_dim"],
-    "gemma2": lambda c, q, kv: _llama_vectors(c, q, kv) + 2 * c["hidden_size"],
-    "gpt_oss": lambda c, q, kv: _llama_vectors(c, q, kv) + c["num_attention_heads"] + c["num_local_experts"],
+    "gemma3_text": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * c.hidden_size + 2 * d,
+    "gemma2": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * c.hidden_size,
+    "gpt_oss": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + c.num_attention_heads + c.num_local_experts,
 }
 #: Types whose models tie the embedding and the output unless their config says otherwise.
 _TIED = ("gemma", "gemma2", "gemma3_text")
@@ -190,88 +219,65 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
             f"model {name}: model_type={kind!r} is not modelled; {did_you_mean(kind, _VECTORS)}expected one of "
             f"{', '.join(_VECTORS)}, or make a ringattn.simulator.models.config.ModelConfig"
         )
-    config = {**_DEFAULTS.get(kind or "", {}), **{key: value for key, value in config.items() if value is not None}}
-    columns = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
-    missing = [key for key in (*_NEEDED, columns) if key not in config]
-    if missing or kind is None:
-        raise InvalidInput(
-            f"model {name}: the config has no {', '.join(missing)}; give the config.json of a decoder-only model, "
-            f"which has {', '.join(_NEEDED)}"
-        )
+    given = {**_DEFAULTS.get(kind or "", {}), **{key: value for key, value in config.items() if value is not None}}
+    read = as_kind(given, HuggingFaceConfig, f"model {name}")
     for key, plain in _PLAIN.items():
-        if config.get(key) not in plain:
-            raise InvalidInput(f"model {name}: {key}={config[key]!r} is not modelled; leave it out of the config")
-    numbers = (*_NEEDED[1:], columns, "num_key_value_heads", "num_local_experts", "num_experts", "head_dim")
-    sizes = [key for key in numbers if key in config]
-    wrong = [key for key in sizes if isinstance(config[key], bool) or not isinstance(config[key], int | float)]
-    if wrong or not config["num_attention_heads"]:
-        key = (wrong or ["num_attention_heads"])[0]
-        raise InvalidInput(f"model {name}: {key}={config[key]!r} must be a whole number >= 1; correct the config")
-    heads, experts = config["num_attention_heads"], config.get("num_local_experts") or config.get("num_experts") or 1
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    kv_heads = config.get("num_key_value_heads", heads)
-    chosen = config.get("num_experts_per_tok") or 1
-    mlp_item, attention_item = _stored_items(config, name)
-    vectors = _VECTORS[kind]({**config, "head_dim": head_dim}, heads * head_dim, kv_heads * head_dim)
+        if given.get(key) not in plain:
+            raise InvalidInput(f"model {name}: {key}={given[key]!r} is not modelled; leave it out of the config")
+    heads, columns = read.num_attention_heads, read.intermediate_size
+    if read.model_type == "qwen3_moe":
+        columns = as_kind(read.moe_intermediate_size, Count, f"model {name}: moe_intermediate_size")
+    head_dim = read.head_dim or read.hidden_size // heads
+    kv_heads = read.num_key_value_heads or heads
+    stored = None if read.quantization_config is None else read.quantization_config.quant_method
+    if stored not in _STORED:
+        raise InvalidInput(
+            f"model {name}: quantization_config with quant_method={stored!r} is not modelled; expected one of "
+            f"{', '.join(filter(None, _STORED))}, or leave quantization_config out for weights in the dtype of the "
+            "activations"
+        )
     return ModelConfig(
         name=name,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
+        layers=read.num_hidden_layers,
+        hidden=read.hidden_size,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp=config[columns],
-        vocab=config["vocab_size"],
-        experts=experts,
-        experts_per_token=chosen,
-        windows=_windows(config, name),
+        mlp=columns,
+        vocab=read.vocab_size,
+        experts=read.num_local_experts or read.num_experts or 1,
+        experts_per_token=read.num_experts_per_tok or 1,
+        windows=_windows(read, name),
         sinks=kind == "gpt_oss",
-        softcap=config.get("attn_logit_softcapping"),
-        tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
-        vectors=vectors,
-        expert_vectors=2 * config["intermediate_size"] + config["hidden_size"] if kind == "gpt_oss" else 0,
-        mlp_item=mlp_item,
-        attention_item=attention_item,
+        softcap=read.attn_logit_softcapping,
+        tied=kind in _TIED if read.tie_word_embeddings is None else read.tie_word_embeddings,
+        vectors=_VECTORS[read.model_type](read, heads * head_dim, kv_heads * head_dim, head_dim),
+        expert_vectors=2 * read.intermediate_size + read.hidden_size if kind == "gpt_oss" else 0,
+        mlp_item=_STORED[stored][0],
+        attention_item=_STORED[stored][1],
     )
 
 
-def _stored_items(config: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
-    """Bytes of a stored weight of the MLP's matrices and of those of attention; None: not quantized."""
-    quantized = config.get("quantization_config")
-    if quantized is None:
-        return None, None
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-    if method not in _STORED:
-        raise InvalidInput(
-            f"model {name}: quantization_config with quant_method={method!r} is not modelled; expected one of "
-            f"{', '.join(_STORED)}, or leave quantization_config out for weights in the dtype of the activations"
-        )
-    return _STORED[method]
-
-
-def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
+def _windows(config: HuggingFaceConfig, name: str) -> tuple[int | None, ...]:
     """The window of each layer: by `layer_types`, else by the rule of the model type."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    types = config.get("layer_types")
-    if types is None:
-        qwen = config["model_type"].startswith("qwen")
-        if window is None or (qwen and not config.get("use_sliding_window")):
-            return (None,) * layers
-        if config["model_type"] in ("gpt_oss", "gemma2"):  # these alternate, and begin with a window
-            return tuple(None if layer % 2 else window for layer in range(layers))
-        if config["model_type"] == "gemma3_text":  # every sixth layer sees all tokens
-            every = config.get("sliding_window_pattern", 6)
-            return tuple(None if (layer + 1) % every == 0 else window for layer in range(layers))
-        first = config.get("max_window_layers", 0) if qwen else 0
-        return tuple(None if layer < first else window for layer in range(layers))
-    unknown = sorted({*types} - {"full_attention", "sliding_attention"})
-    if unknown or len(types) != layers or (window is None and "sliding_attention" in types):
-        raise InvalidInput(
-            f"model {name}: layer_types must be {layers} times full_attention or sliding_attention, the latter with a "
-            f"sliding_window; got {len(types)} layers{' with ' + ', '.join(unknown) if unknown else ''}, "
-            f"sliding_window={window}"
-        )
-    return tuple(window if one == "sliding_attention" else None for one in types)
+    layers, window, types = config.num_hidden_layers, config.sliding_window, config.layer_types
+    if types is not None:
+        if len(types) != layers or (window is None and "sliding_attention" in types):
+            raise InvalidInput(
+                f"model {name}: layer_types must be {layers} times full_attention or sliding_attention, the latter "
+                f"with a sliding_window; got {len(types)} layers, sliding_window={window}"
+            )
+        return tuple(window if one == "sliding_attention" else None for one in types)
+    qwen = config.model_type.startswith("qwen")
+    if window is None or (qwen and not config.use_sliding_window):
+        return (None,) * layers
+    if config.model_type in ("gpt_oss", "gemma2"):  # these alternate, and begin with a window
+        return tuple(None if layer % 2 else window for layer in range(layers))
+    if config.model_type == "gemma3_text":  # every sixth layer sees all tokens
+        every = config.sliding_window_pattern
+        return tuple(None if (layer + 1) % every == 0 else window for layer in range(layers))
+    first = config.max_window_layers if qwen else 0
+    return tuple(None if layer < first else window for layer in range(layers))
 
 
 def _llama3(layers: int, hidden: int, heads: int, mlp: int) -> dict[str, Any]:
@@ -337,11 +343,5 @@ def load_model(name_or_path: str) -> ModelConfig:
             f"unknown model {name_or_path!r}; {did_you_mean(name_or_path, MODELS)}expected {', '.join(MODELS)}, or the "
             "path of a config.json"
         )
-    check_readable(path, "model")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise InvalidInput(f"model {path}: not JSON ({error}); give the config.json of a model") from error
-    if not isinstance(config, dict):
-        raise InvalidInput(f"model {path}: expected an object with the keys of a config.json; give such a file")
+    config = load(path, dict[str, Any], "model")
     return from_hugging_face(config, path.stem if path.stem != "config" else path.resolve().parent.name)

@@ -1,15 +1,19 @@
 """The finished points of a study, or cases of a suite, one JSON line each: an interrupted run continues from this file.
 
 A line is appended when its point is finished, so a killed process loses only the point that it was computing. A last
-line that was cut off is dropped. A study's lines hold no times, so an interrupted study ends with the same file as any
-other.
+line that was cut off is dropped. Each line ends with its checksum, so that what is read is what was written. A study's
+lines hold no times, so an interrupted study ends with the same file as any other.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import stat
 import time
+import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,25 +30,32 @@ SYNC_INTERVAL = 1.0
 Record = dict[str, Any]
 
 
+def write_line(record: Record) -> bytes:
+    """The line of a record, with the CRC-32 of all before it."""
+    text = json.dumps(record).encode()[:-1]
+    return b'%b, "crc": %d}\n' % (text, zlib.crc32(text))
+
+
 def read_journal(path: Path) -> tuple[Record | None, dict[str, Record]]:
     """(head, records by key) of a journal, without a last line that was cut off; (None, {}) where there is no line.
 
-    Another process may have the journal open. Raises InvalidInput for a line that is no record.
+    Another process may have the journal open. Raises InvalidInput for a line that is not as it was written.
     """
-    data = path.read_bytes() if path.is_file() else b""
+    return _parse(path, path.read_bytes() if path.is_file() else b"")
+
+
+def _parse(path: Path, data: bytes) -> tuple[Record | None, dict[str, Record]]:
     records: list[Record] = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or (records and "key" not in record):
+        match = re.fullmatch(rb'(.*), "crc": (\d{1,10})\}', line)
+        if match is None or zlib.crc32(match[1]) != int(match[2]):
             raise InvalidInput(
-                f"{path}: line {number} is no record; remove this line, and the same command computes its point again"
+                f"{path}: line {number} is not as it was written; remove this line, and the same command computes its "
+                "point again"
                 if records
-                else f"{path}: line 1 is not that of a study or suite; give another path"
+                else f"{path}: line 1 is not that of a study or suite of this version; give another path"
             )
-        records.append(record)
+        records.append(json.loads(match[1] + b"}"))
     return records[0] if records else None, {record["key"]: record for record in records[1:]}
 
 
@@ -64,7 +75,8 @@ class Journal:
         self.path = path
         self.records: dict[str, Record] = {}
         try:
-            self._file = path.open("a+b", buffering=0)  # unbuffered: a line is written at once, or raises
+            # Unbuffered: a line is written at once, or raises. A link could lead to any file of the user.
+            self._file = open(path, "a+b", buffering=0, opener=_open)  # noqa: SIM115
         except OSError as error:
             raise InvalidInput(
                 f"output {path}: cannot be written ({error.strerror}); give another output.path"
@@ -95,17 +107,20 @@ class Journal:
     def _read(self, head: Record) -> None:
         """Read the records, or write `head` into an empty journal. Raises InvalidInput for another head."""
         self._file.seek(0)
-        self._file.truncate(self._file.read().rfind(b"\n") + 1)
-        written, self.records = read_journal(self.path)
-        if written is None:
-            self._append(head)
-        elif written != json.loads(json.dumps(head)):
+        data = self._file.read()
+        written, self.records = _parse(self.path, data)
+        if written is None and not write_line(head).startswith(data):
+            raise InvalidInput(f"{self.path}: is not a journal; give another output.path, or remove the file")
+        if written is not None and written != json.loads(json.dumps(head)):
             keys = {*written, *head}
             differing = ["name" if key == "study" else key for key in keys if written.get(key) != head.get(key)]
             raise InvalidInput(
                 f"{self.path.parent}: holds the study {written.get('study')!r}, and this one differs in its "
                 f"{' and '.join(sorted(differing))}; give another output.path, or remove that folder to begin anew"
             )
+        self._file.truncate(data.rfind(b"\n") + 1)
+        if written is None:
+            self._append(head)
 
     def add(self, key: str, record: Record) -> None:
         """Append the record of a point. Raises InvalidInput where the line cannot be written."""
@@ -120,7 +135,7 @@ class Journal:
         self._synced = time.monotonic()
 
     def _append(self, record: Record) -> None:
-        line = json.dumps(record).encode() + b"\n"
+        line = write_line(record)
         try:
             written, reason = self._file.write(line) == len(line), "only a part of a line"
         except OSError as error:
@@ -143,3 +158,12 @@ class Journal:
     ) -> None:
         self.sync()
         self._close()
+
+
+def _open(path: str, flags: int) -> int:
+    """A descriptor of an ordinary file, which no link leads to. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no ordinary file")
+    return descriptor

@@ -30,12 +30,18 @@ def render_page(package: str, template: str, kind: str, values: Mapping[str, obj
     """A report, by a template in the folder `templates` of `package`; `kind` is "html" or "markdown"."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(name, "templates") for name in (package, __package__ or "")]),
-        autoescape=kind == "html",  # Markdown has no entities: `cell` escapes what it must
+        autoescape=kind == "html",  # in Markdown `plain` and `cell` escape what they must
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plural": plural, "one_line": _one_line, "cell": _markdown_cell, "svg": _inline_svg}
+    environment.filters |= {
+        "plural": plural,
+        "one_line": _one_line,
+        "cell": _markdown_cell,
+        "plain": _plain,
+        "svg": _inline_svg,
+    }
     return environment.get_template(template).render(**values, format=f"{kind}.j2").strip() + "\n"
 
 
@@ -44,8 +50,13 @@ def _one_line(text: AnyText) -> AnyText:
     return type(text)(" ").join(text.split())
 
 
+def _plain(text: str) -> str:
+    """Markdown without HTML: a name must not be markup."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+
+
 def _markdown_cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return _plain(text).replace("|", "\\|").replace("\n", " ")
 
 
 def _inline_svg(path: Path) -> Markup:

@@ -109,7 +109,7 @@ def _add_host(estimated: Estimate, plan: Plan, machine: Machine, exchanges: int)
     started = estimated.started + exchanges
     host = host_seconds(machine, started)
     seconds = max(prediction.seconds, host) + Rates(plan, machine, False).call
-    prediction = replace(prediction, seconds=seconds, exposed=seconds - prediction.compute)
+    prediction = replace(prediction, seconds=seconds, exposed=max(seconds - prediction.compute, 0.0))
     return replace(estimated, prediction=prediction, started=started)
 
 
@@ -225,7 +225,7 @@ class _RingEstimate:
         prediction = replace(
             slowest,
             seconds=seconds,
-            exposed=seconds - slowest.compute,
+            exposed=max(seconds - slowest.compute, 0.0),  # the two sums round differently
             bytes=max(prediction.bytes for prediction in predictions),
             messages=max(prediction.messages for prediction in predictions),
         )

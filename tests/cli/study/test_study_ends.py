@@ -21,7 +21,7 @@ from ringattn.cli.config.schema import SimulateConfig
 from ringattn.cli.study import runner
 from ringattn.cli.study.point import SimulationCache
 from ringattn.cli.study.runner import run
-from ringattn.simulator.reporting.journal import Journal, read_journal
+from ringattn.simulator.reporting.journal import Journal, read_journal, write_line
 
 SWEEP = [
     "-m",
@@ -41,7 +41,7 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
         with pytest.raises(InvalidInput, match="another process"), Journal(path, {"study": "a"}):
             pass
     whole = path.read_bytes()
-    for cut in range(len(whole) - 1, len(b'{"study": "a"}\n'), -7):
+    for cut in range(len(whole) - 1, len(write_line({"study": "a"})), -7):
         path.write_bytes(whole[:cut])
         with Journal(path, {"study": "a"}) as journal:
             assert list(journal.records) == ["1", "2"][: whole[:cut].count(b"\n") - 1]
@@ -52,11 +52,34 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
     with pytest.raises(InvalidInput, match="this one differs in its name; give"), Journal(path, {"study": "b"}):
         pass
     assert read_journal(path.with_name("none")) == (None, {})
-    for broken, words in ((whole.replace(b'"x"', b'"x', 1), "line 2 is no record; remove"), (b"?\n", "line 1 is not")):
-        path.write_bytes(broken + b'{"key": "3", "x')  # the last line is only cut off
+    for broken, words in (
+        (whole.replace(b'"x"', b'"x', 1), "line 2 is not as it was written; remove"),
+        (b"?\n", "line 1 is not"),
+    ):
+        path.write_bytes(broken := broken + b'{"key": "3", "x')  # the last line is only cut off
         for opened in (read_journal, lambda path: Journal(path, {"study": "a"})):
             with pytest.raises(InvalidInput, match=rf"points\.jsonl: {words}"):
                 opened(path)
+        assert path.read_bytes() == broken
+
+
+def test_no_file_of_the_user_becomes_a_journal(tmp_path: Path) -> None:
+    """Neither the target of a link, nor a file of that name, nor a pipe, which would be read for ever."""
+    path, target = tmp_path / "points.jsonl", tmp_path / "precious"
+    target.write_text("text without an end of line")
+    for make, words in (
+        (lambda: path.symlink_to(target), "points.jsonl: cannot be written"),
+        (lambda: path.write_text("mine"), "points.jsonl: is not a journal"),
+        (lambda: path.write_text("mine\nand more"), "line 1 is not that of a study"),
+        (lambda: os.mkfifo(path), "no ordinary file"),
+    ):
+        make()
+        before = path.is_file() and path.read_bytes()
+        with pytest.raises(InvalidInput, match=words):
+            run(study(tmp_path, {"ranks": [2]})) if path.is_file() else Journal(path, {"study": "a"})
+        assert (path.is_file() and path.read_bytes()) == before
+        path.unlink()
+    assert target.read_text() == "text without an end of line"
 
 
 def test_another_study_in_the_folder_is_refused(tmp_path: Path) -> None:

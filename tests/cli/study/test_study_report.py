@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,12 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
 def test_reports_escape_labels_and_end_long_tables(tmp_path: Path) -> None:
     """201 points, of which a report shows 200; what a label holds is text, in HTML as in Markdown."""
     together = [{"machine.bandwidth": 1e9 + i, "label.name": "<b> & |"} for i in range(201)]
-    run(study(tmp_path / "s", {}, study={"together": together}))
+    run(replace(study(tmp_path / "s", {}, study={"together": together}), name="<img src=x>"))
     page, text = ((tmp_path / "s" / f"report.{kind}").read_text() for kind in ("html", "md"))
-    assert page.count("<td>&lt;b&gt; &amp; |</td>") == 200 == text.count("| <b> & \\| |")
+    assert page.count("<td>&lt;b&gt; &amp; |</td>") == 200 == text.count("| &lt;b> & \\| |")
     assert all("The first 200 of 201 points; sweep.csv holds all points." in report for report in (page, text))
-    assert "\n\n\n" not in text and text.startswith("# Study test\n\n**Point 0: ")
+    assert "<img" not in text and "<img" not in page
+    assert "\n\n\n" not in text and text.startswith("# Study &lt;img src=x>\n\n**Point 0: ")
     assert "takes the least time, " in text and "\n\n201 of 201 points have numbers, 0 were refused." in text
 
 

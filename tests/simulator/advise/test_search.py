@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import InvalidInput
-from ringattn.simulator.advise.advice import advise, span
+from ringattn.simulator.advise.advice import advise, explain_too_large, span
 from ringattn.simulator.advise.search import Offer, Question, least_step, list_spreads, search
 from ringattn.simulator.models.config import ModelConfig, load_model
 from ringattn.simulator.models.parallel import Parallel
@@ -62,6 +63,12 @@ def test_the_search_finds_what_loops_over_all_candidates_find() -> None:
         assert sum(found.counts.values()) == len(tried) and not found.refused
         ours = [one.step.seconds / one.step.tokens for one in found.best[:shown]]
         assert ours == pytest.approx(sorted(best.values())[:shown], rel=2e-3)  # equal ones by bytes
+    for line in (told := explain_too_large(search(question, offer, 4, 1), offer)):
+        more, name, choices = re.fullmatch(
+            r".*need is (.+) more than .+ there are, of (.+?), (checkpoint.+), of .*", line
+        ).groups()  # type: ignore[union-attr]
+        assert more != "0 B" and (name, choices) not in {(one.name, one.choices) for one in found.best}
+    assert told
     everything = search(question, offer, 4, 99).counts
     assert everything == {"too large": len(tried) - len(fitting), "simulated": len(fitting)}
 

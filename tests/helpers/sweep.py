@@ -1,0 +1,313 @@
+"""Every text model of the installed transformers, tiny, over ranks and alone: none may be accepted that is not exact.
+
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...]    # without classes all of them
+
+Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
+are WRONG or crash. `test_sweep.py` runs a sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import multiprocessing
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers as hf
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto import configuration_auto, modeling_auto
+
+import ringattn as ra
+from ringattn.integrations.transformers import parallelize, shard_batch
+from ringattn.train import mean_over_ranks
+
+TOKENS, CLASSES = 41, 99
+#: The sequences of each kind of batch: (row, first token, end). Those of a padded batch stand at the ends of its rows.
+PARTS = {"packed": [(0, 0, 17), (0, 17, TOKENS)], "padded": [(0, 0, TOKENS), (1, 11, TOKENS)]}
+PARTS["checkpointed"] = PARTS["packed"]
+#: Automatic mappings of transformers, and the fields of a result that are compared.
+HEADS = "CAUSAL_LM MASKED_LM TOKEN_CLASSIFICATION SEQUENCE_CLASSIFICATION QUESTION_ANSWERING"
+KINDS = ("", *(f"_FOR_{head}" for head in HEADS.split()))
+FIELDS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
+#: Seconds in which a class must end, and what classes that are not made for such sizes and batches raise.
+LIMIT = 90.0
+FOREIGN = (
+    AssertionError, AttributeError, ImportError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError
+)  # fmt: skip
+#: Largest error of a field or gradient, as a part of its largest value: gradients of CTRL have 5e-4 by rounding alone.
+BOUND = 2e-3
+#: Sizes of a tiny model by the names that configurations have for them; a configuration takes those that it knows.
+SIZES: tuple[tuple[Any, str], ...] = (
+    (CLASSES, "vocab_size entity_vocab_size pronunciation_vocab_size shape_vocab_size vocab_size_per_layer_input"),
+    (32, "hidden_size d_model n_embd dim embedding_size emb_dim moe_intermediate_size word_embed_proj_dim d_embed"),
+    (32, "shared_expert_intermediate_size dense_intermediate_size"),
+    (64, "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_inner hidden_dim"),
+    (2, "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_key_value_heads"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk top_k_experts top_k moe_top_k moe_k num_hidden_groups"),
+    (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (8, "head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim attention_head_dim kv_channels global_head_dim"),
+    (8, "hidden_size_per_layer_input rotary_dim"),
+    (16, "kv_lora_rank q_lora_rank index_head_dim laurel_rank entity_emb_size pronunciation_embed_dim shape_embed_dim"),
+    (1, "n_group topk_group max_window_layers first_k_dense_replace n_shared_experts"),
+    (256, "max_position_embeddings n_positions n_ctx max_seq_len"),
+    (9, "sliding_window"),
+    (18, "local_attention"),
+    (True, "use_sliding_window"),
+    (0, "pad_token_id num_kv_shared_layers"),
+    (3, "bos_token_id"),
+    (5, "eos_token_id"),
+    (0.0, "attention_dropout hidden_dropout dropout attn_pdrop resid_pdrop embd_pdrop attention_probs_dropout_prob"),
+    (0.0, "hidden_dropout_prob layerdrop activation_dropout classifier_dropout embedding_dropout mlp_dropout"),
+    (0.0, "router_jitter_noise input_jitter_noise jitter_noise classifier_dropout_prob attn_dropout residual_dropout"),
+    (0.0, "resid_dropout embed_dropout"),
+)
+BY_NAME = {name: size for size, names in SIZES for name in names.split()}
+#: What is tried for a model that those sizes do not fit.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"hidden_size": 512, "head_dim": 128},
+    {"attn_pdrop": 0, "resid_pdrop": 0},
+    {"attention_types": [[["global", "local"], 1]], "window_size": 9},
+)
+GROUPS: list[Any] = []
+
+
+def classes() -> dict[str, str]:
+    """The model type of every class of the automatic mappings."""
+    found: dict[str, str] = {}
+    for kind in KINDS:
+        for model_type, names in getattr(modeling_auto, f"MODEL{kind}_MAPPING_NAMES").items():
+            for name in [names] if isinstance(names, str) else names:
+                found.setdefault(name, model_type)
+    return found
+
+
+def configure(kind: Any, **more: Any) -> Any:
+    """A tiny configuration of this class, and of the configurations in it."""
+    known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", ())}
+    words = {name: size for name, size in BY_NAME.items() if name in known}
+    for name, sub in (getattr(kind, "sub_configs", None) or {}).items():
+        if sub is not hf.AutoConfig:
+            words[name] = configure(sub).to_dict()
+    return kind(**{**words, **more})
+
+
+def make(name: str, model_type: str, **more: Any) -> Any:
+    """The model without dropout, with random weights, the same on every rank, none of them 0."""
+    kind = getattr(hf, name)
+    config = configure(kind.config_class or configuration_auto.CONFIG_MAPPING[model_type], **more)
+    if is_causal(name):
+        config.is_decoder = True
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind(config).parameters())
+    if size > 6_000_000:
+        raise ValueError(f"{size:,} parameters")
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = kind(config).float().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape)
+            p.copy_(noise * min(0.15, p.shape[-1] ** -0.5)) if p.ndim > 1 else p.add_(noise * 0.1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def fit(name: str, model_type: str, ids: torch.Tensor) -> Any:
+    """The model by the first of `OTHERS` with which it can be made and run. Raises the error of the first."""
+    errors = []
+    for more in OTHERS:
+        try:
+            model = make(name, model_type, **more)
+            model(ids, **without_cache(model))
+            return make(name, model_type, **more)
+        except FOREIGN as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def is_causal(name: str) -> bool:
+    return "CausalLM" in name or "LMHead" in name
+
+
+def without_cache(model: Any) -> dict[str, Any]:
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def make_labels(name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The labels for a class that has a loss of each row."""
+    if "TokenClassification" in name:
+        return {"labels": ids % 2}
+    return {"labels": ids} if is_causal(name) or "MaskedLM" in name else {}
+
+
+def fields(result: Any) -> dict[str, torch.Tensor]:
+    return {name: result[name] for name in FIELDS if isinstance(result.get(name), torch.Tensor)}
+
+
+def weights(x: torch.Tensor) -> torch.Tensor:
+    """A cotangent of fields [.., n, ..], by the place in the batch."""
+    return torch.randn((2, TOKENS, *x.shape[2:]), generator=torch.Generator().manual_seed(7))
+
+
+def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], float]:
+    """(fields of each sequence alone, gradients of all, the mean loss of all labels)."""
+    model.zero_grad()
+    found, losses, count = [], 0.0, 0
+    name = type(model).__name__
+    for row, start, stop in PARTS[mode]:
+        part = ids[row : row + 1, start:stop]
+        result = model(part, **make_labels(name, part), **without_cache(model))
+        rows = {n: x for n, x in fields(result).items() if x.ndim > 1 and x.shape[1] == stop - start}
+        if rows:
+            sum((x * weights(x)[row, start:stop]).sum() for x in rows.values()).backward()
+        found.append({n: x.detach() for n, x in fields(result).items()})
+        if make_labels(name, part):
+            labels = stop - start - is_causal(name)
+            losses, count = losses + float(result.loss.detach()) * labels, count + labels
+    return (
+        found,
+        [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()],
+        losses / max(count, 1),
+    )
+
+
+def compare(model: Any, group: Any, layout: str, mode: str, expected: Any, ids: torch.Tensor) -> str:
+    """ "exact", or WRONG and the differences of fields, gradients and loss that are too large."""
+    rank, ranks, name = dist.get_rank(group), dist.get_world_size(group), type(model).__name__
+    batch = {"input_ids": ids if mode == "padded" else ids[:1]}
+    batch.update(make_labels(name, batch["input_ids"]))
+    borders = None if mode == "padded" else [0, 17, TOKENS]
+    if mode == "padded":
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][1, :11] = 0
+    if mode == "checkpointed":
+        if not model.supports_gradient_checkpointing:
+            return "exact"
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad()
+    part = shard_batch(batch, group, layout=layout, cu_seqlens=borders, shift=is_causal(name))
+    result = model(**part, **without_cache(model))
+    cut = ra.make_layout(layout, tokens=TOKENS, ranks=ranks)
+    loss, whole = torch.zeros(()), fields(result)
+    for n, x in fields(result).items():
+        if x.ndim > 1 and x.shape[1] == cut.rows(rank):
+            weight = weights(x)[: len(x)]
+            if mode == "padded":
+                weight[1, :11] = 0
+            loss = loss + (x * cut.shard_tensor(weight, rank, dim=1)).sum()
+            shards: list[Any] = [None] * ranks
+            dist.all_gather_object(shards, x.detach().numpy(), group=group)
+            whole[n] = cut.unshard_tensor([torch.from_numpy(s) for s in shards], dim=1)
+    loss.backward()
+    right, gradients, mean = expected
+    wrong = {"loss": abs(float(mean_over_ranks(result.loss, group=group)) - mean)} if "labels" in batch else {}
+    for (row, start, stop), theirs in zip(PARTS[mode], right, strict=True):
+        for n, x in theirs.items():
+            ours = whole[n][row, start:stop] if whole[n].ndim > 1 and whole[n].shape[1] == TOKENS else whole[n][row]
+            far = (ours - x[0]).abs().max() / x.abs().max().clamp(min=1e-6) if ours.shape == x[0].shape else 1.0
+            wrong[n] = max(wrong.get(n, 0.0), float(far))
+    largest = max(float(g.abs().max()) for g in gradients) or 1.0
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        mine = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(mine, group=group)
+        wrong["gradients"] = max(wrong.get("gradients", 0.0), float((mine - g).abs().max()) / largest)
+    bad = {n: round(x, 4) for n, x in wrong.items() if not x < BOUND}
+    return f"WRONG {bad}" if bad else "exact"
+
+
+def one(rank: int, name: str) -> dict[str, str]:
+    """What a rank of three finds for each mode of a class, and for 2 and 3 ranks."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    if "input_ids" not in inspect.signature(getattr(hf, name).forward).parameters:
+        return {"": "no text"}
+    ids = torch.randint(6, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    if not GROUPS:
+        GROUPS.extend(dist.new_group(list(range(n)), timeout=timedelta(seconds=LIMIT / 3)) for n in (2, 3))
+    groups, mode = dict(zip(("zigzag", "contiguous"), GROUPS, strict=True)), "made"
+    if rank == 2:
+        del groups["zigzag"]
+    try:
+        model = fit(name, classes()[name], ids[:1])
+        ours = {layout: parallelize(copy.deepcopy(model), group, layout=layout) for layout, group in groups.items()}
+        expected = {mode: run_alone(model, mode, ids) for mode in PARTS}
+    except ra.RingAttentionError as error:
+        return {"": f"refused: {type(error).__name__}: {error}"}
+    except FOREIGN as error:
+        return {"": f"not buildable: {type(error).__name__}: {str(error)[:150]}"}
+    found: dict[str, str] = {}
+    for layout, group in groups.items():
+        try:
+            for mode in PARTS:
+                found[f"{mode} {dist.get_world_size(group)}"] = compare(
+                    ours[layout], group, layout, mode, expected[mode], ids
+                )
+        except ra.RingAttentionError as error:
+            found[mode] = f"refused: {type(error).__name__}: {error}"
+        except FOREIGN as error:
+            return {mode: f"crash: {type(error).__name__}: {str(error)[:150]}"}
+    return found
+
+
+def verdict(results: list[dict[str, str]]) -> str:
+    """One line of what the ranks found: the worst answer first, and the modes of each."""
+    modes: dict[str, set[str]] = {}
+    for found in results:
+        for mode, text in found.items():
+            modes.setdefault(text, set()).add(mode)
+    order = sorted(modes, key=lambda text: [not text.startswith(word) for word in ("WRONG", "crash", "refused")])
+    shown = [f"{text} [{', '.join(sorted(modes[text]))}]" for text in order if text != "exact"]
+    return " | ".join(shown).replace(" []", "") or "exact"
+
+
+def serve(rank: int, folder: str, pipe: Any) -> None:
+    """Answer for one class after another."""
+    torch.set_num_threads(1)
+    limit, store = timedelta(seconds=LIMIT / 3), dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=limit)
+    while True:
+        pipe.send(one(rank, pipe.recv()))
+
+
+def main(names: list[str]) -> int:
+    context = multiprocessing.get_context("fork")  # ranks have imported what this process has
+    counts: Counter[str] = Counter()
+    names = names or sorted(classes())
+    for name in names:
+        getattr(hf, name, None)
+    while names:
+        pipes, ends = zip(*(context.Pipe() for _ in range(3)), strict=True)
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [context.Process(target=serve, args=(i, folder, ends[i]), daemon=True) for i in range(3)]
+            for process in ranks:
+                process.start()
+            text = "exact"
+            while names and not any(word in text for word in ("crash", "CommFailure", "Mismatch")):
+                name, *names = names
+                for pipe in pipes:
+                    pipe.send(name)
+                text = verdict([p.recv() if p.poll(LIMIT) else {"": "crash: no answer"} for p in pipes])
+                counts[text.split(":")[0].split(" {")[0].split(" [")[0]] += 1
+                print(name, text, sep="\t", flush=True)
+            for process in ranks:
+                process.kill()
+                process.join()
+    print(*(f"{count} {word}" for word, count in counts.most_common()), sep=", ")
+    return int(counts["WRONG"] + counts["crash"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
