@@ -1,6 +1,6 @@
 """Machine files: YAML with what `ringattn calibrate` measured on a machine, and the `Machine` that a file describes.
 
-Loads PyYAML and OmegaConf only when a file is read or written, and never torch.
+Loads PyYAML only when a file is read or written, and never torch.
 """
 
 from __future__ import annotations
