@@ -156,7 +156,10 @@ pattern_base.is_tracing = torch.compiler.is_compiling
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which is one operator for torch.compile and for selective checkpointing, see `graph_op`."""
+    """The function, which is one operator for torch.compile and for selective checkpointing, see `graph_op`.
+
+    Before torch 2.12 torch.compile leaves it out of its graphs.
+    """
     name = f"{function.__module__}.{function.__qualname__}"
     names = tuple(signature(function).parameters)
     COMPILABLE[name] = function
@@ -169,7 +172,10 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
 
         return cast(R, call_in_graph(name, {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}))
 
-    return call
+    if torch.__version__ >= (2, 12):
+        return call
+    # These take no modules, layouts and groups as arguments of constant functions.
+    return torch.compiler.disable(call, reason="torch.compile takes attention from torch 2.12 on")
 
 
 def is_selecting() -> bool:
