@@ -20,7 +20,7 @@ class CheckedSource(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """The file. Raises InvalidInput where its path, its package, its keys or its defaults list name Hydra."""
         found = super().load_config(config_path)
-        names = (config_path, found.header["package"], *found.config, found.config.get("defaults"))
+        names = (config_path, found.header["package"], *found.config, getattr(found.config, "defaults", ""))
         if Path(self.path) != conf_dir() and re.search(r"(?<![\w-])hydra(?![\w-])", " ".join(map(str, names))):
             raise InvalidInput(
                 f"{Path(self.path, config_path)}.yaml: a config file cannot set Hydra, which may run code; give "

@@ -156,10 +156,7 @@ pattern_base.is_tracing = torch.compiler.is_compiling
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which is one operator for torch.compile and for selective checkpointing, see `graph_op`.
-
-    Before torch 2.12 torch.compile leaves it out of its graphs.
-    """
+    """The function, which is one operator for torch.compile and for selective checkpointing, see `graph_op`."""
     name = f"{function.__module__}.{function.__qualname__}"
     names = tuple(signature(function).parameters)
     COMPILABLE[name] = function
@@ -172,10 +169,9 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
 
         return cast(R, call_in_graph(name, {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}))
 
-    if torch.__version__ >= (2, 12):
-        return call
-    # These take no modules, layouts and groups as arguments of constant functions.
-    return torch.compiler.disable(call, reason="torch.compile takes attention from torch 2.12 on")
+    if torch.__version__ < "2.12":  # which takes no modules, layouts and groups as arguments of constant functions
+        return torch.compiler.disable(call, reason="torch.compile takes attention from torch 2.12 on")
+    return call
 
 
 def is_selecting() -> bool:
