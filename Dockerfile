@@ -3,24 +3,25 @@
 
 FROM python:3.12-slim AS cpu
 WORKDIR /app
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt constraints-torch.txt README.md LICENSE ./
 COPY ringattn ringattn
 COPY conf conf
-RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt . \
+RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
+        -c constraints.txt -c constraints-torch.txt . \
     && useradd --create-home ringattn
 USER ringattn
 WORKDIR /home/ringattn
 ENTRYPOINT ["ringattn"]
 CMD ["doctor"]
 
-# torch, with its CUDA libraries, comes with the base image and is not installed again.
+# torch, with its CUDA libraries, comes with the base image: required by its exact version, it is not installed again.
 FROM pytorch/pytorch:2.11.0-cuda13.0-cudnn9-runtime AS cuda
 WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY ringattn ringattn
 COPY conf conf
-RUN grep -v '^torch==' constraints.txt > others.txt \
-    && pip install --no-cache-dir -c others.txt . \
+RUN torch="$(python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')" \
+    && pip install --no-cache-dir -c constraints.txt "$torch" . \
     && (id ringattn || useradd --create-home ringattn)
 USER ringattn
 WORKDIR /home/ringattn

@@ -6,17 +6,17 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import ringattn
 from ringattn.cli.doctor import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text()) if sys.version_info >= (3, 11) else {}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_dockerfile_names_what_exists() -> None:
     for stage in text.split("\nFROM ")[1:] if not text.startswith("FROM") else text.split("FROM ")[1:]:
         assert "USER ringattn" in stage and 'ENTRYPOINT ["ringattn"]' in stage
     extras = set(re.findall(r"\.\[(\w+)\]", text))
-    assert extras <= set(PROJECT.get("project", {}).get("optional-dependencies", extras))
+    assert extras <= set(PROJECT["optional-dependencies"])
 
 
 def test_scripts_are_executable_and_parse() -> None:
@@ -108,55 +108,82 @@ def test_the_gpu_script_says_what_failed_and_goes_on(tmp_path: Path) -> None:
     assert named and all((ROOT / name).exists() for name in named)
 
 
+def write_wheel(folder: Path, name: str, version: str, *requirements: str) -> None:
+    """A wheel without files, but with requirements."""
+    info = f"{name}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{info}/METADATA", "\n".join([*lines, *(f"Requires-Dist: {each}" for each in requirements), ""]))
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
 def test_setup_takes_the_torch_that_is_named(tmp_path: Path) -> None:
-    """A requirement, or the torch of the interpreter; what .venv was made with stays."""
-    for name in ("constraints.txt", "pyproject.toml"):
+    """By words of pip or as the interpreter has it, whatever triton it pins; what .venv was made with stays."""
+    for name in ("constraints.txt", "constraints-torch.txt", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
+    for torch, triton in (("2.12.0", "3.7.0"), ("2.13.0", "3.7.1")):
+        write_wheel(tmp_path, "torch", torch, f"triton=={triton}")
+        write_wheel(tmp_path, "triton", triton)
     write_script(tmp_path / "scripts" / "setup", (ROOT / "scripts" / "setup").read_text())
-    # `python -m venv` makes a python that notes its calls.
+    # `python -m venv` makes a python that notes its calls, has torch 2.11.0, and lets the real pip resolve torch.
     python = tmp_path / "bin" / "python"
     write_script(
         python,
-        """echo "$*" >> calls
-if [ "${2:-}" = venv ]; then mkdir -p .venv/bin && cp "$0" .venv/bin/python; fi""",
+        f"""echo "$*" >> calls
+case "$*" in
+    *version_info*) ;;
+    -c*) echo torch==2.11.0 ;;
+    *venv*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *" -e "*) ;;
+    *) exec {sys.executable} "$@" --dry-run --ignore-installed --isolated --no-index --find-links . ;;
+esac""",
     )
 
-    def calls(**environment: str) -> str:
+    def calls(**environment: str) -> list[str]:
         (tmp_path / "calls").write_text("")
         clean = {key: value for key, value in os.environ.items() if key != "RINGATTN_TORCH"}
-        subprocess.run(
+        done = subprocess.run(
             [str(tmp_path / "scripts" / "setup")], env={**clean, "PYTHON": str(python), **environment},
-            cwd=tmp_path, check=True, capture_output=True, timeout=30,
+            cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
         )  # fmt: skip
-        return (tmp_path / "calls").read_text()
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / "calls").read_text().splitlines()
 
     first = calls(RINGATTN_TORCH="system")
-    assert "-m venv --system-site-packages .venv" in first and "torch==" not in first and "-e ." in first
-    assert calls() == "", "nothing has changed"
-    assert "torch==2.12.0\n" in calls(RINGATTN_TORCH="torch==2.12.0")
-    assert "torch==" not in (tmp_path / ".venv" / "constraints.txt").read_text()
+    assert "-m venv --system-site-packages .venv" in first
+    (installed,) = [line for line in first if "pip install" in line]
+    assert installed.endswith("-c constraints.txt torch==2.11.0 -e .")
+    assert calls() == [], "nothing has changed"
+    for words in ("torch==2.12.0", "torch==2.12.0 --pre"):
+        assert [line for line in calls(RINGATTN_TORCH=words) if line.endswith(f"-c constraints.txt {words}")]
+    (tmp_path / ".venv" / ".torch").unlink()
+    pinned = [line for line in calls() if "pip install" in line]
+    assert pinned[0].endswith("-c constraints-torch.txt torch==2.13.0") and "-c constraints-torch.txt" in pinned[1]
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines)
-    assert pins["torch"] == "2.13.0"
-    project = PROJECT.get("project", {})
-    wanted = [*project.get("dependencies", []), *project.get("optional-dependencies", {}).get("dev", [])]
+    """And what torch pins itself is apart, for those who take another torch."""
+    pins, of_torch = (
+        dict(line.lower().replace("_", "-").split("==") for line in (ROOT / name).read_text().splitlines())
+        for name in ("constraints.txt", "constraints-torch.txt")
+    )
+    assert of_torch["torch"] == "2.13.0" and "triton" in of_torch and not pins.keys() & of_torch.keys()
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
     names = {re.split(r"[<>=!\[ ]", spec)[0].lower().replace("_", "-") for spec in wanted}
-    assert names <= {name.lower().replace("_", "-") for name in pins}
+    assert names <= {*pins, *of_torch}
 
 
 def test_developers_get_what_the_mpi_tests_need() -> None:
     """scripts/test installs the extra dev: no MPI test is skipped after it."""
     assert '/scripts/setup" dev' in (ROOT / "scripts" / "test").read_text()
-    extras = PROJECT.get("project", {}).get("optional-dependencies", {})
-    assert set(extras.get("mpi", [])) <= set(extras.get("dev", []))
+    extras = PROJECT["optional-dependencies"]
+    assert set(extras["mpi"]) <= set(extras["dev"])
 
 
 def test_torch_is_not_asked_for_by_an_open_name() -> None:
     """Plain `pip install torch` may bring gigabytes: the scripts install the pinned one first."""
-    assert "grep '^torch==' constraints.txt" in (ROOT / "scripts" / "setup").read_text()
+    assert "grep '^torch==' constraints-torch.txt" in (ROOT / "scripts" / "setup").read_text()
 
 
 def test_doctor_names_the_extras_that_there_are() -> None:

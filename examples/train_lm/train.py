@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 --max-restarts 1 examples/train_lm/train.py dp=2 cp=2
 
-The losses do not depend on the number of ranks, but for rounding.
+Every run has a folder of its own, and resume=FOLDER goes on with the run there. The losses do not depend on the number
+of ranks, but for rounding.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
+from ringattn.files import write_text
 from ringattn.simulator.reporting import peak_memory
 from ringattn.train import NO_LABEL, count_labels, linear_cross_entropy, mean_over_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from model import Decoder
 from text import Text, shift
+
+#: How often torchrun has started these ranks again.
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _read(state: dict[str, Any], checkpoint: Path) -> None:
@@ -50,11 +55,16 @@ def _read(state: dict[str, Any], checkpoint: Path) -> None:
         ) from error
 
 
+def _last_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of a run that has the most steps; None before the first."""
+    return max(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")), default=None)
+
+
 class Run:
     """A training run on this rank: model, optimizer, and the files of the run."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.cfg, self.folder = cfg, Path(cfg.output)
+        self.cfg, self.folder = cfg, Path(cfg.resume or cfg.output)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         if cfg.dp * cfg.cp != self.ranks or cfg.rows % cfg.dp:
             raise ra.InvalidInput(
@@ -74,6 +84,7 @@ class Run:
         self.model = DistributedDataParallel(Decoder(**cfg.model, place=place))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=cfg.lr, betas=(0.9, 0.95))
         self.step = 0
+        self.speeds: list[float] = []
 
     @property
     def settings(self) -> str:
@@ -83,22 +94,34 @@ class Run:
         )
 
     def load(self) -> None:
-        """Continue from the last checkpoint of the folder, whatever the number of ranks that wrote it."""
+        """Continue from the last checkpoint of the folder, whatever the number of ranks that wrote it.
+
+        Raises InvalidInput where there is none to resume, where no step is left, and where a new run meets another one.
+        """
         if self.rank == 0:
             for unfinished in self.folder.glob("unfinished_*"):  # of a run that died while it saved
                 shutil.rmtree(unfinished)
-        checkpoints = sorted(self.folder.glob("step_*"))
-        if checkpoints:
+        last = _last_checkpoint(self.folder)
+        if last is None and self.cfg.resume:
+            raise ra.InvalidInput(
+                f"resume={self.folder}: no checkpoint, such as step_000020, is there; give a run's folder"
+            )
+        if last is not None:
+            if not self.cfg.resume and not RESTARTS:
+                raise ra.InvalidInput(
+                    f"output={self.folder} is the folder of another run; go on with it by resume={self.folder}, or "
+                    "leave output out for a new one"
+                )
             settings = {"settings": ""}
-            _read(settings, checkpoints[-1])
+            _read(settings, last)
             if settings["settings"] != self.settings:
                 raise ra.InvalidInput(
-                    f"{checkpoints[-1]} is a checkpoint of a model with {settings['settings']}, but this run has "
-                    f"{self.settings}; give the same model, or another folder, output=..."
+                    f"{last} is a checkpoint of a model with {settings['settings']}, but this run has {self.settings}; "
+                    "give the same model, or leave resume out for a new run"
                 )
             model, optimizer = get_state_dict(self.model, self.optimizer)
             state = {"model": model, "optimizer": optimizer, "step": torch.tensor(0)}
-            _read(state, checkpoints[-1])
+            _read(state, last)
             set_state_dict(
                 self.model,
                 self.optimizer,
@@ -106,6 +129,10 @@ class Run:
                 optim_state_dict=state["optimizer"],
             )
             self.step = int(state["step"])
+            if self.step >= self.cfg.steps:
+                raise ra.InvalidInput(
+                    f"steps={self.cfg.steps}: nothing to train, as {self.folder} has {self.step}; give more steps="
+                )
         dist.barrier()
 
     def save(self) -> None:
@@ -157,8 +184,9 @@ class Run:
         """The loss on topics that no step trains on, always the same."""
         return float(mean_over_ranks(torch.stack(list(self.losses(self.batches(self.held_out, 0)))).sum()))
 
-    def report(self, line: dict[str, float]) -> None:
+    def report(self, line: dict[str, Any]) -> None:
         """Append a line to losses.jsonl, and show it."""
+        self.speeds.append(line["tokens_per_second"])
         with (self.folder / "losses.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         held_out = f"  held out {line['held_out']:.4f}" if "held_out" in line else ""
@@ -166,12 +194,10 @@ class Run:
         print(f"step {self.step:4d}/{self.cfg.steps}  loss {line['loss']:.4f}  {speed}{held_out}", flush=True)
 
 
-def keep_lines(path: Path, step: int) -> list[dict]:
-    """The lines of losses.jsonl up to a step; later lines, of a run that died, are dropped from the file."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    kept = [line for line in lines if line["step"] <= step]
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+def keep_lines(path: Path, step: int) -> None:
+    """Keep the lines of losses.jsonl up to a step. A run that died has later lines, and maybe half a line."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    write_text(path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
 
 
 def plot(run: Run) -> None:
@@ -188,9 +214,10 @@ def plot(run: Run) -> None:
         points = [(line["step"], line[key] / math.log(2)) for line in lines if key in line]
         axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.5, markersize=4)
     axes.set(xlabel="step", ylabel="loss (bits per byte)", ylim=(0, None), xlim=(0, None))
+    ranks = ", then ".join(dict.fromkeys(line["ranks"] for line in lines))
     axes.set_title(
-        f"A byte-level decoder on the topics of Python's help\n{cfg.rows} x {cfg.tokens:,} bytes a step, "
-        f"packed documents, dp={cfg.dp} cp={cfg.cp}",
+        f"A byte-level decoder on the topics of Python's help: {run.folder.name}\n"
+        f"{cfg.rows} x {cfg.tokens:,} bytes a step, packed documents, {ranks}",
         fontsize=10,
     )
     axes.legend(frameon=False)
@@ -217,10 +244,10 @@ def compare(run: Run, before: int) -> None:
     )  # fmt: skip
     modelled = ra.simulate(plan, "cpu", backward=True)
     calls = cfg.model.layers * cfg.rows // cfg.dp  # one after the other on each rank
-    lines = [json.loads(line) for line in (run.folder / "losses.jsonl").read_text().splitlines()]
-    speed = median(line["tokens_per_second"] for line in lines)
+    speed = median(run.speeds)
     step = cfg.rows * cfg.tokens / speed
-    print(f"measured: {speed:,.0f} tokens/s, {step * 1e3:.0f} ms a step, median of the steps; peak memory", end=" ")
+    print(f"measured in {run.folder}: {speed:,.0f} tokens/s, {step * 1e3:.0f} ms a step, median of", end=" ")
+    print(f"{len(run.speeds)} steps on dp={cfg.dp} cp={cfg.cp}; peak memory", end=" ")
     print(", ".join(f"{float(x):.0f} MiB on rank {i} ({float(y):.1f} by steps)" for i, (x, y) in enumerate(peaks)))
     attention, memory = calls * modelled.seconds * 1e3, sum(modelled.memory.values()) / 2**20
     print(
@@ -236,7 +263,10 @@ def main(cfg: DictConfig) -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     # After a restart of torchrun the store still says where the earlier ranks listened: see docs/launching.md.
     store, rank, ranks = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore("restart_" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    # This store names the folder for all ranks and restarts.
+    folder = f"outputs/train_lm/{time.strftime('%Y-%m-%d_%H-%M-%S')}_dp{cfg.dp}_cp{cfg.cp}"
+    cfg.output = cfg.output or store.compare_set("output", "", folder).decode()
+    store = dist.PrefixStore(f"restart_{RESTARTS}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
         train(cfg)
@@ -250,15 +280,14 @@ def main(cfg: DictConfig) -> None:
 
 
 def train(cfg: DictConfig) -> None:
-    """Train from the last checkpoint, or from the start, to the last step."""
+    """Train from the start, or from the last checkpoint of the run that goes on, to the last step."""
     run = Run(cfg)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.load()
     if run.rank == 0:
         keep_lines(run.folder / "losses.jsonl", run.step)
-        print(f"dp={cfg.dp} cp={cfg.cp}: {'continued at' if run.step else 'from'} step {run.step}", flush=True)
-        if run.step >= cfg.steps:
-            print(f"nothing to train: steps={cfg.steps}, and {run.folder} has {run.step}; give more steps=, or output=")
+        begins = f"continued at step {run.step}" if run.step else "from step 0"
+        print(f"{run.folder}: dp={cfg.dp} cp={cfg.cp}, {begins}", flush=True)
     killed = run.folder / "killed"
     before = peak_memory.resident()
     while run.step < cfg.steps:
@@ -266,7 +295,7 @@ def train(cfg: DictConfig) -> None:
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.perf_counter()
-        line: dict[str, float] = {"loss": run.train()}
+        line: dict[str, Any] = {"loss": run.train(), "ranks": f"dp={cfg.dp} cp={cfg.cp}"}
         line |= {"step": run.step, "tokens_per_second": cfg.rows * cfg.tokens / (time.perf_counter() - began)}
         if run.step % cfg.evaluate_every == 0 or run.step == cfg.steps:
             line["held_out"] = run.evaluate()

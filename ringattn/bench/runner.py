@@ -361,7 +361,7 @@ def describe_host() -> dict[str, Any]:
         "commit": git("rev-parse", "--short", "HEAD"),
         "source": source(),
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -199,6 +199,7 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
         store.store(name=f"{name}_schema", node=schema)
     omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
     sys.argv = [program or f"ringattn {verb}", *prepared]
+    import_module(".config.source", __package__).check_sources()
     task = _Task(verb)
     # Hydra raises its errors, instead of printing them and ending the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"

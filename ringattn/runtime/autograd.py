@@ -169,6 +169,8 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
 
         return cast(R, call_in_graph(name, {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}))
 
+    if torch.__version__ < "2.12":  # which takes no modules, layouts and groups as arguments of constant functions
+        return torch.compiler.disable(call, reason="torch.compile takes attention from torch 2.12 on")
     return call
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Required, TypedDict, cast
 
 from ..errors import InvalidInput
 from ..text import did_you_mean
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Required
 
     from ..kernels.dropout import Dropout
     from ..layout.regular import Layout

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -127,7 +128,7 @@ def run_local(
     stdout of a rank go to `log_dir`/rank_0001.log, except the stdout of the ranks in `passthrough`.
 
     Raises LaunchFailure with the stderr of the rank that failed first. Neither a process nor a temporary file is left
-    behind, even if this process receives SIGTERM, which ends it with SystemExit.
+    behind, even if this process is killed, or receives SIGTERM, which ends it with SystemExit.
     """
     # torch.distributed.elastic.multiprocessing is not used: when their parent is killed, its ranks get only SIGINT,
     # which a rank inside a collective does not act on. At the first failure it terminates all ranks, so that the rank
@@ -135,12 +136,12 @@ def run_local(
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
     context = get_context("spawn")
-    with terminable(), tempfile.TemporaryDirectory(prefix="ringattn-") as scratch:
-        logs = Path(scratch) if log_dir is None else log_dir
+    with terminable(), _scratch_folder() as scratch:
+        logs = scratch if log_dir is None else log_dir
         logs.mkdir(parents=True, exist_ok=True)
         group: dict[str, Any] = {
             "world": ranks,
-            "store": str(Path(scratch) / "store"),
+            "store": str(scratch / "store"),
             "timeout": group_timeout or timeout,
             "threads": threads,
         }
@@ -167,6 +168,15 @@ def run_local(
                     local.process.kill()
                 local.process.join()
                 local.pipe.close()
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """A temporary folder. A shell removes it when its standard input ends: after the block, or with this process."""
+    folder = tempfile.mkdtemp(prefix="ringattn-")
+    command = ["/bin/sh", "-c", 'cat; exec rm -rf "$0"', folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield Path(folder)
 
 
 @contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +45,13 @@ def load() -> Any:
         raise Unsupported(f"the MPI transport needs mpi4py and an MPI library ({reason}); try: {INSTALL}") from error
 
 
+def _drop_names_of_shared_memory() -> None:
+    """Unlink MPICH's files of shared memory, which all ranks have mapped: they would outlive ranks that are killed."""
+    maps = Path("/proc/self/maps")
+    for name in set(re.findall(r"/dev/shm/mpich_shm_\S+$", maps.read_text() if maps.exists() else "", re.MULTILINE)):
+        Path(name).unlink(missing_ok=True)
+
+
 class Mpi:
     """One rank of an MPI communicator, by default `MPI.COMM_WORLD`. The constructor is collective: call it once.
 
@@ -72,6 +81,8 @@ class Mpi:
         self._lost = False
         self._comm, request = comm.Idup()
         self._finish([request], ["the other ranks of the communicator"])
+        if self.size == self._mpi.COMM_WORLD.Get_size():
+            _drop_names_of_shared_memory()
         self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB))  # the last tag is for records
 
     def check(self, device: torch.device) -> None:

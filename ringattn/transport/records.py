@@ -15,13 +15,10 @@ import hashlib
 import os
 from collections import OrderedDict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 from ..errors import Mismatch, RingAttentionError
 from ..text import plural
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 MAGIC, VERSION = b"ra", 1
 #: Kinds of frames: a value, the text of a RingAttentionError, or the name and text of another exception.

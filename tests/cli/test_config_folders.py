@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +200,46 @@ def test_files_of_a_folder_that_cannot_be_read(inside: Inside, tmp_path: Path, t
     (tmp_path / "mine" / "machine" / "broken.yaml").write_text(text)
     done = inside("plan", "--config-dir", "mine", "ranks=2", "tokens=4k", "machine=broken", cwd=tmp_path)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+COPY = "_target_: shutil.copy, src: mine/pattern/own.yaml, dst: copied"
+HANDLER = "version: 1, handlers: {x: {class: logging.FileHandler, filename: copied}}, root: {handlers: [x]}"
+GLOBAL = "# @package _global_\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("pattern/mine", f"{GLOBAL}hydra: {{callbacks: {{x: {{{COPY}}}}}}}\npattern: {{spec: Causal()}}\n"),
+        ("pattern/mine", f"{GLOBAL}hydra: {{job_logging: {{{HANDLER}}}}}\npattern: {{spec: Causal()}}\n"),
+        ("pattern/mine", f"# @package hydra.callbacks\nx: {{{COPY}}}\n"),
+        ("pattern/mine", "defaults: ['own@_global_.hydra.callbacks.x', _self_]\nspec: Causal()\n"),
+        ("experiment/mine", f"{GLOBAL}defaults: [override /hydra/job_logging: own]\n"),
+        ("plan", f"defaults: [plan_schema, _self_]\nhydra: {{callbacks: {{x: {{{COPY}}}}}}}\n"),
+    ],
+    ids=["callback", "handler", "package", "defaults", "group", "primary"],
+)
+def test_no_file_sets_hydra_which_would_run_code(inside: Inside, tmp_path: Path, path: str, text: str) -> None:
+    for name, content in (
+        ("pattern/own", "{" + COPY + "}"), ("hydra/job_logging/own", "{" + HANDLER + "}"), (path, text)
+    ):  # fmt: skip
+        file = tmp_path / "mine" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    group, _, option = path.partition("/")
+    arguments = ("--config-dir", "mine", f"{group}={option}") if option else ("--config-path", str(tmp_path / "mine"))
+    done = inside("plan", *arguments, "ranks=2", "tokens=64", cwd=tmp_path)
+    assert not (tmp_path / "copied").exists()
+    assert done.returncode == 2 and f"{path}.yaml: a config file cannot set Hydra" in done.stderr, done.stderr
+
+
+class Touch:
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("touched"),)
+
+
+def test_no_file_is_unpickled(inside: Inside, tmp_path: Path) -> None:
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(Touch()))
+    done = inside("plan", "--experimental-rerun", "config.pickle", cwd=tmp_path)
+    assert not (tmp_path / "touched").exists()
+    assert done.returncode == 2 and "--experimental-rerun: unknown option" in done.stderr

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +19,7 @@ from ringattn.runtime.autograd import OneRank
 from ringattn.runtime.handshake import place
 
 TOKENS, WIDTH = 29, 32
+in_graphs = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch.compile takes attention from torch 2.12 on")
 
 
 def errors(rank: int) -> list[str]:

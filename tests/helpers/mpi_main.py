@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -114,6 +115,8 @@ def split(transport: Mpi) -> bool:
 def lost(transport: Mpi, how: str, folder: str) -> None:
     """The last rank leaves after the handshake of its second call; who is told of it writes that down."""
     Path(folder, f"pid_{transport.rank}").write_text(str(os.getpid()))
+    mapped = re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text())
+    Path(folder, f"mapped_{transport.rank}").write_text("\n".join(mapped))
     transport.timeout = 3.0
     x = torch.randn(1, 2, 64, 8)
     ra.ring_attention(x, x, x, Full(), transport=transport, layout="contiguous")

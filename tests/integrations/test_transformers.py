@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 import model_cases
+from graph_cases import in_graphs
 from packaging.specifiers import SpecifierSet
 
 from ringattn.integrations import transformers as adapter
@@ -104,6 +105,7 @@ def test_what_cannot_be_honoured_is_refused_on_all_ranks_by_name(run_ranks) -> N
 
 
 @pytest.mark.multi
+@in_graphs
 def test_a_compiled_model_is_the_eager_one_and_compiles_twice(run_ranks) -> None:  # type: ignore[no-untyped-def]
     for same, compilations in run_ranks(model_cases.compiled, 2, 10, timeout=240):
         assert same and compilations <= 3  # two of the model, one of the hook that scales the loss

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from graph_cases import in_graphs
 from oracle import error
 from torch.utils.checkpoint import checkpoint
 
@@ -230,6 +231,7 @@ def test_recomputation_selects_the_same() -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, grads[0], strict=True))
 
 
+@in_graphs
 def test_plain_checkpoints_and_compiled_modules() -> None:
     """torch's own checkpoint selects as the forward did, and torch.compile takes the module as one operator."""
     q, k, v, grad = tensors()

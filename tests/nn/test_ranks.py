@@ -7,6 +7,7 @@ import pytest
 
 
 @pytest.mark.multi
+@graph_cases.in_graphs
 def test_compiled_calls_keep_their_order_on_all_ranks(run_ranks) -> None:  # type: ignore[no-untyped-def]
     for same, passes in run_ranks(graph_cases.order, 2, timeout=240):
         assert same
@@ -21,6 +22,7 @@ def test_compiled_calls_keep_their_order_on_all_ranks(run_ranks) -> None:  # typ
 
 
 @pytest.mark.multi
+@graph_cases.in_graphs
 def test_errors_of_compiled_calls_reach_all_ranks(run_ranks) -> None:  # type: ignore[no-untyped-def]
     one, other = run_ranks(graph_cases.errors, 2, timeout=240)
     assert "Mismatch: rank 1 " in one[0] and other[0].startswith("InvalidInput: q, k and v must have the same")

@@ -99,6 +99,7 @@ def run(ring: Ring) -> tuple[int, Record, Record]:
     return visits, first, second
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="counts what torch does itself, which is more in torch 2.11")
 @pytest.mark.parametrize("name", RINGS)
 def test_launches_devices_and_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of a plan may bring index lists to the device. No other call brings or fetches anything."""

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import in_graphs
 from torch._dynamo.utils import counters
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringattn as ra
 from ringattn.pattern.base import NUMBERED
 from ringattn.runtime import graph_op
-from ringattn.runtime.autograd import AllRanks
+from ringattn.runtime.autograd import AllRanks, compilable
 
 Leaves = tuple[torch.Tensor, ...]
 PATTERN = ra.Causal() & ra.Window(9)
@@ -56,6 +58,7 @@ def sinks_in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.T
     return ra.attention(q.sin(), k, v, ra.Causal() & ra.Documents([10, 14]), sinks=s.cos(), softcap=3.0)
 
 
+@in_graphs
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [(masked, (PATTERN, ra.make_layout("zigzag", tokens=24, ranks=3))), (sinks_in_graph, ())],
@@ -66,6 +69,7 @@ def test_compiled_calls_are_eager_ones(call: Callable[..., Any], arguments: tupl
     assert equal(run(compiled, *arguments), run(call, *arguments))
 
 
+@in_graphs
 def test_new_documents_do_not_compile_anew_and_nothing_is_kept() -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, pattern: ra.Pattern) -> torch.Tensor:
         return ra.virtual_attention(q, k, v, pattern, ranks=2)
@@ -83,6 +87,7 @@ def test_new_documents_do_not_compile_anew_and_nothing_is_kept() -> None:
     assert not graph_op._records and len(NUMBERED) <= before + 64  # the plans that are cached
 
 
+@in_graphs
 def test_numbers_may_change_from_call_to_call() -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, scale: float, softcap: float) -> Any:
         return ra.virtual_attention(q, k, v, PATTERN, ranks=2, scale=scale, softcap=softcap)
@@ -92,6 +97,7 @@ def test_numbers_may_change_from_call_to_call() -> None:
         assert equal(run(compiled, scale, softcap), run(call, scale, softcap))
 
 
+@in_graphs
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_the_ring_runs_once_where_a_checkpoint_selects_it(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     forwards: list[int] = []
@@ -117,6 +123,7 @@ def test_the_ring_runs_once_where_a_checkpoint_selects_it(backend: str | None, m
         assert len(forwards) == runs
 
 
+@in_graphs
 def test_independent_calls_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward as in the program, backward the other way round, whatever torch's passes do."""
     passes: list[tuple[str, int]] = []
@@ -147,6 +154,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.ringattn.attend.default, (tensors, PATTERN.number, text, [True, True, False]))
 
 
+@in_graphs
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -160,6 +168,7 @@ def test_errors_of_users_are_those_of_the_call(call: Callable[..., Any], words: 
         torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves())
 
 
+@in_graphs
 def test_a_layout_made_in_the_trace_is_refused() -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return ra.virtual_attention(q, k, v, PATTERN, ranks=2, layout=ra.make_layout("zigzag", tokens=24, ranks=2))
@@ -169,6 +178,7 @@ def test_a_layout_made_in_the_trace_is_refused() -> None:
         torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves())
 
 
+@in_graphs
 def test_a_compiled_checkpoint_drops_the_same_weights_again() -> None:
     """Its gradient is that of the compiled call without a checkpoint, whose seed is the same."""
     module = ra.nn.RingAttention(PATTERN, dropout=0.4)
@@ -187,3 +197,20 @@ def test_a_compiled_checkpoint_drops_the_same_weights_again() -> None:
         found.append([out := compiled(x), *torch.autograd.grad(out.square().sum(), x)])
         assert not torch.equal(compiled(x), out), "the next call drops other weights"
     assert equal(*found)
+
+
+def test_older_versions_of_torch_leave_attention_out_of_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(torch, "__version__", TorchVersion("2.11.0"))
+        attend = compilable(ra.virtual_attention.__wrapped__)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return attend(q.sin(), k, v, PATTERN, ranks=3).cos()
+
+    torch._dynamo.reset()
+    counters.clear()
+    assert equal(run(torch.compile(call, backend="aot_eager")), run(call))
+    assert len(counters["graph_break"]) == 1
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"torch\.compile takes attention from torch 2\.12 on"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves())

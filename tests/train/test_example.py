@@ -14,12 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("tokens=96", "model.width=32", "model.window=20", "checkpoint_every=2")
 
 
-def run(output: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """A run of the example, small, by Python or by a launcher."""
+def run(folder: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The example in a working folder, small, by Python or by a launcher."""
     script = str(ROOT / "examples/train_lm/train.py")
     return subprocess.run(
-        [executable(), *launcher, script, f"output={output}", *SMALL, *overrides],
+        [executable(), *launcher, script, *SMALL, *overrides],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=150,
@@ -30,26 +31,55 @@ def run(output: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subpro
 def train(output: Path, ranks: int, *overrides: str) -> list[float]:
     """The losses in the folder of a run after torchrun has ended: of each step, then of the topics held out."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1", f"--nproc-per-node={ranks}")
-    done = run(output, *overrides, launcher=launcher)
+    done = run(output.parent, *overrides, launcher=launcher)
     assert done.returncode == 0, done.stderr
+    return losses(output)
+
+
+def losses(output: Path) -> list[float]:
     lines = [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
     return [line[key] for key in ("loss", "held_out") for line in lines if key in line]
 
 
 @pytest.mark.multi
 def test_losses_depend_neither_on_ranks_nor_on_a_restart(tmp_path: Path) -> None:
-    whole = train(tmp_path / "one", 1, "steps=5")
-    continued = train(tmp_path / "two", 2, "steps=5", "cp=2", "kill_at=3")
+    whole = train(tmp_path / "one", 1, "output=one", "steps=5")
+    continued = train(tmp_path / "two", 2, "output=two", "steps=5", "cp=2", "kill_at=3")
     assert (tmp_path / "two" / "killed").exists()
     assert continued == pytest.approx(whole, rel=1e-5)
     assert len(whole) == 6 and whole[-1] < whole[0] - 0.5  # the topics held out, after 5 steps
     stale = tmp_path / "two" / "unfinished_000009"
     stale.mkdir()
-    other = run(tmp_path / "two", "model.width=64")  # one process, without torchrun
-    assert other.returncode == 1 and not stale.exists()
-    assert other.stderr.startswith("error: ") and "model.width=32" in other.stderr, other.stderr
-    assert "tokens=0: expected a whole number >= 1" in run(tmp_path / "three", "tokens=0").stderr
-    last = max((tmp_path / "one").glob("step_*"))
-    (last / ".metadata").unlink()
-    damaged = run(tmp_path / "one", "steps=6")
-    assert damaged.returncode == 1 and f"error: {last} cannot be read" in damaged.stderr, damaged.stderr
+    for overrides, words in (
+        (("resume=two", "model.width=64"), "model.width=32"),
+        (("resume=two", "steps=5"), "nothing to train, as two has 5"),
+        (("output=two", "steps=9"), "go on with it by resume=two"),
+        (("resume=three",), "no checkpoint, such as step_000020, is there"),
+        (("tokens=0",), "tokens=0: expected a whole number >= 1"),
+    ):
+        other = run(tmp_path, *overrides)  # one process, without torchrun
+        assert other.returncode == 1 and other.stderr.startswith("error: ") and words in other.stderr, other.stderr
+        assert "measured" not in other.stdout
+    assert not stale.exists()
+
+
+@pytest.mark.multi
+def test_a_run_goes_on_where_it_is_asked_to(tmp_path: Path) -> None:
+    """A run has a folder of its own. Half a line of a killed run, and lines after its checkpoint, are dropped."""
+    done = run(tmp_path, "steps=2")
+    (folder,) = (tmp_path / "outputs" / "train_lm").iterdir()
+    again = run(tmp_path, "steps=2")
+    (other,) = {*(tmp_path / "outputs" / "train_lm").iterdir()} - {folder}
+    assert losses(other) == losses(folder)
+    for one, place in ((done, folder), (again, other)):
+        assert f"measured in {place.relative_to(tmp_path)}: " in one.stdout and "of 2 steps" in one.stdout, one.stderr
+    with (folder / "losses.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 9.0}\n{"step": 4, "lo')
+    done = run(tmp_path, f"resume={folder.relative_to(tmp_path)}", "steps=3")
+    assert done.returncode == 0 and "of 1 steps" in done.stdout, done.stderr
+    whole = run(tmp_path, "output=whole", "steps=3")
+    assert whole.returncode == 0 and losses(folder)[:3] == losses(tmp_path / "whole")[:3]
+    for number in (999_999, 1_000_000):
+        (folder / f"step_{number}").mkdir()
+    damaged = run(tmp_path, f"resume={folder}", "steps=4")
+    assert damaged.returncode == 1 and f"error: {folder / 'step_1000000'} cannot be read" in damaged.stderr

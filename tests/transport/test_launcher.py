@@ -51,7 +51,8 @@ def test_a_failing_rank_is_named(new_ranks: Run, how: str, words: list[str]) -> 
 
 @multi
 def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
-    """The parent is killed with SIGKILL while its ranks sleep."""
+    """The parent is killed with SIGKILL while its ranks sleep. Its temporary folder goes, too."""
+    (temporary := tmp_path / "tmp").mkdir()
     script = (
         f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
         "import rank_cases\n"
@@ -62,16 +63,18 @@ def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
     )
     main = tmp_path / "main.py"
     main.write_text(script)
-    parent = subprocess.Popen([sys.executable, str(main)])
+    parent = subprocess.Popen([sys.executable, str(main)], env={**os.environ, "TMPDIR": str(temporary)})
     log = tmp_path / "rank_0001.log"
     deadline = time.monotonic() + 90
     while not (log.exists() and "about to hang" in log.read_text()):
         assert time.monotonic() < deadline and parent.poll() is None
         time.sleep(0.1)
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent.pid)], capture_output=True, text=True).stdout
+    assert list(temporary.glob("ringattn-*"))
     parent.kill()
     parent.wait()
     time.sleep(1.0)
+    assert not list(temporary.glob("ringattn-*"))
     for pid in children.split():
         state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout.strip()
         assert state in ("", "Z", "Zs"), f"process {pid} is left behind in state {state}"

@@ -97,6 +97,8 @@ def test_one_lost_rank_ends_the_job(mpirun: Run, how: str, tmp_path: Path) -> No
     while left := [pid for pid in pids if _alive(pid)]:
         assert time.monotonic() < deadline, f"processes {left} are left behind"
         time.sleep(0.1)
+    mapped = {name for path in tmp_path.glob("mapped_*") for name in path.read_text().split()}
+    assert not [name for name in mapped if Path(name).exists()], "MPICH's shared memory"
 
 
 def _alive(pid: str) -> bool:

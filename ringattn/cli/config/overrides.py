@@ -66,9 +66,8 @@ PATHS = {
 VALUED_OPTIONS = (
     *("-c", "--cfg", "-p", "--package", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name"),
     *CONFIG_DIR_OPTIONS,
-    "--experimental-rerun",
 )
-#: All options, of ringattn and of Hydra.
+#: All options, of ringattn and of Hydra, but --experimental-rerun, which unpickles a file.
 OPTIONS = (
     *("--json", "-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun"),
     *("-i", "--info"),
