@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
 from ringattn.files import write_text
-from ringattn.simulator.reporting import peak_memory
+from ringattn.runtime import peak_memory
 from ringattn.train import NO_LABEL, count_labels, linear_cross_entropy, mean_over_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,8 +68,7 @@ def write_machine(
     `made` says where, when and with what the machine was calibrated; `samples` are the raw measurements, and `fits` the
     lines that were fitted to them.
     """
-    from omegaconf import OmegaConf
-
+    yaml = import_module("yaml")  # PyYAML has no type annotations
     record: dict[str, object] = {"format": FORMAT, "made": made or {}, "values": _values_part(machine)}
     if machine.flops_dtype is not None:
         record["flops_dtype"] = machine.flops_dtype
@@ -81,7 +81,7 @@ def write_machine(
         record["residuals"] = {"unit": "[modelled s, measured s / modelled s]", "source": "measured", "values": values}
     record.update({key: part for key, part in (("samples", samples), ("fits", fits)) if part is not None})
     with writing(path) as temporary:
-        OmegaConf.save(OmegaConf.create(record), temporary)
+        temporary.write_text(yaml.safe_dump(record, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _values_part(machine: Machine) -> dict[str, dict[str, object]]:

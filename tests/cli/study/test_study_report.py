@@ -134,7 +134,7 @@ def test_reports_escape_labels_and_end_long_tables(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Unsupported, match=r"pip install 'ringattn\[plot\]'"):
         run(study(tmp_path, {"ranks": [2, 4]}, study={"plots": ["stack"]}))
     assert not list(tmp_path.iterdir())
