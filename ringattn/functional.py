@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,8 +19,8 @@ from .runtime.autocast import cast_inputs
 from .runtime.autograd import AllRanks, Attention, OneRank, Runner, compilable
 from .runtime.executor import Job
 from .runtime.handshake import Call, agree, describe
-from .runtime.options import OPTION_NAMES, AttentionOptions, check_option_names
-from .runtime.softmax import attend_sinks, check_sinks
+from .runtime.options import OPTION_NAMES, check_option_names
+from .runtime.softmax import check_sinks
 from .transport.records import Exchange, Telling
 from .transport.torchdist import TorchDist
 
@@ -110,7 +110,7 @@ def ring_attention(
 
     All ranks call with equal arguments and matching shapes. Every call compares a digest of the arguments before the
     first message; new shapes or arguments are compared in full. A rank waits for the others as long as the timeout of
-    the group, or of `transport`, allows.
+    the group, or of `transport`, allows: where a rank fails after its first message, the others learn it only then.
 
     Returns out [B, H, n, Dv] in the dtype of q. With `return_lse` returns (out, lse), lse [B, H, n] in fp32 (fp64 for
     fp64); both are differentiable. Rows that see no key have out 0 and lse -inf.
@@ -120,20 +120,17 @@ def ring_attention(
     ring = _get_transport(group, mesh, transport)
     with Telling(ring, "call"):
         q, k, v = cast_inputs(q, k, v)
-        given = {"return_lse": return_lse, "sinks": sinks is not None, "padded": key_padding_mask is not None}
-        call = _make_call(q, pattern, layout, options, **given)
-    floor: float | None = None
+        call = _make_call(q, pattern, layout, options, key_padding_mask, sinks, return_lse)
+    scale, floor = 1.0, None
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        nonlocal q, k, v, floor
-        check_sinks(sinks, q)
-        q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
+        nonlocal q, k, v, scale, floor
+        q, k, v, scale, floor = _prepare(q, k, v, key_padding_mask, sinks, call)
         return q, k, v
 
-    plan, kernel = agree(ring, call, prepare)
-    q, scale = _make_scale_positive(q, call.scale)
-    runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse or call.sinks), ring, next(ring.calls))
-    out, lse = attend_sinks(*_apply(q, k, v, runner, plan, floor), sinks)
+    plan, kernel, number = agree(ring, call, prepare)
+    runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse), ring, number)
+    out, lse = _apply(q, k, v, sinks, runner, plan, floor)
     return (out, lse) if return_lse else out
 
 
@@ -159,7 +156,7 @@ def positions(
     ring = _get_transport(group, mesh, transport)
     with Telling(ring, "positions"):
         q, k, v = cast_inputs(q, k, v)
-        call = _make_call(q, pattern, layout, options)
+        call = _make_call(q, pattern, layout, options, key_padding_mask)
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if error is not None:
@@ -167,7 +164,7 @@ def positions(
         _check(q, k, v, call, key_padding_mask)
         return q, k, v
 
-    plan, _ = agree(ring, call, prepare, "positions")
+    plan, *_ = agree(ring, call, prepare, "positions")
     return plan.layout.base.positions(ring.rank)
 
 
@@ -247,9 +244,8 @@ def virtual_attention(
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
     q, k, v = cast_inputs(q, k, v)
     local = DEFAULT_LAYOUT if layout == "auto" else layout
-    call = _make_call(q, pattern, local, options, return_lse=return_lse, sinks=sinks is not None)
-    check_sinks(sinks, q)
-    q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
+    call = _make_call(q, pattern, local, options, key_padding_mask, sinks, return_lse)
+    q, k, v, scale, floor = _prepare(q, k, v, key_padding_mask, sinks, call)
     kernel = call.check(q, k, v).seeded()
     plan = make_plan(
         call.pattern,
@@ -262,9 +258,7 @@ def virtual_attention(
         rotate=call.rotate,
         **describe(q, k, v),
     )
-    q, scale = _make_scale_positive(q, call.scale)
-    runner = AllRanks(plan, kernel, scale, return_lse or call.sinks)
-    out, lse = attend_sinks(*_apply(q, k, v, runner, plan, floor), sinks)
+    out, lse = _apply(q, k, v, sinks, AllRanks(plan, kernel, scale, return_lse), plan, floor)
     return (out, lse) if return_lse else out
 
 
@@ -359,9 +353,8 @@ def attention(
         )
     q, k, v = cast_inputs(q, k, v)
     options["schedule"] = "direct"
-    call = _make_call(q, pattern, "contiguous", options, return_lse=return_lse, sinks=sinks is not None)
-    check_sinks(sinks, q)
-    out, lse = attend_sinks(*_stream_from_host(q, k, v, call, key_padding_mask, chunk, device), sinks)
+    call = _make_call(q, pattern, "contiguous", options, key_padding_mask, sinks, return_lse)
+    out, lse = _stream_from_host(q, k, v, call, key_padding_mask, sinks, chunk, device)
     return (out, lse) if return_lse else out
 
 
@@ -371,12 +364,14 @@ def _stream_from_host(
     v: torch.Tensor,
     call: Call,
     mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     chunk: int | None,
     device: torch.device | str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of host tensors, computed in chunks on `device`."""
     from .runtime.offload import check_chunk, get_device, make_stream  # few programs stream
 
+    check_sinks(sinks, q)
     check_chunk(chunk)
     device = get_device(device)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -391,7 +386,7 @@ def _stream_from_host(
         check_padding(mask, k)
         q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
         runner = make_stream(call, q, k, v, chunk=chunk, device=device, backward=backward)
-    return _apply(q, k, v, runner.seeded(), runner.plan, floor)
+    return _apply(q, k, v, sinks, runner.seeded(), runner.plan, floor)
 
 
 def check_arguments(
@@ -406,7 +401,7 @@ def check_arguments(
 ) -> None:
     """Raise InvalidInput or Unsupported if `virtual_attention` could not use these arguments."""
     q, k, v = cast_inputs(q, k, v)
-    _check(q, k, v, _make_call(q, pattern, layout, options), key_padding_mask)
+    _check(q, k, v, _make_call(q, pattern, layout, options, key_padding_mask), key_padding_mask)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, mask: torch.Tensor | None) -> None:
@@ -421,22 +416,16 @@ def _make_call(
     pattern: Pattern | str,
     layout: str | Layout,
     options: AttentionKeywords,
-    **given: bool,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
 ) -> Call:
-    """The arguments of a call. Only names of options are checked here: `Call.check` reports the rest to all ranks."""
+    """The arguments of a call. Raises InvalidInput for a wrong name or type; `Call.check` checks the rest."""
     check_option_names(options, OPTION_NAMES)
-    shared = AttentionOptions(**options)
-    scale = _default_scale(q) if shared.scale is None else shared.scale
-    call_options = {**vars(shared), "scale": scale, **given}
-    return Call(pattern=_read_pattern(pattern), layout=layout, **call_options)
-
-
-def _read_pattern(pattern: Any) -> Any:
-    """The pattern that a text describes. A wrong argument is returned unchanged: `Call.check` reports to all ranks."""
-    try:
-        return as_pattern(pattern)
-    except InvalidInput:
-        return pattern
+    if options.get("scale") is None:
+        options = {**options, "scale": _default_scale(q)}
+    given = {"key_padding_mask": mask is not None, "sinks": sinks is not None, "return_lse": return_lse}
+    return Call(pattern=as_pattern(pattern), layout=layout, **options, **given)
 
 
 def _default_scale(q: torch.Tensor) -> float:
@@ -445,28 +434,37 @@ def _default_scale(q: torch.Tensor) -> float:
     return float(max(head_dim, 1) ** -0.5)
 
 
-def _hide_padding(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, call: Call
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float | None]:
-    """(q, k, v, floor) with padded keys hidden, see `hide_keys`; the tensors unchanged and None without a mask."""
-    if mask is None:
-        return q, k, v, None
-    _check(q, k, v, call, mask)
-    return hide_keys(q, k, v, mask, call.scale)
-
-
-def _make_scale_positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """(q, scale > 0) with the same logits."""
-    sign, scale = positive(scale)
-    return (q if sign == 1 else q * sign), scale
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    call: Call,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, float | None]:
+    """(q, k, v, scale > 0, floor) with the logits of the call, and padded keys hidden; see `hide_keys` for `floor`."""
+    floor = None
+    check_sinks(sinks, q)
+    if mask is not None or not call.scale > 0:
+        _check(q, k, v, call, mask)
+    if mask is not None:
+        q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
+    sign, scale = positive(call.scale)
+    return (q if sign == 1 else q * sign), k, v, scale, floor
 
 
 def _apply(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: Runner, plan: Plan, floor: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    runner: Runner,
+    plan: Plan,
+    floor: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a runner of `plan`; rows with lse < floor have seen padded keys only."""
     layout, scale = plan.layout, plan.pattern.output_scale
-    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), runner, floor)
+    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), sinks, runner, floor)
     if scale != 1.0:
         # The graph may still need the unscaled output.
         out = out * scale if out.requires_grad else out.mul_(scale)

@@ -15,7 +15,7 @@ from ..pattern.ranges import shift_range
 from ..plan.work import Work
 from .memory import MergeSpace, empty
 from .merge_plan import KernelCall, Section
-from .softmax import add_, merge_
+from .softmax import add_, merge_, merge_sinks_
 
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64
@@ -174,8 +174,8 @@ class OutputAccumulator:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
         work = call.work
         if self.out is None and not work.gathered and part.shape == self.shape and part.dtype == self._whole_dtype:
-            self.out, self.lse = part, part_lse if section.single else part_lse.double()
-            self._open[section] = RowViews(self.out, self.lse)
+            self.out = part
+            self._open_section(section).tensors[1].copy_(part_lse)
             return
         views = self._open.get(section) or self._open_section(section)
         if work.gathered:
@@ -195,10 +195,12 @@ class OutputAccumulator:
         if accumulator.dtype != self.out.dtype:
             self._rows(self.out, section.rows).copy_(accumulator)
 
-    def finish(self, empty: Sequence[range], bad: torch.Tensor | None = None) -> Pair:
+    def finish(
+        self, empty: Sequence[range], bad: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+    ) -> Pair:
         """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf; flagged rows get NaN.
 
-        `bad` [B, H, n] flags rows with a query that is not finite.
+        `bad` [B, H, n] flags rows with a query that is not finite. `sinks` [H] are merged last, see `merge_sinks_`.
         """
         self._allocate()
         assert self.out is not None and self.lse is not None
@@ -210,6 +212,8 @@ class OutputAccumulator:
         if bad is not None:
             marks |= bad & (self.lse != -torch.inf)
         spread_marks(marks, self.out, self.lse)
+        if sinks is not None:
+            merge_sinks_(self.out, self.lse, sinks)
         return self.out, as_dtype(self.lse, wide(self.q.dtype))
 
     def _open_section(self, section: Section) -> RowViews:
@@ -258,8 +262,3 @@ def split_views(marked: Tensors, hidden: Tensors | None) -> tuple[RowViews, RowV
 def make_sums(*like: torch.Tensor) -> Tensors:
     """Sums for tensors of these shapes and strides, in fp32 (fp64 for fp64 tensors)."""
     return tuple(torch.zeros_like(x, dtype=wide(x.dtype)) for x in like)
-
-
-def hide_keyless(lse: torch.Tensor) -> torch.Tensor:
-    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
-    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)

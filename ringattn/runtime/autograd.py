@@ -25,6 +25,7 @@ from .executor import Forward, Job, backward, count_kept, forward
 from .graph_calls import COMPILABLE
 from .handshake import agree_backward
 from .memory import empty, typed_errors
+from .softmax import sinks_gradient
 
 Tensors = tuple[Tensor, ...]
 P = ParamSpec("P")
@@ -34,7 +35,7 @@ R = TypeVar("R")
 class Runner(Protocol):
     """Runs the forward and the backward of a plan."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool) -> Forward:
         """out and lse; with `keep` also the tensors that the backward starts from."""
 
     def backward(
@@ -51,9 +52,9 @@ class OneRank:
     transport: Transport
     number: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool) -> Forward:
         tags = Tags.of_call(self.number, backward=False)
-        return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport)
+        return drive(forward(self.job, q, k, v, sinks, keep=keep, tags=tags), self.transport)
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
@@ -72,7 +73,7 @@ class AllRanks:
     scale: float
     lse: bool
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool) -> Forward:
         layout = self.plan.layout
         whole_out = None
         if self.plan.ranks > 1 and all(len(layout.shard(rank)) <= 1 for rank in self._ranks):
@@ -82,7 +83,7 @@ class AllRanks:
         for rank in self._ranks:
             out = None if whole_out is None else self._shard(whole_out, rank)
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
-            programs.append(forward(self._job(rank), x, y, z, keep=keep, out=out))
+            programs.append(forward(self._job(rank), x, y, z, sinks, keep=keep, out=out))
         results = Virtual(self.plan.ranks).run(programs)
         kept = tuple(x for result in results for x in result.kept)
         if self.plan.ranks == 1:
@@ -117,27 +118,27 @@ class AllRanks:
 
 
 class Attention(torch.autograd.Function):
-    """The whole ring as one node of the graph. Saves q, k, v, out, lse and the block that the forward ends with."""
+    """The whole ring as one node of the graph. Saves the inputs, out, lse and the block that the forward ends with."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, runner: Runner, floor: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner, floor: float | None
     ) -> tuple[Tensor, Tensor]:
         with autocast_off(q.device), typed_errors(q.device):
-            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
+            result = runner.forward(q, k, v, sinks, keep=any(ctx.needs_input_grad[:3]))
         if floor is not None:  # a row that sees only padded keys is a row that sees no key
             empty = result.lse < floor
             result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
             result.lse.masked_fill_(empty, -torch.inf)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, result.out, result.lse, *result.kept)
+        ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *result.kept)
         return result.out, result.lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
         if ctx.padded:
             # The kernels do compute these rows. A huge lse gives them the weights exp(-huge) = 0; an infinite lse would
@@ -145,9 +146,11 @@ class Attention(torch.autograd.Function):
             empty = lse == -torch.inf
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
-        result = Forward(out, lse, tuple(kept))
+        result, needs = Forward(out, lse, tuple(kept)), ctx.needs_input_grad
         with autocast_off(q.device), typed_errors(q.device):
-            return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)
+            # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
+            grads = ctx.runner.backward(grad, grad_lse, q, k, v, result) if any(needs[:3]) else (None,) * 3
+            return *grads, sinks_gradient(sinks, grad, grad_lse, out, lse) if needs[3] else None, None, None
 
 
 #: The modes of selective checkpointing, in the forward and in the recomputation.

@@ -34,7 +34,6 @@ from .accumulators import (
     RowViews,
     accumulate,
     align_rows,
-    hide_keyless,
     make_sums,
     split_views,
     write,
@@ -42,6 +41,7 @@ from .accumulators import (
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
 from .rank_run import PassTensors, Tensors
+from .softmax import hide_keyless
 
 if TYPE_CHECKING:
     from .dropout import DroppingKernels
@@ -87,19 +87,29 @@ def count_kept(plan: Plan, rank: int) -> int:
 
 
 def forward(
-    job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None, tags: Tags = PLAN_TAGS
+    job: Job,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    keep: bool,
+    out: Tensor | None = None,
+    tags: Tags = PLAN_TAGS,
 ) -> Program[Forward]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    `keep`: keep what the backward starts from. The result is written to `out` where that is given. Messages have the
-    tags of the plan, or those that `tags` gives them.
+    `sinks` [H] are one more key per head, see `softmax.merge_sinks_`. `keep`: keep what the backward starts from. The
+    result is written to `out` where that is given. Messages have the tags of the plan, or those that `tags` gives them.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
     run = PassTensors(program.memory, q.device, tags)
     if program.enter is None or program.leave is None:
-        return (yield from _forward_ring(job, program, run, q, k, v, out))
+        return (yield from _forward_ring(job, program, run, q, k, v, sinks, out))
     q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
-    ring = yield from _forward_ring(job, program, run, q, k, v, None)
+    if sinks is not None:
+        sinks = sinks.chunk(job.plan.ulysses_size)[job.rank % job.plan.ulysses_size]
+    ring = yield from _forward_ring(job, program, run, q, k, v, sinks, None)
     label = f"forward step {program.leave.index}, exchange of the output"
     lse, all_heads = yield from _exchange(run, program.leave, (ring.lse.unsqueeze(-1), ring.out), label)
     kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
@@ -157,7 +167,14 @@ def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label:
 
 
 def _forward_ring(
-    job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
+    job: Job,
+    program: RankProgram,
+    run: PassTensors,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor | None,
 ) -> Program[Forward]:
     """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
@@ -186,7 +203,7 @@ def _forward_ring(
                 if part.last:
                     output.close(part.section)
         yield from run.finish(step.waits)
-    return Forward(*output.finish(program.empty, bad), run.get(program.kept))
+    return Forward(*output.finish(program.empty, bad, sinks), run.get(program.kept))
 
 
 def _backward_by_keys(

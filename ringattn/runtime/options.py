@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Required, TypedDict, cast
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Required, TypedDict, cast, get_args, get_type_hints
+
+import torch
 
 from ..errors import InvalidInput
+from ..kernels.dropout import Dropout
+from ..machine.machine import Machine
 from ..text import did_you_mean
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..kernels.dropout import Dropout
     from ..layout.regular import Layout
-    from ..machine.machine import Machine
     from ..transport.base import Transport
 
 
@@ -105,6 +108,14 @@ class AttentionOptions:
     softcap: float | None = None
     dropout: float | Dropout = 0.0
 
+    def __post_init__(self) -> None:
+        for name, kinds in _field_types(type(self)).items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                words = " or ".join(dict.fromkeys(WORDS.get(kind, f"a {kind.__name__}") for kind in kinds))
+                raise InvalidInput(f"{name} must be {words}, got {value!r}")
+        read_dropout(self.dropout)
+
     def keywords(self) -> AttentionKeywords:
         """All options as keyword arguments."""
         return cast(AttentionKeywords, dict(vars(self)))
@@ -112,6 +123,17 @@ class AttentionOptions:
 
 #: Names of the options, in the order of the fields.
 OPTION_NAMES = tuple(AttentionKeywords.__annotations__)
+
+
+#: What errors call types.
+WORDS = {float: "a number", int: "a number", bool: "True or False", str: "a name", NoneType: "None"}
+
+
+@cache
+def _field_types(options: type) -> dict[str, tuple[type, ...]]:
+    """The types that each field of a class of options may have. A number may be an int."""
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(options).items()}
+    return {name: (*found, int) if float in found else found for name, found in kinds.items()}
 
 
 def check_option_names(given: Iterable[str], names: Iterable[str]) -> None:
@@ -124,8 +146,4 @@ def check_option_names(given: Iterable[str], names: Iterable[str]) -> None:
 
 def read_dropout(dropout: float | Dropout) -> Dropout | None:
     """The dropout of a call; None where no weight is dropped. Raises InvalidInput."""
-    if not dropout:
-        return None
-    from ..kernels.dropout import Dropout  # few calls drop weights
-
-    return Dropout.read(dropout)
+    return Dropout.read(dropout) if dropout else None

@@ -8,7 +8,8 @@ import torch
 
 from ..errors import InvalidInput
 from ..kernels import fused_kernels
-from ..kernels.base import as_dtype
+from ..kernels.base import as_dtype, wide
+from ..kernels.pad import HIDDEN, delta
 from .memory import MergeSpace
 
 
@@ -73,13 +74,32 @@ def check_sinks(sinks: Any, q: torch.Tensor) -> None:
         raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
 
 
-def attend_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of softmaxes with one more key per head, of logit `sinks` [H] and value 0.
+def merge_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Merge one more key per head into (out, lse), in place, of logit `sinks` [H] and value 0; shapes as in `merge_`.
 
-    The weights of all other keys shrink by exp(lse) / (exp(lse) + exp(sink)), the sigmoid of lse - sink.
+    out may be narrower than fp32. The backward of a ring with this (out, lse) has the gradients of q, k and v.
     """
-    if sinks is None:
-        return out, lse
-    sink = sinks.to(lse.dtype).unsqueeze(-1)
-    share = (lse - sink).sigmoid().unsqueeze(-1)
-    return (out * share).to(out.dtype), torch.logaddexp(lse, sink)
+    sink = _logits(sinks, lse)
+    share = (lse.clamp_min(torch.finfo(lse.dtype).min) - sink).sigmoid_()  # -inf - -inf would be NaN
+    out.mul_(as_dtype(share, wide(out.dtype)).unsqueeze(-1))
+    torch.logaddexp(lse, sink, out=lse)
+
+
+def sinks_gradient(
+    sinks: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """d loss / d sinks [H], given d loss / d out and, or None, d loss / d lse, of the (out, lse) of `merge_sinks_`."""
+    weight = (_logits(sinks, lse) - hide_keyless(lse)).exp_()
+    parts = weight * delta(grad, out, grad_lse).squeeze(-1)
+    # Contiguous, so that the order of summation does not depend on the strides.
+    return -parts.contiguous().sum((0, 2)).to(sinks.dtype)
+
+
+def _logits(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """The sinks [H, 1] in the dtype of lse. An infinite lse would be the mark of an input that is not finite."""
+    return sinks.to(lse.dtype).clamp_max(HIDDEN).unsqueeze(-1)
+
+
+def hide_keyless(lse: torch.Tensor) -> torch.Tensor:
+    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
+    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)

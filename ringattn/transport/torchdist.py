@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -77,6 +78,11 @@ class WeakGroup:
                 "the process group of this call or module was destroyed; run every backward before "
                 "destroy_process_group, and make modules and transports anew after init_process_group"
             )
+        elif dist.group.WORLD is _inherited:
+            raise InvalidInput(
+                "this process is a fork of a rank: it holds the sockets of that rank's group and is no member; make "
+                "the call in the rank itself, or start processes by the method spawn"
+            )
         return group
 
 
@@ -91,6 +97,18 @@ def check_group(group: object) -> None:
             "ranks; ringattn.attention needs no group"
         )
     raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
+
+
+#: The default group of the rank that this process is a fork of. Gloo ends all ranks where a fork uses it.
+_inherited: Any = None
+
+
+def _note_fork() -> None:
+    global _inherited
+    _inherited = dist.is_available() and dist.group.WORLD
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
