@@ -46,13 +46,12 @@ def get_kernel(
     deterministic: bool = False,
     softcap: float | None = None,
     dropout: Dropout | None = None,
-    padded: bool = False,
 ) -> Kernel:
     """The kernel called `name`, checked against q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv].
 
     "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" for a `softcap` or
-    a `dropout`. `padded`: see `Kernel.padded`. A name is never replaced by another kernel: raises InvalidInput for an
-    unknown name, Unsupported if the kernel cannot compute the tensors, or what is asked for.
+    a `dropout`. A name is never replaced by another kernel: raises InvalidInput for an unknown name, Unsupported if the
+    kernel cannot compute the tensors, or what is asked for.
     """
     asked = {key: value for key, value in (("softcap", softcap), ("dropout", dropout)) if value is not None}
     if name == "auto":
@@ -63,7 +62,7 @@ def get_kernel(
             raise Unsupported(f"kernel {name} has no {feature} ({feature}={value}); try kernel='reference' or 'auto'")
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
     kernel.check(q, k, v)
-    return kernel.derive(**asked, padded=padded) if asked else kernel
+    return kernel.derive(**asked) if asked else kernel
 
 
 def split_kernel(name: str) -> tuple[str, str]:

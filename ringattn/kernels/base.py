@@ -244,6 +244,11 @@ def hide_bad_rows(
     return (grad, q, out, lse) if none(bad) else (grad, q, out, lse.masked_fill(bad, torch.inf), bad)
 
 
+def hide_keyless(lse: torch.Tensor) -> torch.Tensor:
+    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
+    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)
+
+
 def spread_marks(marks: torch.Tensor, *tensors: torch.Tensor) -> None:
     """Set to NaN, in place, the rows that `marks` [B, heads, n] flags in tensors [B, heads, n] or [B, heads, n, D]."""
     if not none(marks):

@@ -195,9 +195,7 @@ class OutputAccumulator:
         if accumulator.dtype != self.out.dtype:
             self._rows(self.out, section.rows).copy_(accumulator)
 
-    def finish(
-        self, empty: Sequence[range], bad: torch.Tensor | None = None, sinks: torch.Tensor | None = None
-    ) -> Pair:
+    def finish(self, empty: Sequence[range], bad: torch.Tensor | None, sinks: torch.Tensor | None) -> Pair:
         """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf; flagged rows get NaN.
 
         `bad` [B, H, n] flags rows with a query that is not finite. `sinks` [H] are merged last, see `merge_sinks_`.

@@ -35,7 +35,7 @@ R = TypeVar("R")
 class Runner(Protocol):
     """Runs the forward and the backward of a plan."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out and lse; with `keep` also the tensors that the backward starts from."""
 
     def backward(
@@ -52,9 +52,9 @@ class OneRank:
     transport: Transport
     number: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         tags = Tags.of_call(self.number, backward=False)
-        return drive(forward(self.job, q, k, v, sinks, keep=keep, tags=tags), self.transport)
+        return drive(forward(self.job, q, k, v, keep=keep, tags=tags), self.transport)
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: Forward
@@ -72,8 +72,9 @@ class AllRanks:
     kernel: Kernel
     scale: float
     lse: bool
+    sinks: Tensor | None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         layout = self.plan.layout
         whole_out = None
         if self.plan.ranks > 1 and all(len(layout.shard(rank)) <= 1 for rank in self._ranks):
@@ -83,7 +84,7 @@ class AllRanks:
         for rank in self._ranks:
             out = None if whole_out is None else self._shard(whole_out, rank)
             x, y, z = (self._shard(t, rank) for t in (q, k, v))
-            programs.append(forward(self._job(rank), x, y, z, sinks, keep=keep, out=out))
+            programs.append(forward(self._job(rank), x, y, z, keep=keep, out=out))
         results = Virtual(self.plan.ranks).run(programs)
         kept = tuple(x for result in results for x in result.kept)
         if self.plan.ranks == 1:
@@ -111,7 +112,7 @@ class AllRanks:
         return range(self.plan.ranks)
 
     def _job(self, rank: int) -> Job:
-        return Job(self.plan, rank, self.kernel, self.scale, self.lse)
+        return Job(self.plan, rank, self.kernel, self.scale, self.lse, sinks=self.sinks)
 
     def _shard(self, x: Tensor, rank: int, dim: int = -2) -> Tensor:
         return self.plan.layout.shard_tensor(x, rank, dim)
@@ -125,7 +126,7 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner, floor: float | None
     ) -> tuple[Tensor, Tensor]:
         with autocast_off(q.device), typed_errors(q.device):
-            result = runner.forward(q, k, v, sinks, keep=any(ctx.needs_input_grad[:3]))
+            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad[:3]))
         if floor is not None:  # a row that sees only padded keys is a row that sees no key
             empty = result.lse < floor
             result.out.masked_fill_(empty.unsqueeze(-1), 0.0)

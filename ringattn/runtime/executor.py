@@ -7,7 +7,7 @@ process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ from ..kernels.base import (
     finite_rows,
     hide_bad_keys,
     hide_bad_rows,
+    hide_keyless,
     mark_bad_keys,
     mark_bad_rows,
     spread_marks,
@@ -41,7 +42,6 @@ from .accumulators import (
 from .memory import empty
 from .rank_program import RankProgram, Visit, backward_program, batches, exchanges_heads, forward_program
 from .rank_run import PassTensors, Tensors
-from .softmax import hide_keyless
 
 if TYPE_CHECKING:
     from .dropout import DroppingKernels
@@ -56,7 +56,8 @@ class Job:
     """What one rank computes: its place in a plan, the kernel and the softmax scale.
 
     `lse`: the loss may depend on lse, on this rank or on another one; equal on all ranks. `cast_grads=False` leaves the
-    gradients in the dtype of their sums, else they are cast to the dtype of the inputs.
+    gradients in the dtype of their sums, else they are cast to the dtype of the inputs. `sinks` [H] are merged into the
+    output, see `softmax.merge_sinks_`.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Job:
     scale: float
     lse: bool = False
     cast_grads: bool = True
+    sinks: Tensor | None = None
 
     def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) as the backward returns them, from their sums and the inputs q, k, v."""
@@ -87,29 +89,21 @@ def count_kept(plan: Plan, rank: int) -> int:
 
 
 def forward(
-    job: Job,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None = None,
-    *,
-    keep: bool,
-    out: Tensor | None = None,
-    tags: Tags = PLAN_TAGS,
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, keep: bool, out: Tensor | None = None, tags: Tags = PLAN_TAGS
 ) -> Program[Forward]:
     """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
 
-    `sinks` [H] are one more key per head, see `softmax.merge_sinks_`. `keep`: keep what the backward starts from. The
-    result is written to `out` where that is given. Messages have the tags of the plan, or those that `tags` gives them.
+    `keep`: keep what the backward starts from. The result is written to `out` where that is given. Messages have the
+    tags of the plan, or those that `tags` gives them.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, keep=keep)
     run = PassTensors(program.memory, q.device, tags)
     if program.enter is None or program.leave is None:
-        return (yield from _forward_ring(job, program, run, q, k, v, sinks, out))
+        return (yield from _forward_ring(job, program, run, q, k, v, out))
     q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
-    if sinks is not None:
-        sinks = sinks.chunk(job.plan.ulysses_size)[job.rank % job.plan.ulysses_size]
-    ring = yield from _forward_ring(job, program, run, q, k, v, sinks, None)
+    if job.sinks is not None:
+        job = replace(job, sinks=job.sinks.chunk(job.plan.ulysses_size)[job.rank % job.plan.ulysses_size])
+    ring = yield from _forward_ring(job, program, run, q, k, v, None)
     label = f"forward step {program.leave.index}, exchange of the output"
     lse, all_heads = yield from _exchange(run, program.leave, (ring.lse.unsqueeze(-1), ring.out), label)
     kept = (*ring.kept, q, k, v, ring.out, ring.lse) if keep else ()
@@ -167,14 +161,7 @@ def _exchange(run: PassTensors, exchange: ExchangeStep, tensors: Tensors, label:
 
 
 def _forward_ring(
-    job: Job,
-    program: RankProgram,
-    run: PassTensors,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor | None,
+    job: Job, program: RankProgram, run: PassTensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
 ) -> Program[Forward]:
     """The forward of the ring: rows of queries as its plan deals them out."""
     q, k, v = map(align_rows, (q, k, v))
@@ -203,7 +190,7 @@ def _forward_ring(
                 if part.last:
                     output.close(part.section)
         yield from run.finish(step.waits)
-    return Forward(*output.finish(program.empty, bad, sinks), run.get(program.kept))
+    return Forward(*output.finish(program.empty, bad, job.sinks), run.get(program.kept))
 
 
 def _backward_by_keys(

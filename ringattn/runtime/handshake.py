@@ -105,15 +105,10 @@ class Call(AttentionOptions):
         check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
         dropout = read_dropout(self.dropout)
         kernel = get_kernel(
-            self.kernel,
-            q,
-            k,
-            v,
-            deterministic=self.deterministic,
-            softcap=self.softcap,
-            dropout=dropout,
-            padded=self.key_padding_mask,
+            self.kernel, q, k, v, deterministic=self.deterministic, softcap=self.softcap, dropout=dropout
         )
+        if self.key_padding_mask:
+            kernel = kernel.derive(padded=True)
         width, differentiable = max(q.shape[-1], v.shape[-1]), any(x.requires_grad for x in (q, k, v))
         most = kernel.max_head_dim
         if self.return_lse and differentiable and most is not None and width + EXTRA > most:
@@ -123,6 +118,22 @@ class Call(AttentionOptions):
                 "kernel=reference"
             )
         return kernel
+
+    def plan(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, ranks: int, layout: str | Layout
+    ) -> Plan:
+        """The plan of the call for `tokens` rows of tensors like q, k and v."""
+        return make_plan(
+            self.pattern,
+            tokens=tokens,
+            ranks=ranks,
+            layout=layout,
+            schedule=self.schedule,
+            machine=get_machine(self.machine, q.device.type),
+            comm_dtype=self.comm_dtype,
+            rotate=self.rotate,
+            **describe(q, k, v),
+        )
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -155,6 +166,20 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             f"{plural(q.shape[2], 'token')}{SWAPPED}",
             stacklevel=3,
         )
+
+
+def check_sinks(sinks: Any, q: torch.Tensor) -> None:
+    """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
+    if sinks is None or not isinstance(q, torch.Tensor) or q.ndim != 4:  # a wrong q is reported by `Call.check`
+        return
+    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
+        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
+        raise InvalidInput(
+            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
+            "tokens that all rows see use the pattern Sinks"
+        )
+    if sinks.device != q.device:
+        raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
 
 
 def _hint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
@@ -240,17 +265,7 @@ def _agree_in_full(
         records = _decode(arguments.records)
         _compare(records)
         rows = [fields["rows"] for fields in records]
-        plan = make_plan(
-            call.pattern,
-            tokens=sum(rows),
-            ranks=transport.size,
-            layout=call.layout,
-            schedule=call.schedule,
-            machine=get_machine(call.machine, q.device.type),
-            comm_dtype=call.comm_dtype,
-            rotate=call.rotate,
-            **describe(q, k, v),
-        )
+        plan = call.plan(q, k, v, sum(rows), transport.size, call.layout)
         _check_rows(plan, rows)
         plans.mine = json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
     _compare(_decode(plans.records))
@@ -286,9 +301,9 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
     return {
         "rows": q.shape[2],
         "layout_tokens": layout.tokens if isinstance(layout, Layout) else None,
+        **{entry.name: getattr(call, entry.name) for entry in fields(call)},
         **describe(q, k, v),
         "device": q.device.type,
-        **{entry.name: getattr(call, entry.name) for entry in fields(call)},
         # Fields with several spellings.
         "pattern": _shorten(pattern),
         "layout": layout_name(layout) if isinstance(layout, str) else _spell_layout(layout),

@@ -86,17 +86,18 @@ class HostStream:
     scale: float
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
+    sinks: Tensor | None = None
 
-    def seeded(self) -> HostStream:
-        """The same stream, with a seed where the kernel has dropout."""
-        return replace(self, kernel=self.kernel.seeded())
+    def of_call(self, sinks: Tensor | None) -> HostStream:
+        """The same stream with the sinks of a call, and with a seed where the kernel has dropout."""
+        return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool) -> Forward:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
         batch, heads, tokens, _ = q.shape
         out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
-        self.compute(HostTensors({"q": q, "k": k, "v": v, "out": out, "lse": lse}), sinks)
+        self.compute(HostTensors({"q": q, "k": k, "v": v, "out": out, "lse": lse}))
         return Forward(out, lse, ())
 
     def backward(
@@ -115,16 +116,15 @@ class HostStream:
         dv = dv.to(v.dtype)
         return dq, dk, dv
 
-    def compute(self, storage: Storage, sinks: Tensor | None = None) -> None:
-        """Read q, k and v from storage, and write out and lse to storage. `sinks` [H]: see `executor.forward`."""
+    def compute(self, storage: Storage) -> None:
+        """Read q, k and v from storage, and write out and lse to storage."""
         host = Host(self.plan, storage, self.device, self.counters)
         sign, _ = positive(self.scale)
-        sinks = None if sinks is None else sinks.to(self.device)
         for rank, rows in self._shards():
             q, k, v = host.load("qkv", rows)
             target = storage.rows("out", rows)
             direct = target if target.device == self.device else None  # on a CPU the executor writes to storage itself
-            program = forward(self._job(rank), q if sign == 1 else q * sign, k, v, sinks, keep=False, out=direct)
+            program = forward(self._job(rank), q if sign == 1 else q * sign, k, v, keep=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
             written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
             host.store(rows, written)
@@ -159,7 +159,7 @@ class HostStream:
         return [(rank, rows) for rank in range(layout.ranks) for rows in layout.shard(rank)]
 
     def _job(self, rank: int) -> Job:
-        return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False)
+        return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False, sinks=self.sinks)
 
 
 def make_stream(

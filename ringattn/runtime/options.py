@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
-from types import NoneType
 from typing import TYPE_CHECKING, Required, TypedDict, cast, get_args, get_type_hints
 
 import torch
 
 from ..errors import InvalidInput
-from ..kernels.dropout import Dropout
 from ..machine.machine import Machine
 from ..text import did_you_mean
 
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..kernels.dropout import Dropout
     from ..layout.regular import Layout
     from ..transport.base import Transport
 
@@ -109,11 +108,11 @@ class AttentionOptions:
     dropout: float | Dropout = 0.0
 
     def __post_init__(self) -> None:
-        for name, kinds in _field_types(type(self)).items():
-            value = getattr(self, name)
+        types = _field_types(type(self))  # type: ignore[arg-type]  # mypy takes the hash of instances for the class's
+        for entry in fields(self):
+            value, kinds = getattr(self, entry.name), types[entry.name]
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                words = " or ".join(dict.fromkeys(WORDS.get(kind, f"a {kind.__name__}") for kind in kinds))
-                raise InvalidInput(f"{name} must be {words}, got {value!r}")
+                raise InvalidInput(f"{entry.name}={value!r}: expected {entry.type}")
         read_dropout(self.dropout)
 
     def keywords(self) -> AttentionKeywords:
@@ -125,14 +124,12 @@ class AttentionOptions:
 OPTION_NAMES = tuple(AttentionKeywords.__annotations__)
 
 
-#: What errors call types.
-WORDS = {float: "a number", int: "a number", bool: "True or False", str: "a name", NoneType: "None"}
-
-
 @cache
 def _field_types(options: type) -> dict[str, tuple[type, ...]]:
     """The types that each field of a class of options may have. A number may be an int."""
-    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(options).items()}
+    from ..kernels.dropout import Dropout  # few calls drop weights
+
+    kinds = {name: get_args(x) or (x,) for name, x in get_type_hints(options, localns={"Dropout": Dropout}).items()}
     return {name: (*found, int) if float in found else found for name, found in kinds.items()}
 
 
@@ -146,4 +143,8 @@ def check_option_names(given: Iterable[str], names: Iterable[str]) -> None:
 
 def read_dropout(dropout: float | Dropout) -> Dropout | None:
     """The dropout of a call; None where no weight is dropped. Raises InvalidInput."""
-    return Dropout.read(dropout) if dropout else None
+    if not dropout:
+        return None
+    from ..kernels.dropout import Dropout  # few calls drop weights
+
+    return Dropout.read(dropout)

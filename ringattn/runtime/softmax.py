@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..errors import InvalidInput
 from ..kernels import fused_kernels
-from ..kernels.base import as_dtype, wide
+from ..kernels.base import as_dtype, hide_keyless, wide
 from ..kernels.pad import HIDDEN, delta
 from .memory import MergeSpace
 
@@ -60,20 +57,6 @@ def merge(
     return torch.lerp(out, part, gate), torch.logaddexp(lse, part_lse).masked_fill(empty, -torch.inf)
 
 
-def check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
-    if sinks is None or not isinstance(q, torch.Tensor) or q.ndim != 4:  # a wrong q is reported by `Call.check`
-        return
-    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
-        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
-        raise InvalidInput(
-            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
-            "tokens that all rows see use the pattern Sinks"
-        )
-    if sinks.device != q.device:
-        raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
-
-
 def merge_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
     """Merge one more key per head into (out, lse), in place, of logit `sinks` [H] and value 0; shapes as in `merge_`.
 
@@ -98,8 +81,3 @@ def sinks_gradient(
 def _logits(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The sinks [H, 1] in the dtype of lse. An infinite lse would be the mark of an input that is not finite."""
     return sinks.to(lse.dtype).clamp_max(HIDDEN).unsqueeze(-1)
-
-
-def hide_keyless(lse: torch.Tensor) -> torch.Tensor:
-    """lse with +inf for -inf, so that the rows that see no key have P = 0."""
-    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)

@@ -78,10 +78,9 @@ class WeakGroup:
                 "the process group of this call or module was destroyed; run every backward before "
                 "destroy_process_group, and make modules and transports anew after init_process_group"
             )
-        elif dist.group.WORLD is _inherited:
+        elif dist.group.WORLD in _inherited:
             raise InvalidInput(
-                "this process is a fork of a rank: it holds the sockets of that rank's group and is no member; make "
-                "the call in the rank itself, or start processes by the method spawn"
+                "this process is a fork of a rank, and no member of the rank's group; make the call in the rank itself"
             )
         return group
 
@@ -99,16 +98,9 @@ def check_group(group: object) -> None:
     raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
 
 
-#: The default group of the rank that this process is a fork of. Gloo ends all ranks where a fork uses it.
-_inherited: Any = None
-
-
-def _note_fork() -> None:
-    global _inherited
-    _inherited = dist.is_available() and dist.group.WORLD
-
-
-os.register_at_fork(after_in_child=_note_fork)
+#: The default groups of the ranks that this process is a fork of. A fork that used one would end all ranks on Gloo.
+_inherited: list[Any] = []
+os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available() and dist.group.WORLD))
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
