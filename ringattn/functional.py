@@ -7,20 +7,18 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .errors import InvalidInput, RingAttentionError
 from .kernels.base import positive
 from .kernels.pad import check_padding, hide_keys
 from .layout.regular import DEFAULT_LAYOUT, Layout
-from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
-from .planner import make_plan
 from .runtime.autocast import cast_inputs
 from .runtime.autograd import AllRanks, Attention, OneRank, Runner, compilable
 from .runtime.executor import Job
-from .runtime.handshake import Call, agree, describe
-from .runtime.options import OPTION_NAMES, AttentionOptions, check_option_names
-from .runtime.softmax import attend_sinks, check_sinks
+from .runtime.handshake import Call, agree, check_sinks
+from .runtime.options import OPTION_NAMES, check_option_names
 from .transport.records import Exchange, Telling
 from .transport.torchdist import TorchDist
 
@@ -37,56 +35,56 @@ if TYPE_CHECKING:
 
 @overload
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[RingKeywords],
-) -> torch.Tensor: ...
+) -> Tensor: ...
 
 
 @overload
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: Literal[True],
     **options: Unpack[RingKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: bool,
     **options: Unpack[RingKeywords],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @compilable
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     layout: str | Layout,
     group: ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     transport: Transport | None = None,
-    key_padding_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence whose tokens are sharded over ranks. Differentiable; collective.
 
     q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the shards of this rank: its rows by `layout`, in local
@@ -103,14 +101,14 @@ def ring_attention(
         padded key, whatever the key holds. The mask costs 8 more columns of the head dim.
     sinks: [H], on all ranks or on none: the logit of one more key per head, which every row sees and whose value is 0,
         as in gpt-oss. Differentiable; not the pattern `Sinks`, which lets rows see first tokens. Values are not
-        checked: -inf is a key without weight, inf takes all weight (out is 0), and NaN makes out NaN.
+        checked: -inf is a key without weight, inf takes all weight (out 0, lse 1e30), and NaN makes out NaN.
     return_lse: also return the log-sum-exp of the scaled logits, of the sink's among them.
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap` and
         `dropout`, see `runtime.options.AttentionOptions`.
 
     All ranks call with equal arguments and matching shapes. Every call compares a digest of the arguments before the
     first message; new shapes or arguments are compared in full. A rank waits for the others as long as the timeout of
-    the group, or of `transport`, allows.
+    the group, or of `transport`, allows: where a rank fails after its first message, the others learn it only then.
 
     Returns out [B, H, n, Dv] in the dtype of q. With `return_lse` returns (out, lse), lse [B, H, n] in fp32 (fp64 for
     fp64); both are differentiable. Rows that see no key have out 0 and lse -inf.
@@ -120,34 +118,31 @@ def ring_attention(
     ring = _get_transport(group, mesh, transport)
     with Telling(ring, "call"):
         q, k, v = cast_inputs(q, k, v)
-        given = {"return_lse": return_lse, "sinks": sinks is not None, "padded": key_padding_mask is not None}
-        call = _make_call(q, pattern, layout, options, **given)
-    floor: float | None = None
+        call = _make_call(q, pattern, layout, options, key_padding_mask, sinks, return_lse)
+    scale, floor = 1.0, None
 
-    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        nonlocal q, k, v, floor
-        check_sinks(sinks, q)
-        q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
+    def prepare() -> tuple[Tensor, Tensor, Tensor]:
+        nonlocal q, k, v, scale, floor
+        q, k, v, scale, floor = _prepare(q, k, v, key_padding_mask, sinks, call)
         return q, k, v
 
-    plan, kernel = agree(ring, call, prepare)
-    q, scale = _make_scale_positive(q, call.scale)
-    runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse or call.sinks), ring, next(ring.calls))
-    out, lse = attend_sinks(*_apply(q, k, v, runner, plan, floor), sinks)
+    plan, kernel, number = agree(ring, call, prepare)
+    runner = OneRank(Job(plan, ring.rank, kernel, scale, return_lse, sinks=sinks), ring, number)
+    out, lse = _apply(q, k, v, sinks, runner, plan, floor)
     return (out, lse) if return_lse else out
 
 
 def positions(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     layout: str | Layout,
     group: ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     transport: Transport | None = None,
-    key_padding_mask: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     error: RingAttentionError | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> np.ndarray:
@@ -159,15 +154,15 @@ def positions(
     ring = _get_transport(group, mesh, transport)
     with Telling(ring, "positions"):
         q, k, v = cast_inputs(q, k, v)
-        call = _make_call(q, pattern, layout, options)
+        call = _make_call(q, pattern, layout, options, key_padding_mask)
 
-    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def prepare() -> tuple[Tensor, Tensor, Tensor]:
         if error is not None:
             raise error
         _check(q, k, v, call, key_padding_mask)
         return q, k, v
 
-    plan, _ = agree(ring, call, prepare, "positions")
+    plan, *_ = agree(ring, call, prepare, "positions")
     return plan.layout.base.positions(ring.rank)
 
 
@@ -187,54 +182,54 @@ def exchange(stage: str, **ranks: Unpack[RankKeywords]) -> Exchange:
 
 @overload
 def virtual_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[VirtualKeywords],
-) -> torch.Tensor: ...
+) -> Tensor: ...
 
 
 @overload
 def virtual_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: Literal[True],
     **options: Unpack[VirtualKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def virtual_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: bool,
     **options: Unpack[VirtualKeywords],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @compilable
 def virtual_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     ranks: int,
     layout: str | Layout = DEFAULT_LAYOUT,
-    key_padding_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`ring_attention` of whole tensors, with all `ranks` computed in this process. Differentiable.
 
     q [B, H, N, D], k [B, K, N, D] and v [B, K, N, Dv] hold the whole sequence in natural order, and so do the results:
@@ -247,68 +242,55 @@ def virtual_attention(
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
     q, k, v = cast_inputs(q, k, v)
     local = DEFAULT_LAYOUT if layout == "auto" else layout
-    call = _make_call(q, pattern, local, options, return_lse=return_lse, sinks=sinks is not None)
-    check_sinks(sinks, q)
-    q, k, v, floor = _hide_padding(q, k, v, key_padding_mask, call)
+    call = _make_call(q, pattern, local, options, key_padding_mask, sinks, return_lse)
+    q, k, v, scale, floor = _prepare(q, k, v, key_padding_mask, sinks, call)
     kernel = call.check(q, k, v).seeded()
-    plan = make_plan(
-        call.pattern,
-        tokens=q.shape[2],
-        ranks=int(ranks),
-        layout=layout,
-        schedule=call.schedule,
-        machine=get_machine(call.machine, q.device.type),
-        comm_dtype=call.comm_dtype,
-        rotate=call.rotate,
-        **describe(q, k, v),
-    )
-    q, scale = _make_scale_positive(q, call.scale)
-    runner = AllRanks(plan, kernel, scale, return_lse or call.sinks)
-    out, lse = attend_sinks(*_apply(q, k, v, runner, plan, floor), sinks)
+    plan = call.plan(q, k, v, q.shape[2], int(ranks), layout)
+    out, lse = _apply(q, k, v, sinks, AllRanks(plan, kernel, scale, return_lse, sinks), plan, floor)
     return (out, lse) if return_lse else out
 
 
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[StreamKeywords],
-) -> torch.Tensor: ...
+) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: Literal[True],
     **options: Unpack[StreamKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     return_lse: bool,
     **options: Unpack[StreamKeywords],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @compilable
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     kernel: str = "auto",
@@ -316,13 +298,13 @@ def attention(
     deterministic: bool = False,
     softcap: float | None = None,
     dropout: float | Dropout = 0.0,
-    key_padding_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     stream: str | None = None,
     chunk: int | None = None,
     device: torch.device | str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`virtual_attention` with one rank: attention of the whole sequence on one device. Differentiable.
 
     Shapes, dtypes and errors are those of `virtual_attention`.
@@ -359,57 +341,52 @@ def attention(
         )
     q, k, v = cast_inputs(q, k, v)
     options["schedule"] = "direct"
-    call = _make_call(q, pattern, "contiguous", options, return_lse=return_lse, sinks=sinks is not None)
-    check_sinks(sinks, q)
-    out, lse = attend_sinks(*_stream_from_host(q, k, v, call, key_padding_mask, chunk, device), sinks)
+    call = _make_call(q, pattern, "contiguous", options, key_padding_mask, sinks, return_lse)
+    out, lse = _stream_from_host(q, k, v, key_padding_mask, sinks, call, chunk, device)
     return (out, lse) if return_lse else out
 
 
 def _stream_from_host(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    mask: torch.Tensor | None,
-    chunk: int | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, call: Call, chunk: int | None,
     device: torch.device | str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of host tensors, computed in chunks on `device`."""
     from .runtime.offload import check_chunk, get_device, make_stream  # few programs stream
 
+    check_sinks(sinks, q)
     check_chunk(chunk)
     device = get_device(device)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, torch.Tensor) and x.device.type != "cpu":
+        if isinstance(x, Tensor) and x.device.type != "cpu":
             raise InvalidInput(
                 f"stream='host' copies from host memory, but {name} is on {x.device}; pass {name}.cpu(), or leave out "
                 "stream="
             )
-    backward = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v))
+    backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
     runner, floor = make_stream(call, q, k, v, chunk=chunk, device=device, backward=backward), None
     if mask is not None:  # make_stream has checked q, k and v; the mask makes them wider
         check_padding(mask, k)
         q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
         runner = make_stream(call, q, k, v, chunk=chunk, device=device, backward=backward)
-    return _apply(q, k, v, runner.seeded(), runner.plan, floor)
+    return _apply(q, k, v, sinks, runner.of_call(sinks), runner.plan, floor)
 
 
 def check_arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: Pattern | str,
     *,
     layout: str | Layout,
-    key_padding_mask: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> None:
     """Raise InvalidInput or Unsupported if `virtual_attention` could not use these arguments."""
     q, k, v = cast_inputs(q, k, v)
-    _check(q, k, v, _make_call(q, pattern, layout, options), key_padding_mask)
+    _check(q, k, v, _make_call(q, pattern, layout, options, key_padding_mask), key_padding_mask)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, mask: torch.Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Tensor | None) -> None:
     """Raise InvalidInput or Unsupported if the arguments of this rank cannot be used."""
     call.check(q, k, v)
     if mask is not None:
@@ -417,56 +394,44 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, mask: 
 
 
 def _make_call(
-    q: torch.Tensor,
+    q: Tensor,
     pattern: Pattern | str,
     layout: str | Layout,
     options: AttentionKeywords,
-    **given: bool,
+    mask: Tensor | None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
 ) -> Call:
-    """The arguments of a call. Only names of options are checked here: `Call.check` reports the rest to all ranks."""
+    """The arguments of a call. Raises InvalidInput for a wrong name or type; `Call.check` checks the rest."""
     check_option_names(options, OPTION_NAMES)
-    shared = AttentionOptions(**options)
-    scale = _default_scale(q) if shared.scale is None else shared.scale
-    call_options = {**vars(shared), "scale": scale, **given}
-    return Call(pattern=_read_pattern(pattern), layout=layout, **call_options)
+    given: dict[str, Any] = {**options, "return_lse": return_lse}
+    given |= {"key_padding_mask": mask is not None, "sinks": sinks is not None}
+    if given.get("scale") is None:
+        head_dim = q.shape[-1] if isinstance(q, Tensor) and q.ndim == 4 else 1  # `Call.check` reports a wrong q
+        given["scale"] = float(max(head_dim, 1) ** -0.5)
+    return Call(pattern=as_pattern(pattern), layout=layout, **given)
 
 
-def _read_pattern(pattern: Any) -> Any:
-    """The pattern that a text describes. A wrong argument is returned unchanged: `Call.check` reports to all ranks."""
-    try:
-        return as_pattern(pattern)
-    except InvalidInput:
-        return pattern
-
-
-def _default_scale(q: torch.Tensor) -> float:
-    """1 / sqrt(head_dim); any number for a q of a wrong shape, which `Call.check` reports."""
-    head_dim = q.shape[-1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1
-    return float(max(head_dim, 1) ** -0.5)
-
-
-def _hide_padding(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, call: Call
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float | None]:
-    """(q, k, v, floor) with padded keys hidden, see `hide_keys`; the tensors unchanged and None without a mask."""
-    if mask is None:
-        return q, k, v, None
-    _check(q, k, v, call, mask)
-    return hide_keys(q, k, v, mask, call.scale)
-
-
-def _make_scale_positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """(q, scale > 0) with the same logits."""
-    sign, scale = positive(scale)
-    return (q if sign == 1 else q * sign), scale
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor, float, float | None]:
+    """(q, k, v, scale > 0, floor) with the logits of the call, and padded keys hidden; see `hide_keys` for `floor`."""
+    floor = None
+    check_sinks(sinks, q)
+    if mask is not None or not call.scale > 0:
+        _check(q, k, v, call, mask)
+    if mask is not None:
+        q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
+    sign, scale = positive(call.scale)
+    return (q if sign == 1 else q * sign), k, v, scale, floor
 
 
 def _apply(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runner: Runner, plan: Plan, floor: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner, plan: Plan, floor: float | None
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of a runner of `plan`; rows with lse < floor have seen padded keys only."""
     layout, scale = plan.layout, plan.pattern.output_scale
-    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), runner, floor)
+    out, lse = Attention.apply(layout.stack(q), layout.stack(k), layout.stack(v), sinks, runner, floor)
     if scale != 1.0:
         # The graph may still need the unscaled output.
         out = out * scale if out.requires_grad else out.mul_(scale)

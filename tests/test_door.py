@@ -4,6 +4,7 @@ transposed."""
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -113,6 +114,25 @@ def is_derived_core(function: Any) -> bool:
     return (
         isinstance(function, type) and issubclass(function, ra.nn.RingAttention) and function is not ra.nn.RingAttention
     )
+
+
+@pytest.mark.parametrize("name", options.OPTION_NAMES)
+def test_each_option_has_its_type(name: str) -> None:
+    """What is neither a number, a name nor True is not read by its truth."""
+    for value in ([], {}, b"", *(() if name == "deterministic" else (False, True))):
+        for call in (
+            partial(ra.virtual_attention, *tensors(), Full(), ranks=2),
+            partial(ra.nn.RingAttention, Full(), ranks=2),
+        ):
+            with pytest.raises(InvalidInput, match=f"{name}={re.escape(repr(value))}: expected "):
+                call(**{name: value})
+
+
+@pytest.mark.parametrize("given", [{"deterministic": "yes"}, {"dropout": None}, {"return_lse": None}, {"scale": "1"}])
+def test_options_of_another_type_are_refused(given: dict[str, Any]) -> None:
+    for call in (ra.attention, partial(ra.attention, stream="host"), partial(ra.virtual_attention, ranks=2)):
+        with pytest.raises(InvalidInput, match=f"{next(iter(given))}=.*: expected "):
+            call(*tensors(), Full(), **given)
 
 
 def test_options_that_a_call_cannot_use_are_refused() -> None:

@@ -106,7 +106,7 @@ def hide_keys(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """(q', k', v', floor), whose attention is that of q, k, v without the keys that `mask` [B, n] flags.
 
-    q' = [q, c, c ...] and k' = [k, -c or 0, the same ...] with EXTRA columns each and scale * EXTRA * c * c = HIDDEN,
+    q' = [c, c ..., q] and k' = [-c or 0, the same ..., k] with EXTRA columns each and scale * EXTRA * c * c = HIDDEN,
     or as near to HIDDEN as the dtype allows. So the weight of a flagged key is exactly 0, and rows that see flagged
     keys only have lse < floor. Flagged rows of k and v are zeroed, so that a NaN in padding stays there. Raises
     Unsupported if no finite c hides a key at this scale and dtype.
@@ -121,7 +121,7 @@ def hide_keys(
             "try a scale near 1 / sqrt(head_dim)"
         )
     flagged = mask[:, None, :, None]
-    wide_q = pad(q, (0, EXTRA), value=column if scale > 0 else -column)
-    wide_k = pad(k.masked_fill(flagged, 0), (0, EXTRA))
-    wide_k[..., k.shape[-1] :].masked_fill_(flagged, -column)
+    wide_q = pad(q, (EXTRA, 0), value=column if scale > 0 else -column)
+    wide_k = pad(k.masked_fill(flagged, 0), (EXTRA, 0))
+    wide_k[..., :EXTRA].masked_fill_(flagged, -column)
     return wide_q, wide_k, v.masked_fill(flagged, 0), -size / 2

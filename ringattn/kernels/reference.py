@@ -8,7 +8,7 @@ import torch
 
 from ..plan.work import Work
 from .base import Kernel, band, wide
-from .pad import LEAST
+from .pad import EXTRA
 
 #: Query rows per call, which bounds the memory of the scores of a long block.
 ROWS = 1024
@@ -17,8 +17,7 @@ ROWS = 1024
 class Reference(Kernel):
     """softmax(scale * q k^T) v, written out; with `softcap` c, c * tanh(s / c) takes the place of the scaled logits s.
 
-    Any dtype, any head dims, any device. Logits of padded keys (see `pad.hide_keys`) are not capped, which takes every
-    logit below -LEAST / 2 for padding. `dropout` changes the weights by which out sums v, and leaves lse as it is.
+    Any dtype, any head dims, any device. `dropout` changes the weights by which out sums v, and leaves lse as it is.
     """
 
     name = "reference"
@@ -84,10 +83,15 @@ class Reference(Kernel):
 
         slope is the derivative of the capped logit by the scaled logit; None without a softcap.
         """
-        scores, slope = q.to(wide(q.dtype)) @ _expand_heads(k, q.shape[1]).mT * scale, None
-        if self.softcap is not None:
-            ratio = (scores / self.softcap).tanh_()
-            scores = torch.where(scores < -LEAST / 2, scores, ratio * self.softcap)
+        q, k, slope = q.to(wide(q.dtype)), _expand_heads(k, q.shape[1]), None
+        if self.softcap is None:
+            scores = q @ k.mT * scale
+        else:
+            first = EXTRA if self.padded else 0
+            ratio = (q[..., first:] @ k[..., first:].mT * (scale / self.softcap)).tanh_()
+            scores = ratio * self.softcap
+            if first:
+                scores += q[..., :first] @ k[..., :first].mT * scale
             slope = 1 - ratio.square_()
         if not work.dense:
             scores = scores.masked_fill_(~band(len(work.q), work.keys, work.lo, work.hi, q.device), -torch.inf)

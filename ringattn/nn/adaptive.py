@@ -17,7 +17,7 @@ from ..kernels.base import wide
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from ..runtime.autocast import cast_inputs
 from ..runtime.autograd import compilable
-from ..runtime.softmax import attend_sinks, check_sinks, merge
+from ..runtime.softmax import merge
 from .core import CoreKeywords, RingAttention
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ class AdaptiveAttention(RingAttention):
         number = 0 if seed is None else int(seed)
         queries, keys, number = self._block_means(q, k, query_block, key_block, key_padding_mask, number)
         with self.telling():
-            check_sinks(sinks, q)
             a = torch.einsum("bhnd,hdr->bhnr", queries.to(query.dtype), query)
             b = torch.einsum("bhnd,hdr->bhnr", keys.to(key.dtype), key)
             b_of_query_heads = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -164,12 +163,12 @@ class AdaptiveAttention(RingAttention):
             biased = SelectedBlocks(self.block, biased_table)
             own_block = local_window(self.block, blocks=0) & Causal()
         if not causal:
-            out, lse = self._run(wide_q, wide_k, v, biased, options, key_padding_mask)
-            return attend_sinks(out, lse, sinks)
-        out, lse = self._run(q, k, v, own_block, options, key_padding_mask)
+            out, lse = self._run(wide_q, wide_k, v, biased, options, key_padding_mask, sinks=sinks)
+            return out, lse
+        out, lse = self._run(q, k, v, own_block, options, key_padding_mask, sinks=sinks)
         if biased_table.any():
             out, lse = merge(out, lse, *self._run(wide_q, wide_k, v, biased, options, key_padding_mask))
-        return attend_sinks(out, lse, sinks)
+        return out, lse
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
         """Selected key blocks of the last call as a fraction of all, counted; 0 before the first call.

@@ -16,7 +16,7 @@ from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
 from ..planner import make_plan
 from ..runtime.autograd import compilable
-from ..runtime.options import AttentionKeywords, AttentionOptions, RankKeywords, check_option_names, read_dropout
+from ..runtime.options import AttentionKeywords, AttentionOptions, RankKeywords, check_option_names
 from ..text import did_you_mean
 from ..transport.torchdist import WeakGroup
 
@@ -102,7 +102,6 @@ class RingAttention(nn.Module):
             raise InvalidInput(f"unknown order {order!r}; {did_you_mean(order, ORDERS)}expected {' or '.join(ORDERS)}")
         check_option_names(options, CoreKeywords.__annotations__)
         self.options = AttentionOptions(**options)
-        read_dropout(self.options.dropout)  # checks it
         sharded = any(argument is not None for argument in (group, mesh, transport))
         if sharded and ranks is None and layout is None:
             raise InvalidInput(

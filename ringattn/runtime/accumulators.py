@@ -15,7 +15,7 @@ from ..pattern.ranges import shift_range
 from ..plan.work import Work
 from .memory import MergeSpace, empty
 from .merge_plan import KernelCall, Section
-from .softmax import add_, merge_
+from .softmax import add_, merge_, merge_sinks_
 
 #: Bytes of a cache line and of the widest registers of CPUs.
 LINE = 64
@@ -174,8 +174,8 @@ class OutputAccumulator:
         """Take in the partial of a kernel call for some elements of the batch; None is all of them."""
         work = call.work
         if self.out is None and not work.gathered and part.shape == self.shape and part.dtype == self._whole_dtype:
-            self.out, self.lse = part, part_lse if section.single else part_lse.double()
-            self._open[section] = RowViews(self.out, self.lse)
+            self.out = part
+            self._open_section(section).tensors[1].copy_(part_lse)
             return
         views = self._open.get(section) or self._open_section(section)
         if work.gathered:
@@ -195,13 +195,15 @@ class OutputAccumulator:
         if accumulator.dtype != self.out.dtype:
             self._rows(self.out, section.rows).copy_(accumulator)
 
-    def finish(self, empty: Sequence[range]) -> Pair:
-        """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf."""
+    def finish(self, empty: Sequence[range], sinks: torch.Tensor | None) -> Pair:
+        """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf. `sinks` [H] are merged last."""
         self._allocate()
         assert self.out is not None and self.lse is not None
         for rows in empty:
             self._rows(self.out, rows).zero_()
             self._rows(self.lse, rows).fill_(-torch.inf)
+        if sinks is not None:
+            merge_sinks_(self.out, self.lse, sinks)
         return self.out, as_dtype(self.lse, wide(self.q.dtype))
 
     def _open_section(self, section: Section) -> RowViews:

@@ -25,6 +25,7 @@ from .executor import Forward, Job, backward, count_kept, forward
 from .graph_calls import COMPILABLE
 from .handshake import agree_backward
 from .memory import empty, typed_errors
+from .softmax import sinks_gradient
 
 Tensors = tuple[Tensor, ...]
 P = ParamSpec("P")
@@ -71,6 +72,7 @@ class AllRanks:
     kernel: Kernel
     scale: float
     lse: bool
+    sinks: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         layout = self.plan.layout
@@ -110,44 +112,45 @@ class AllRanks:
         return range(self.plan.ranks)
 
     def _job(self, rank: int) -> Job:
-        return Job(self.plan, rank, self.kernel, self.scale, self.lse)
+        return Job(self.plan, rank, self.kernel, self.scale, self.lse, sinks=self.sinks)
 
     def _shard(self, x: Tensor, rank: int, dim: int = -2) -> Tensor:
         return self.plan.layout.shard_tensor(x, rank, dim)
 
 
 class Attention(torch.autograd.Function):
-    """The whole ring as one node of the graph. Saves q, k, v, out, lse and the block that the forward ends with."""
+    """The whole ring as one node of the graph. Saves the inputs, out, lse and the block that the forward ends with."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, runner: Runner, floor: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner, floor: float | None
     ) -> tuple[Tensor, Tensor]:
         with autocast_off(q.device), typed_errors(q.device):
-            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad))
+            result = runner.forward(q, k, v, keep=any(ctx.needs_input_grad[:3]))
         if floor is not None:  # a row that sees only padded keys is a row that sees no key
             empty = result.lse < floor
             result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
             result.lse.masked_fill_(empty, -torch.inf)
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, result.out, result.lse, *result.kept)
+        ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *result.kept)
         return result.out, result.lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
         if ctx.padded:
-            # The kernels do compute these rows. A huge lse gives them the weights exp(-huge) = 0; an infinite lse would
-            # be taken for the mark of an input that is not finite.
+            # The kernels do compute these rows. A huge lse gives them the weights exp(-huge) = 0.
             empty = lse == -torch.inf
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
-        result = Forward(out, lse, tuple(kept))
+        result, needs = Forward(out, lse, tuple(kept)), ctx.needs_input_grad
         with autocast_off(q.device), typed_errors(q.device):
-            return (*ctx.runner.backward(grad, grad_lse, q, k, v, result), None, None)
+            # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
+            grads = ctx.runner.backward(grad, grad_lse, q, k, v, result) if any(needs[:3]) else (None,) * 3
+            return *grads, sinks_gradient(sinks, grad, grad_lse, out, lse) if needs[3] else None, None, None
 
 
 #: The modes of selective checkpointing, in the forward and in the recomputation.

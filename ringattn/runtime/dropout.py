@@ -12,17 +12,16 @@ from ..plan.row_sets import RowSet, to_numbers
 from ..plan.steps import Part
 from ..plan.work import Work
 from .accumulators import KernelInputs, RowViews
-from .rank_program import exchanges_heads
 
 
 class DroppingKernels:
     """The kernels of one visit of `rank` to `part`, for a batch of `batch` elements."""
 
     def __init__(self, plan: Plan, rank: int, part: Part, kernel: Kernel, batch: int, device: torch.device) -> None:
-        ring_plan, owner = plan.ring_plan(rank) if exchanges_heads(plan) else (plan, rank)
+        ring_plan, owner = plan.ring_plan(rank)
         local = Part("kv" if part.kind == "q" else "q", owner)
         queries, keys = (part, local) if part.kind == "q" else (local, part)
-        first = rank % plan.ulysses_size * ring_plan.heads if exchanges_heads(plan) else 0
+        first = rank % plan.ulysses_size * ring_plan.heads
         (heads, rows), (kv_heads, columns) = (_places(ring_plan, x, device) for x in (queries, keys))
         assert kernel.dropout is not None and kernel.dropout.seed is not None
         self.kernel, self._inputs = kernel, KernelInputs()

@@ -7,7 +7,7 @@ process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +43,8 @@ class Job:
     """What one rank computes: its place in a plan, the kernel and the softmax scale.
 
     `lse`: the loss may depend on lse, on this rank or on another one; equal on all ranks. `cast_grads=False` leaves the
-    gradients in the dtype of their sums, else they are cast to the dtype of the inputs.
+    gradients in the dtype of their sums, else they are cast to the dtype of the inputs. `sinks` [H] are merged into the
+    output, see `softmax.merge_sinks_`.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Job:
     scale: float
     lse: bool = False
     cast_grads: bool = True
+    sinks: Tensor | None = None
 
     def gradients(self, sums: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) as the backward returns them, from their sums and the inputs q, k, v."""
@@ -86,6 +88,8 @@ def forward(
     if program.enter is None or program.leave is None:
         return (yield from _forward_ring(job, program, run, q, k, v, out))
     q, k, v = yield from _exchange(run, program.enter, (q, k, v), "forward step 0, exchange of q, k and v")
+    if job.sinks is not None:
+        job = replace(job, sinks=job.sinks.chunk(job.plan.ulysses_size)[job.rank % job.plan.ulysses_size])
     ring = yield from _forward_ring(job, program, run, q, k, v, None)
     label = f"forward step {program.leave.index}, exchange of the output"
     lse, all_heads = yield from _exchange(run, program.leave, (ring.lse.unsqueeze(-1), ring.out), label)
@@ -167,7 +171,7 @@ def _forward_ring(
                 if part.last:
                     output.close(part.section)
         yield from run.finish(step.waits)
-    return Forward(*output.finish(program.empty), run.get(program.kept))
+    return Forward(*output.finish(program.empty, job.sinks), run.get(program.kept))
 
 
 def _backward_by_keys(

@@ -25,8 +25,8 @@ import json
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, fields
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +37,8 @@ from ..kernels import get_kernel
 from ..kernels.base import Kernel
 from ..kernels.pad import EXTRA
 from ..layout.regular import Layout, check_layout, layout_name
-from ..machine.machine import Machine
 from ..machine.presets import get_machine
-from ..pattern import Pattern, as_pattern
+from ..pattern import Pattern
 from ..plan.message_sizes import check_rotate
 from ..plan.plan import Plan
 from ..plan.schedules import resolve
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
 LIMIT = 1 << 14
 #: Bytes of the number of a call, and of its place.
 NUMBER = 8
-#: Bytes of a call's record: digest, history, place in a compiled graph; with dropout a seed follows.
-FIXED = 2 * MARK + NUMBER
+#: Bytes of a call's record: digest, history, place in a compiled graph, number; with dropout a seed follows.
+FIXED = 2 * MARK + 2 * NUMBER
 #: The place of a call among those of its compiled graph, from 1 on; 0 outside of such graphs.
 place: ContextVar[int] = ContextVar("ringattn_place", default=0)
 #: Returns the q, k and v of a call, or raises.
@@ -80,19 +79,27 @@ class Call(AttentionOptions):
     return_lse: bool = False
     #: Whether every head has one more key with a learned logit.
     sinks: bool = False
-    #: Whether padded keys are hidden, which makes q, k and v wider.
-    padded: bool = False
+    #: Whether padded keys are hidden, which makes q and k wider.
+    key_padding_mask: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout is None:
+            raise InvalidInput(
+                "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut the "
+                "sequence, or its name, such as layout='zigzag'"
+            )
+        super().__post_init__()
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
         """The kernel to use. Raises an error that says what is wrong with this rank's arguments."""
-        as_pattern(self.pattern)
         _check_tensors(q, k, v)
-        if isinstance(self.scale, bool) or not isinstance(self.scale, int | float):
-            raise InvalidInput(f"scale must be a number, got {self.scale!r}; leave it out for 1 / sqrt(head_dim)")
-        self._check_names()
-        if self.scale != self.scale or self.scale in (inf, -inf):
+        if not isfinite(self.scale):
             raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
-        _check_softcap(self.softcap)
+        if self.softcap is not None and not 0 < self.softcap < inf:
+            raise InvalidInput(
+                f"softcap must be a finite number > 0, such as 50.0, got {self.softcap}; None caps nothing"
+            )
+        get_machine(self.machine)
         resolve(self.schedule)
         check_rotate(self.rotate)
         check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
@@ -100,41 +107,33 @@ class Call(AttentionOptions):
         kernel = get_kernel(
             self.kernel, q, k, v, deterministic=self.deterministic, softcap=self.softcap, dropout=dropout
         )
+        if self.key_padding_mask:
+            kernel = kernel.derive(padded=True)
         width, differentiable = max(q.shape[-1], v.shape[-1]), any(x.requires_grad for x in (q, k, v))
         most = kernel.max_head_dim
-        if (self.return_lse or self.sinks) and differentiable and most is not None and width + EXTRA > most:
+        if self.return_lse and differentiable and most is not None and width + EXTRA > most:
             raise Unsupported(
-                f"a head dim of {width} with return_lse or sinks, and gradients: the gradient of lse takes {EXTRA} "
-                f"more columns, and kernel {kernel.name} computes {most} at most; leave these out, or try "
+                f"a head dim of {width} with return_lse, and gradients: the gradient of lse takes {EXTRA} more "
+                f"columns, and kernel {kernel.name} computes {most} at most; leave return_lse out, or try "
                 "kernel=reference"
             )
         return kernel
 
-    def _check_names(self) -> None:
-        """Raise InvalidInput where layout, schedule, kernel or machine has a wrong type or is unknown."""
-        if self.layout is None:
-            raise InvalidInput(
-                "layout=None: the rows of a shard do not tell how the sequence was cut; give the Layout that cut the "
-                "sequence, or its name, such as layout='zigzag'"
-            )
-        names: tuple[tuple[str, Any, Any, str], ...] = (
-            ("layout", self.layout, str | Layout, "zigzag"),
-            ("kernel", self.kernel, str, "auto"),
+    def plan(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, ranks: int, layout: str | Layout
+    ) -> Plan:
+        """The plan of the call for `tokens` rows of tensors like q, k and v."""
+        return make_plan(
+            self.pattern,
+            tokens=tokens,
+            ranks=ranks,
+            layout=layout,
+            schedule=self.schedule,
+            machine=get_machine(self.machine, q.device.type),
+            comm_dtype=self.comm_dtype,
+            rotate=self.rotate,
+            **describe(q, k, v),
         )
-        for name, value, kinds, example in names:
-            if not isinstance(value, kinds):
-                raise InvalidInput(f"{name} must be a name such as {example!r}, got {value!r}")
-        if not isinstance(self.machine, Machine | str | None):
-            raise InvalidInput(f"machine must be a ringattn.Machine or a name such as 'cpu', got {self.machine!r}")
-        get_machine(self.machine)
-
-
-def _check_softcap(softcap: Any) -> None:
-    """Raise InvalidInput unless the softcap is None or a finite number > 0."""
-    if softcap is None:
-        return
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap < inf:
-        raise InvalidInput(f"softcap must be a finite number > 0, such as 50.0, got {softcap!r}; None caps nothing")
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -169,6 +168,20 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
+def check_sinks(sinks: Any, q: torch.Tensor) -> None:
+    """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
+    if sinks is None or not isinstance(q, torch.Tensor) or q.ndim != 4:  # a wrong q is reported by `Call.check`
+        return
+    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
+        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
+        raise InvalidInput(
+            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
+            "tokens that all rows see use the pattern Sinks"
+        )
+    if sinks.device != q.device:
+        raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
+
+
 def _hint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """Advice to transpose if the shapes would fit with heads and tokens exchanged; else no text."""
     tokens, heads = q.shape[1], q.shape[2]
@@ -188,8 +201,9 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any
     }
 
 
-def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call") -> tuple[Plan, Kernel]:
-    """The plan that all ranks of the transport run, and this rank's kernel for (q, k, v) = `prepare()`. Collective.
+def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call") -> tuple[Plan, Kernel, int]:
+    """The plan that all ranks of the transport run, this rank's kernel for (q, k, v) = `prepare()`, and the number of
+    the call: the largest of the ranks' own, so that ranks that have left calls early agree, too. Collective.
 
     Every exception of `prepare`, and of the work between the exchanges, reaches all ranks. `stage` names the first
     exchange: ranks that make a handshake for different purposes raise Mismatch.
@@ -200,25 +214,32 @@ def agree(transport: Transport, call: Call, prepare: Prepare, stage: str = "call
         kernel = call.check(q, k, v)
         transport.check(q.device)
         record = json.dumps(_record(q, k, v, call)).encode()
-        exchange.mine = digest(record) + agreed.history + place.get().to_bytes(NUMBER, "little")
+        numbers = place.get(), next(transport.calls)
+        exchange.mine = digest(record) + agreed.history + b"".join(x.to_bytes(NUMBER, "little") for x in numbers)
         if kernel.dropout is not None and stage == "call":
             exchange.mine += (kernel.dropout.seeded().seed or 0).to_bytes(NUMBER, "little")
     for rank, raw in enumerate(exchange.records):
         if len(raw) not in (FIXED, FIXED + NUMBER):
             raise _undecoded(rank, raw)
-    _compare_places([int.from_bytes(raw[2 * MARK : FIXED], "little") for raw in exchange.records])
+    _compare_places(_read_numbers(exchange.records, 2 * MARK))
     marks = tuple(raw[:MARK] for raw in exchange.records)
     plan: Plan | None = agreed.begin(marks, tuple(raw[MARK : 2 * MARK] for raw in exchange.records))
     if plan is None:
         plan = _agree_in_full(transport, q, k, v, call, record)
     agreed.end(marks, None if call.pattern.transient else plan)
-    return plan, kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
+    kernel = kernel if kernel.dropout is None else _share_seed(kernel, exchange.records)
+    return plan, kernel, max(_read_numbers(exchange.records, 2 * MARK + NUMBER))
+
+
+def _read_numbers(records: list[bytes], first: int) -> list[int]:
+    """The numbers of all ranks that begin at byte `first` of their records."""
+    return [int.from_bytes(raw[first : first + NUMBER], "little") for raw in records]
 
 
 def _share_seed(kernel: Kernel, records: list[bytes]) -> Kernel:
     """The kernel with the seed of rank 0. Raises Mismatch on every rank if the ranks were given different seeds."""
     assert kernel.dropout is not None
-    seeds = [int.from_bytes(raw[FIXED:], "little") for raw in records]
+    seeds = _read_numbers(records, FIXED)
     if kernel.dropout.seed is not None:
         _compare([{"the seed of dropout": seed} for seed in seeds])
     return kernel.seeded(seeds[0])
@@ -244,17 +265,7 @@ def _agree_in_full(
         records = _decode(arguments.records)
         _compare(records)
         rows = [fields["rows"] for fields in records]
-        plan = make_plan(
-            call.pattern,
-            tokens=sum(rows),
-            ranks=transport.size,
-            layout=call.layout,
-            schedule=call.schedule,
-            machine=get_machine(call.machine, q.device.type),
-            comm_dtype=call.comm_dtype,
-            rotate=call.rotate,
-            **describe(q, k, v),
-        )
+        plan = call.plan(q, k, v, sum(rows), transport.size, call.layout)
         _check_rows(plan, rows)
         plans.mine = json.dumps({"layout": _spell_layout(plan.layout), "plan": plan.hash}).encode()
     _compare(_decode(plans.records))
@@ -290,22 +301,16 @@ def _record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> di
     return {
         "rows": q.shape[2],
         "layout_tokens": layout.tokens if isinstance(layout, Layout) else None,
-        "key_padding_mask": "given" if call.padded else "none",
+        **{entry.name: getattr(call, entry.name) for entry in fields(call)},
         **describe(q, k, v),
         "device": q.device.type,
+        # Fields with several spellings.
         "pattern": _shorten(pattern),
         "layout": layout_name(layout) if isinstance(layout, str) else _spell_layout(layout),
         "schedule": resolve(call.schedule),
-        "kernel": call.kernel,
         "machine": _shorten(repr(get_machine(call.machine, q.device.type))),
-        "scale": float(call.scale),
-        "deterministic": bool(call.deterministic),
         "comm_dtype": None if comm_dtype is None else dtype_name(comm_dtype),
-        "rotate": call.rotate,
-        "softcap": None if call.softcap is None else float(call.softcap),
         "dropout": _spell_dropout(call.dropout),
-        "return_lse": bool(call.return_lse),
-        "sinks": call.sinks,
         "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }
 

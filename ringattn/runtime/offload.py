@@ -86,10 +86,11 @@ class HostStream:
     scale: float
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
+    sinks: Tensor | None = None
 
-    def seeded(self) -> HostStream:
-        """The same stream, with a seed where the kernel has dropout."""
-        return replace(self, kernel=self.kernel.seeded())
+    def of_call(self, sinks: Tensor | None) -> HostStream:
+        """The same stream with the sinks of a call, and with a seed where the kernel has dropout."""
+        return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing is kept on the device."""
@@ -158,7 +159,7 @@ class HostStream:
         return [(rank, rows) for rank in range(layout.ranks) for rows in layout.shard(rank)]
 
     def _job(self, rank: int) -> Job:
-        return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False)
+        return Job(self.plan, rank, self.kernel, positive(self.scale)[1], cast_grads=False, sinks=self.sinks)
 
 
 def make_stream(

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Required, TypedDict, cast
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import TYPE_CHECKING, Required, TypedDict, cast, get_args, get_type_hints
+
+import torch
 
 from ..errors import InvalidInput
+from ..machine.machine import Machine
 from ..text import did_you_mean
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..kernels.dropout import Dropout
     from ..layout.regular import Layout
-    from ..machine.machine import Machine
     from ..transport.base import Transport
 
 
@@ -105,6 +107,14 @@ class AttentionOptions:
     softcap: float | None = None
     dropout: float | Dropout = 0.0
 
+    def __post_init__(self) -> None:
+        types = _field_types(type(self))  # type: ignore[arg-type]  # mypy takes the hash of instances for the class's
+        for entry in fields(self):
+            value, kinds = getattr(self, entry.name), types[entry.name]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise InvalidInput(f"{entry.name}={value!r}: expected {entry.type}")
+        read_dropout(self.dropout)
+
     def keywords(self) -> AttentionKeywords:
         """All options as keyword arguments."""
         return cast(AttentionKeywords, dict(vars(self)))
@@ -112,6 +122,15 @@ class AttentionOptions:
 
 #: Names of the options, in the order of the fields.
 OPTION_NAMES = tuple(AttentionKeywords.__annotations__)
+
+
+@cache
+def _field_types(options: type) -> dict[str, tuple[type, ...]]:
+    """The types that each field of a class of options may have. A number may be an int."""
+    from ..kernels.dropout import Dropout  # few calls drop weights
+
+    kinds = {name: get_args(x) or (x,) for name, x in get_type_hints(options, localns={"Dropout": Dropout}).items()}
+    return {name: (*found, int) if float in found else found for name, found in kinds.items()}
 
 
 def check_option_names(given: Iterable[str], names: Iterable[str]) -> None:

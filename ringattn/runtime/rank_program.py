@@ -107,7 +107,7 @@ def batches(work: Work, count: int) -> Sequence[slice | None]:
 
 
 def _resolve_forward(plan: Plan, rank: int, kernel: Kernel, device: torch.device, keep: bool) -> RankProgram:
-    ring_plan, owner = _ring_plan(plan, rank)
+    ring_plan, owner = plan.ring_plan(rank)
     rank_plan = plan.for_rank(rank)
     merge_plan = make_merge_plan(ring_plan, owner, kernel)
     parts = iter(merge_plan.visits)
@@ -123,7 +123,7 @@ def _resolve_forward(plan: Plan, rank: int, kernel: Kernel, device: torch.device
 
 
 def _resolve_backward(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
-    ring_plan, owner = _ring_plan(plan, rank)
+    ring_plan, owner = plan.ring_plan(rank)
     rank_plan = plan.for_rank(rank)
     by_queries = ring_plan.rotates == "queries"
     works = iter(_backward_works(ring_plan, owner, kernel))
@@ -159,7 +159,7 @@ def _resolve(
     given: bool,
 ) -> RankProgram:
     """The program of these steps, with visits as `visit` writes them down. `exchanged`: what enters and leaves."""
-    ring_plan, owner = _ring_plan(plan, rank)
+    ring_plan, owner = plan.ring_plan(rank)
     with torch.inference_mode(False):  # index tensors outlive the inference mode of the caller
         recorder = Recorder(plan, _largest_message(plan, rank), device)
         enter = leave = None
@@ -189,11 +189,6 @@ def _resolve(
         enter,
         leave,
     )
-
-
-def _ring_plan(plan: Plan, rank: int) -> tuple[Plan, int]:
-    """(the plan of the ring, the rank's number there), which is also its number among the owners of blocks."""
-    return plan.ring_plan(rank) if exchanges_heads(plan) else (plan, rank)
 
 
 def _backward_works(plan: Plan, rank: int, kernel: Kernel) -> list[tuple[Work, ...]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..errors import InvalidInput
 from ..kernels import fused_kernels
-from ..kernels.base import as_dtype
+from ..kernels.base import as_dtype, wide
+from ..kernels.pad import HIDDEN, delta
 from .memory import MergeSpace
 
 
@@ -59,27 +57,27 @@ def merge(
     return torch.lerp(out, part, gate), torch.logaddexp(lse, part_lse).masked_fill(empty, -torch.inf)
 
 
-def check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    """Raise InvalidInput unless `sinks` is None, or floats [H] on the device of q [B, H, n, D]."""
-    if sinks is None or not isinstance(q, torch.Tensor) or q.ndim != 4:  # a wrong q is reported by `Call.check`
-        return
-    if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[1:2]:
-        kind = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(sinks)
-        raise InvalidInput(
-            f"sinks must be a float tensor [heads] = ({q.shape[1]},), one logit per query head, got {kind}; for first "
-            "tokens that all rows see use the pattern Sinks"
-        )
-    if sinks.device != q.device:
-        raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
+def merge_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Merge one more key per head into (out, lse), in place, of logit `sinks` [H] and value 0; shapes as in `merge_`.
 
-
-def attend_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of softmaxes with one more key per head, of logit `sinks` [H] and value 0.
-
-    The weights of all other keys shrink by exp(lse) / (exp(lse) + exp(sink)), the sigmoid of lse - sink.
+    out may be narrower than fp32. The backward of a ring with this (out, lse) has the gradients of q, k and v.
     """
-    if sinks is None:
-        return out, lse
-    sink = sinks.to(lse.dtype).unsqueeze(-1)
-    share = (lse - sink).sigmoid().unsqueeze(-1)
-    return (out * share).to(out.dtype), torch.logaddexp(lse, sink)
+    sink = _logits(sinks, lse)
+    share = (lse.clamp_min(torch.finfo(lse.dtype).min) - sink).sigmoid_()  # -inf - -inf would be NaN
+    out.mul_(as_dtype(share, wide(out.dtype)).unsqueeze(-1))
+    torch.logaddexp(lse, sink, out=lse)
+
+
+def sinks_gradient(
+    sinks: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """d loss / d sinks [H], given d loss / d out and, or None, d loss / d lse, of the (out, lse) of `merge_sinks_`."""
+    weight = (_logits(sinks, lse) - lse.clamp_min(torch.finfo(lse.dtype).min)).exp_()
+    parts = weight * delta(grad, out, grad_lse).squeeze(-1)
+    # Contiguous, so that the order of summation does not depend on the strides.
+    return -parts.contiguous().sum((0, 2)).to(sinks.dtype)
+
+
+def _logits(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """The sinks [H, 1] in the dtype of lse, finite from above: inf - inf would be NaN."""
+    return sinks.to(lse.dtype).clamp_max(HIDDEN).unsqueeze(-1)

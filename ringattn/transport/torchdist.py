@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -77,6 +78,10 @@ class WeakGroup:
                 "the process group of this call or module was destroyed; run every backward before "
                 "destroy_process_group, and make modules and transports anew after init_process_group"
             )
+        elif dist.group.WORLD in _inherited:
+            raise InvalidInput(
+                "this process is a fork of a rank, and no member of the rank's group; make the call in the rank itself"
+            )
         return group
 
 
@@ -91,6 +96,11 @@ def check_group(group: object) -> None:
             "ranks; ringattn.attention needs no group"
         )
     raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
+
+
+#: The default groups of the ranks that this process is a fork of. A fork that used one would end all ranks on Gloo.
+_inherited: list[Any] = []
+os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available() and dist.group.WORLD))
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:

@@ -114,7 +114,8 @@ def memories(rank: int) -> list[int]:
 STAGES = {
     "options": (functional, "_make_call"),
     "arguments": (agreement, "describe"),
-    "padding": (functional, "_hide_padding"),
+    "preparation": (functional, "_prepare"),
+    "scale": (functional, "positive"),
     "kernel": (agreement, "get_kernel"),
     "comparison": (agreement, "_compare"),
     "plan": (agreement, "make_plan"),
@@ -140,6 +141,43 @@ def exceptions(rank: int, kind: str) -> dict[str, tuple[str, str]]:
             now = told_by(lambda: ra.ring_attention(*mine, Window(number), transport=transport, layout="zigzag"))
         wanted = told_by(lambda: ra.ring_attention(*mine, Window(number), transport=transport, layout="zigzag"))
         told[stage] = now, wanted
+    return told
+
+
+def after_agreement(rank: int) -> list[tuple[str, str]]:
+    """Rank 1 leaves a call that needs no message after the agreement: what each rank is told, and of the next call."""
+    transport, (q, k, v), told = TorchDist(timeout=PATIENCE), _shard(rank), []
+    apart = ra.Documents([q.shape[2]] * dist.get_world_size())
+    for error in (MemoryError("no room"), KeyboardInterrupt()):
+
+        def broken(*arguments: Any, error: BaseException = error, **more: Any) -> Any:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(functional, "Job", broken)
+            now = told_by(lambda: ra.ring_attention(q, k, v, apart, transport=transport, layout="contiguous"))
+        after = told_by(lambda: ra.ring_attention(q, k, v, Full(), transport=transport, layout="contiguous"))
+        told.append((now, after))
+    return told
+
+
+#: Of every argument that ranks compare, a value unlike that of `disagreements`.
+OTHERS: dict[str, Any] = {
+    "pattern": Full(), "layout": "zigzag", "schedule": "direct", "kernel": "reference", "machine": "cuda",
+    "scale": -0.5, "deterministic": True, "comm_dtype": "bfloat16", "rotate": "queries", "softcap": 30.0,
+    "dropout": 0.5, "return_lse": True, "sinks": torch.zeros(2),
+    "key_padding_mask": torch.zeros(1, TOKENS // 3, dtype=torch.bool),
+}  # fmt: skip
+
+
+def disagreements(rank: int, names: list[str]) -> dict[str, str]:
+    """What each rank is told where the last rank gives one argument another value."""
+    transport, mine, told = TorchDist(timeout=PATIENCE), _shard(rank), {}
+    plain: dict[str, Any] = {"pattern": Causal(), "layout": "contiguous", "schedule": "ring", "scale": 0.5}
+    for name in names:
+        given = {**plain, name: OTHERS[name]} if rank == dist.get_world_size() - 1 else plain
+        told[name] = told_by(lambda given=given: ra.ring_attention(*mine, transport=transport, **given))  # type: ignore[misc]
     return told
 
 

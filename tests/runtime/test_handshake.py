@@ -4,11 +4,14 @@ ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import handshake_cases
 import pytest
 import side_records
+
+from ringattn.runtime.handshake import Call
 
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
@@ -58,6 +61,19 @@ def test_any_exception_of_one_rank_is_told_to_all(run_ranks: Run, kind: str, own
             now, after = told[rank][stage]
             assert now.startswith(f"Mismatch: rank 1 cannot take part: {others}"), (stage, now)
             assert after == "fine", (stage, after)
+
+
+def test_a_rank_that_leaves_after_the_agreement_finds_the_others_again(run_ranks: Run) -> None:
+    left, stayed = [("MemoryError: no room", "fine"), ("KeyboardInterrupt: ", "fine")], [("fine", "fine")] * 2
+    assert run_ranks(handshake_cases.after_agreement, SIZE, timeout=LOUD) == [stayed, left, stayed]
+
+
+def test_every_argument_is_compared(run_ranks: Run) -> None:
+    """Also options that were added since: each has a value in `handshake_cases.OTHERS`."""
+    names = [entry.name for entry in fields(Call)]
+    for told in run_ranks(handshake_cases.disagreements, SIZE, names, timeout=LOUD):
+        for name in names:
+            assert told[name].startswith(f"Mismatch: the ranks disagree about {name}: "), (name, told[name])
 
 
 def test_exceptions_in_an_adaptive_module(run_ranks: Run) -> None:

@@ -50,6 +50,14 @@ CALLS: dict[str, Callable[[Leaves], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_an_empty_batch(name: str) -> None:
+    x = tuple(t.detach()[:0].requires_grad_() for t in leaves())
+    out = CALLS[name](x)
+    assert 0 in out.shape and sorted(out.shape) == sorted(x[0].shape)
+    assert all(torch.equal(g, t) for g, t in zip(torch.autograd.grad(out.sum(), x), x, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
 def test_inference_then_training_and_back(name: str, dtype: torch.dtype) -> None:

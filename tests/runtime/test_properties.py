@@ -249,7 +249,7 @@ def test_wrong_wire_dtypes() -> None:
     for as_sent, words in (
         ("float16", "may travel as float32 or bfloat16"),
         ("int8", "comm_dtype=int8"),
-        (3, "comm_dtype=3"),
+        (3, "comm_dtype=3: expected"),
     ):
         with pytest.raises(ra.InvalidInput, match=words):
             ra.virtual_attention(q, k, v, Causal(), ranks=2, comm_dtype=as_sent)

@@ -55,7 +55,7 @@ def test_a_rank_that_goes_wrong_later_is_found_at_once(run_ranks: Run) -> None:
     wanted = (
         ("same tokens", "rank 1 cannot take part: q, k and v must have the same batch and the same tokens"),
         ("disagree about pattern",) * 2,
-        ("scale must be a number", "rank 1 cannot take part: scale must be a number"),
+        ("scale='big': expected float", "rank 1 cannot take part: scale='big': expected float"),
         ("the scorer was made for", "rank 1 cannot take part: q has 2 heads"),
         ("key_padding_mask must be", "rank 1 cannot take part: key_padding_mask must be"),
     )

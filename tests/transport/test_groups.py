@@ -38,6 +38,11 @@ def test_messages_of_the_program_itself_are_left_alone(run_ranks: Run) -> None:
     assert run_ranks(group_cases.messages_of_others, 2, timeout=60) == [True, True]
 
 
+def test_a_fork_of_a_rank_is_no_rank(new_ranks: Run) -> None:
+    told, nobody = new_ranks(group_cases.calls_of_a_fork, 2, timeout=60)
+    assert len(told) == 3 and all("this process is a fork of a rank" in text for text in told) and not nobody
+
+
 def test_an_error_of_a_signal_handler_passes_unchanged(run_ranks: Run) -> None:
     told = f"RuntimeError: {group_cases.KILLED}"
     assert run_ranks(group_cases.errors_of_others, 2, timeout=60) == [[told, told], []]

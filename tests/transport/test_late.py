@@ -11,7 +11,7 @@ import torch
 from posts import planned_posts
 
 import ringattn as ra
-from ringattn.runtime import executor
+from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.runtime.message_buffers import StepMessages
 from ringattn.transport.base import Message, Post, Program, Wait
 
@@ -54,15 +54,15 @@ def test_late_messages_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_write_to_a_sent_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = executor.kernel_forward
+    honest = AtenCpu.forward
 
-    def scribble(kernel: Any, q: Any, keys: list[torch.Tensor], *more: Any) -> Any:
-        result = honest(kernel, q, keys, *more)
-        keys[0].zero_()
+    def scribble(kernel: Any, q: Any, k: torch.Tensor, *more: Any) -> Any:
+        result = honest(kernel, q, k, *more)
+        k.zero_()
         return result
 
     late.use(monkeypatch)
-    monkeypatch.setattr(executor, "kernel_forward", scribble)
+    monkeypatch.setattr(AtenCpu, "forward", scribble)
     with pytest.raises(AssertionError, match="written to while in flight"):
         call(ra.Full())
 

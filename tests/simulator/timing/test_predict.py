@@ -217,7 +217,7 @@ def test_virtual_attention_chooses() -> None:
     wanted = ra.attention(q, q, q, Causal())
     found = ra.virtual_attention(q, q, q, Causal(), ranks=3, layout="auto", machine=SLOW)
     assert torch.allclose(found, wanted, atol=1e-6)
-    with pytest.raises(InvalidInput, match=r"machine must be a ringattn\.Machine"):
+    with pytest.raises(InvalidInput, match=r"machine=3: expected Machine \| str \| None"):
         ra.virtual_attention(q, q, q, Causal(), ranks=3, machine=3)  # type: ignore[arg-type]
 
 
