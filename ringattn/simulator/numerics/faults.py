@@ -6,13 +6,16 @@ what arrives (swap, stale, hop, lost, scaled). The executor and the kernels do n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
+import torch
+
 from ...errors import InvalidInput
+from ...layout.regular import Layout
 from ...plan.key_demand import KeyDemand
 from ...plan.plan import Plan
 from ...plan.row_sets import ALL_ROWS, WHOLE_BLOCK, AllRows, RowSet, RowSets
@@ -20,6 +23,7 @@ from ...plan.steps import Part, RankPlan, Step
 from ...plan.work import Work
 from ...text import did_you_mean
 from .lockstep import Batched
+from .source import RowSource
 
 T = TypeVar("T")
 #: What each kind of fault does.
@@ -50,13 +54,10 @@ class Fault:
     def check(self, plan: Plan, *, backward: bool) -> None:
         """Raise InvalidInput where the plan has no such visit."""
         if self.kind not in FAULT_KINDS:
-            raise InvalidInput(
-                f"fault {self.kind!r}: {did_you_mean(self.kind, FAULT_KINDS)}expected {', '.join(FAULT_KINDS)}"
-            )
+            hint = did_you_mean(self.kind, FAULT_KINDS)
+            raise InvalidInput(f"fault {self.kind!r}: {hint}expected {', '.join(FAULT_KINDS)}")
         if plan.ranks == 1:
-            raise InvalidInput(
-                f"fault {self.kind!r} harms what comes from another rank, and here is only one; try ranks=2 or more"
-            )
+            raise InvalidInput(f"fault {self.kind!r} harms what comes from another rank; try ranks=2 or more")
         for number in (self.rank, self.owner):
             if not 0 <= number < plan.ranks:
                 raise InvalidInput(f"the fault names rank {number}, the plan has ranks 0 .. {plan.ranks - 1}")
@@ -72,9 +73,17 @@ class Fault:
         near = (self.rank, self.owner, *(self._neighbour(way, plan.ranks) for way in (+1, -1)))
         replaced = self.kind in ("owner", "swap", "stale", "hop")
         if replaced and len({plan.layout.rows(owner) for owner in near}) > 1:
-            raise InvalidInput(
-                f"fault {self.kind!r} puts a block in place of another: shards must be equally long here"
-            )
+            raise InvalidInput(f"fault {self.kind!r} puts a block in place of another: shards must be equally long")
+
+    def harm(self, source: RowSource, layout: Layout, rank: int, part: Part, tensors: Sequence[torch.Tensor]) -> None:
+        """Change the `tensors` [heads, rows, width] of a part that has arrived at `rank`, in place."""
+        if part.kind in ("grad", "dq") and (rank, part.owner) == (self.rank, self.owner):
+            for x in tensors:
+                x.mul_(GRADIENT_FAULTS.get(self.kind, 1.0))
+        if part.kind == "kv":
+            for i, home in enumerate(self.delivered(rank, part.owner, layout.ranks)):
+                if home != part.owner:
+                    tensors[i].copy_(source.block(layout, home, part.row_set)[i][0])
 
     def delivered(self, rank: int, owner: int, ranks: int) -> tuple[int, int]:
         """(owner of the keys, owner of the values) that arrive at `rank` in place of the block of `owner`."""
@@ -139,17 +148,15 @@ class FaultyPlan(Batched):
         return _FaultyDemand(demand, self.fault) if self.fault is not None and self.fault.kind == "band" else demand
 
     def for_rank(self, rank: int) -> RankPlan:
-        found = super().for_rank(rank)
-        m = self.fault
-        if m is None or rank != m.rank or m.kind not in ("drop", "duplicate", "owner"):
+        found, fault = super().for_rank(rank), self.fault
+        if fault is None or rank != fault.rank:
             return found
-        return replace(found, forward=tuple(map(self._harmed, found.forward)))
 
-    def _harmed(self, step: Step) -> Step:
-        fault = self.fault
-        assert fault is not None
-        harmed = (fault.harmed(part.owner, part, Part(part.kind, fault.rank)) for part in step.visits)
-        return replace(step, visits=tuple(chain.from_iterable(harmed)))
+        def harmed(step: Step) -> Step:
+            parts = (fault.harmed(part.owner, part, Part(part.kind, rank)) for part in step.visits)
+            return replace(step, visits=tuple(chain.from_iterable(parts)))
+
+        return replace(found, forward=tuple(map(harmed, found.forward)))
 
 
 def with_fault(plan: Plan, fault: Fault) -> Plan:
