@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 HEAD = "<5q"
 
 
-class AdaptiveKeywords(CoreKeywords, total=False):
-    """Keyword arguments of `AdaptiveAttention` but for num_heads and head_dim."""
-
-    block: int
-    k: int | None
-    density: float | None
-    kv_heads: int | None
-    rank: int
-    noise: float
-    causal: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
 class SelectedBlocks(BlockSparse):
     """Blocks selected for one call. No cache keeps what is planned for them: no later call has the same pattern."""
 
