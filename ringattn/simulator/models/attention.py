@@ -46,6 +46,11 @@ def attention_of_layers(
     ]
 
 
+def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
+    """What was planned for each kind of layer, in words."""
+    return "; ".join(f"{count} layers: {one.plan}" for count, one in layers)
+
+
 def plan_of_widest_layer(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
 ) -> tuple[Plan, Machine]:

@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import ceil
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.machine import Machine
-from .attention import attention_of_layers, error_band
+from .attention import attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
+from .estimate import Estimate
 from .hardware import check_dtype, collective_seconds, memory_bandwidth
-from .layer import LayerCosts
-from .memory import RESERVED
+from .layer import RESERVED, LayerCosts
 from .parallel import Parallel
 
 
-@dataclass(frozen=True)
-class InferenceEstimate:
-    """A prefill, or one decoded token of each sequence: seconds and bytes of one GPU. All modelled."""
-
-    #: Seconds that each part adds; they sum to `seconds`.
-    parts: dict[str, float]
-    #: Bytes of one GPU by category.
-    memory: dict[str, int]
-    gpus: int
-    #: Tokens that the GPUs process in these seconds, of all sequences.
-    tokens: int
-    machine: Machine = field(repr=False)
-    #: What was planned for attention, in words; "" in a decode.
-    plan: str = ""
-    #: Factors on the seconds of attention between which 90 % of measured passes lie; None: not known.
-    band: tuple[float, float] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds to the first token of a prefill, or seconds per token of a decode."""
-        return sum(self.parts.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second and GPU."""
-        return self.tokens / self.seconds / self.gpus
+class InferenceEstimate(Estimate):
+    """A prefill, or one decoded token of each sequence."""
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values on one GPU."""
         return self.memory["keys and values"]
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the memory of a GPU is enough; None: the machine does not say how much it has."""
-        return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
 
 
 def prefill(
@@ -73,9 +43,7 @@ def prefill(
     return InferenceEstimate(
         parts={
             "attention": sum(count * one.forward for count, one in layers),
-            "projections": model.layers * costs.projections,
-            "mlp": model.layers * costs.mlp,
-            "norms": model.layers * costs.norms,
+            **costs.products(model.layers),
             "logits": costs.logits(parallel.rows),
             "tp": model.layers * costs.exchanges,
         },
@@ -83,7 +51,7 @@ def prefill(
         gpus=parallel.gpus,
         tokens=tokens * parallel.rows * parallel.dp,
         machine=machine,
-        plan="; ".join(f"{count} layers: {one.plan}" for count, one in layers),
+        plan=describe_layers(layers),
         band=error_band(machine, parallel, tokens),
     )
 
@@ -111,9 +79,7 @@ def decode(
     return InferenceEstimate(
         parts={
             "keys and values": memory["keys and values"] / memory_bandwidth(machine),
-            "projections": model.layers * costs.projections,
-            "mlp": model.layers * costs.mlp,
-            "norms": model.layers * costs.norms,
+            **costs.products(model.layers),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
             "merging over cp": merging,

@@ -12,14 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...kernels.base import Kernel
 from ...layout.regular import Layout
 from ...pattern import Pattern, Tile
-from ...plan.work import Work
 from .source import RAMP, RowSource
 
-#: The most keys of a row that `one_call` copies into one tensor.
-GATHERED = 1 << 20
 #: Pairs of a head and a key that are compared with the mask of a row.
 MASK_CELLS = 1 << 20
 #: Rows of the largest dense mask.
@@ -205,21 +201,6 @@ def _count_ranges(ranges: Sequence[range], keys: np.ndarray) -> np.ndarray:
         if r.step > 1:
             times += (keys >= r.start) & (keys < r.stop) & ((keys - r.start) % r.step == 0)
     return times
-
-
-def one_call(kernel: Kernel, pattern: Pattern, source: RowSource, position: int, scale: float) -> torch.Tensor | None:
-    """out [H, Dv] of one row by one kernel call per head, in the dtype of the source, as a single device computes it.
-    None where the row sees no key, or more than `GATHERED`."""
-    bound, outs = pattern.bind(source.heads, source.tokens), []
-    query = source.rows("q", range(position, position + 1))
-    for head in range(source.heads):
-        seen, kv = _keys(bound, position, source.tokens, head), head * source.kv_heads // source.heads
-        if not 0 < sum(map(len, seen)) <= GATHERED:
-            return None
-        k, v = (torch.cat([source.rows(name, r)[:, kv : kv + 1] for r in seen], 2) for name in ("k", "v"))
-        work = Work(range(1), range(1), range(1), (range(k.shape[2]),))
-        outs.append(kernel.forward(query[:, head : head + 1], k, v, work, scale)[0][0, :, 0])
-    return torch.cat(outs) * bound.output_scale
 
 
 def exact_ranks(

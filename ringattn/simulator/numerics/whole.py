@@ -8,10 +8,9 @@ blocks of K/V cross the border, and the source makes these again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from math import isnan
 
 import numpy as np
@@ -28,7 +27,7 @@ from ..progress import track
 from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
 from .lockstep import Cohort, Lockstep, cohorts, connected
-from .oracle import DENSE, ExactQueries, exact_keys, exact_ranks, exact_rows, one_call
+from .oracle import DENSE, ExactQueries, exact_keys, exact_ranks, exact_rows
 from .result import NumericsReport, gap
 from .sampled import TOLERANCE, check_plan
 from .source import K_TAG, Q_TAG, RAMP, RowSource, placed
@@ -39,8 +38,6 @@ TOGETHER = 128
 DENSE_GROUPS = 4
 #: Query rows, and key rows, of every rank that are compared with an oracle.
 COMPARED = 16
-#: Rows, beside one of every rank, whose single-call error is measured.
-SINGLE = 64
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -131,10 +128,6 @@ class _Compared:
     report: NumericsReport
     source: RowSource
     scale: float
-    plain: Kernel
-    #: The largest error of a single call of the kernel, and the number of rows for which it was measured.
-    single: float = 0.0
-    singles: int = 0
     #: The number of groups of ranks whose gradients were compared with a dense oracle in all rows.
     dense_groups: int = 0
 
@@ -154,19 +147,6 @@ class _Compared:
             if outcome.grads:
                 self.report.compare_gradient(outcome.grads[0][i, :, mine], truth.dq, Q_TAG)
             self.report.rows += len(local)
-            if self.source.dtype != torch.float64:
-                self._single(chain.from_iterable(places), truth.out)
-
-    def _single(self, positions: Iterable[int], truth: torch.Tensor) -> None:
-        """Measure the error of a single kernel call: for one row of every rank, and for more rows of the first
-        ranks."""
-        for i, position in enumerate(positions):
-            if i and self.singles >= SINGLE:
-                return
-            self.singles += 1
-            one = one_call(self.plain, self.plan.pattern, self.source, position, self.scale)
-            if one is not None:
-                self.single = max(self.single, gap(one, truth[:, i]))
 
     def _chosen(self, rows: int) -> range:
         """At most `COMPARED` local rows of a shard, from a random row on. The step is odd, so that a dilation by a
@@ -306,8 +286,10 @@ def whole(
     scale = plan.head_dim**-0.5
     one = source.rows("q", range(min(1, plan.tokens)))
     plain = get_kernel("auto", one, one, one)
-    report = NumericsReport(true, "all", ranks=len(mine), tolerance=TOLERANCE, visits=_planned(plan, mine))
-    done = _Compared(report, source, scale, plain)
+    # In fp32, what rounding a sum of as many terms as there are keys comes to.
+    tolerance = TOLERANCE if plan.dtype == "float64" else torch.finfo(torch.float32).eps * (8 + plan.tokens**0.5)
+    report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance, visits=_planned(plan, mine))
+    done = _Compared(report, source, scale)
     groups = make_groups(plan, mine, backward=grads, together=together)
     report.live = max((group.ranks for group in groups), default=0)
     for group in track(groups, len(groups), "groups of ranks"):
@@ -328,8 +310,6 @@ def whole(
                 watch(outcome)
         if grads:
             done.gradients_of(outcomes)
-    if plan.dtype != "float64":
-        report.tolerance = 2 * done.single + 1e-6
     report.seconds = time.perf_counter() - begun
     return report
 
