@@ -14,8 +14,9 @@ from ...errors import InvalidInput, RingAttentionError
 from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
 from ...pattern import Causal, Pattern, Window
+from ...plan.plan import Plan
 from ...plan.schedules import split_ulysses
-from ..models.attention import LayerAttention
+from ..models.attention import LayerAttention, plan_of_widest_layer
 from ..models.config import ModelConfig
 from ..models.parallel import CHECKPOINTING, SHARDS, Parallel
 from ..models.pipeline import Pipeline, pipelined_step
@@ -33,8 +34,6 @@ EQUAL = 1e-3
 Shape = tuple[int, int, int, int]
 #: (layout, schedule) by (cp, tp).
 KnownPlans = Mapping[tuple[int, int], tuple[str, str]]
-#: Categories of memory that are states of the weights.
-STATES = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -217,6 +216,12 @@ def simulate_step(question: Question, machine: Machine, candidate: TrainingCandi
     """The step of a candidate, simulated on `machine`."""
     parallel, pipeline = candidate.parallel, candidate.pipeline
     return pipelined_step(question.model, machine, question.tokens, parallel, pipeline, question.dtype)
+
+
+def plan_attention(question: Question, candidate: TrainingCandidate) -> tuple[Plan, Machine]:
+    """The plan of a layer of a candidate with the widest window, and the machine as the ranks of its group see it."""
+    machine = candidate.offer.machine
+    return plan_of_widest_layer(question.model, machine, question.tokens, candidate.parallel, question.dtype)
 
 
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:

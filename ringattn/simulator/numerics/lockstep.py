@@ -99,7 +99,8 @@ def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]
 
 
 def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[int]]:
-    """`ranks` split into groups that send no messages to each other."""
+    """`ranks` split into groups that send no messages to each other. Raises InvalidInput where a backward needs
+    others."""
     inside, todo, found = set(ranks), set(ranks), []
     for start in ranks:
         if start not in todo:
@@ -111,9 +112,14 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
             group.append(rank)
             mine = plan.for_rank(rank)
             for step in (*mine.forward, *(mine.backward if backward else ())):
-                peers = {hop.peer for hop in (*step.sends, *step.recvs)} & todo
+                peers = {hop.peer for hop in (*step.sends, *step.recvs)}
+                if backward and not peers <= inside:
+                    raise InvalidInput(
+                        f"rank {rank} exchanges gradients with rank {min(peers - inside)}, which is not executed; "
+                        "execute all ranks, or whole segments of a dilated pattern, or leave out backward=True"
+                    )
+                stack += sorted(peers & todo)
                 todo -= peers
-                stack += sorted(peers)
         found.append(sorted(group))
     assert sum(map(len, found)) == len(inside)
     return found
@@ -245,12 +251,7 @@ class Lockstep:
         """Fill the messages that come from ranks that are not executed."""
         for i in range(len(cohort.ranks))[index] if isinstance(index, slice) else index.tolist():
             for part, tensors in _parts(cohort, recv, i):
-                if part.kind != "kv":
-                    peer = (cohort.ranks[i] + recv.hop.peer - cohort.first) % self.size
-                    raise InvalidInput(
-                        f"rank {cohort.ranks[i]} gets gradients from rank {peer}, which is not executed; "
-                        "execute all ranks that see each other, or the forward only"
-                    )
+                assert part.kind == "kv", "gradients come from executed ranks only"
                 for x, y in zip(tensors, self.answer(part), strict=True):
                     x.copy_(y[0])
             self.answered += 1

@@ -8,7 +8,7 @@ blocks of K/V cross the border, and the source makes these again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
@@ -19,7 +19,6 @@ import torch
 from ...errors import InvalidInput
 from ...kernels import get_kernel
 from ...kernels.base import Kernel
-from ...pattern import Pattern, Tile
 from ...plan.plan import Plan
 from ...plan.steps import Part
 from ...runtime.executor import Forward, Job, backward, forward
@@ -69,27 +68,12 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
     check_plan(plan)
     found: list[list[int]] = [[]]
     for part in connected(plan, ranks, backward=backward):
-        if backward:
-            _check_closed(plan, part)
         pieces = [part] if backward else [part[i : i + together] for i in range(0, len(part), together)]
         for piece in pieces:
             if found[-1] and len(found[-1]) + len(piece) > together:
                 found.append([])
             found[-1] += piece
     return [CohortGroup(tuple(cohorts(plan, sorted(group), backward=backward))) for group in found if group]
-
-
-def _check_closed(plan: Plan, ranks: Sequence[int]) -> None:
-    inside = set(ranks)
-    for rank in ranks:
-        mine = plan.for_rank(rank)
-        for step in (*mine.forward, *mine.backward):
-            for hop in (*step.sends, *step.recvs):
-                if hop.peer not in inside:
-                    raise InvalidInput(
-                        f"rank {rank} exchanges gradients with rank {hop.peer}, which is not executed; execute all "
-                        "ranks, or whole segments of a dilated pattern, or leave out backward=True"
-                    )
 
 
 def execute(
@@ -244,19 +228,12 @@ class _Compared:
 
 def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Expected counts of the query rows [H, n] and the key rows [K, n] of a rank, in local order."""
-    heads, everything = range(plan.heads), range(plan.tokens)
-    group = plan.heads // plan.kv_heads
-    queries, keys = [], []
-    for r in plan.layout.shard(rank):
-        queries.append(expected_counts(_tiles(plan.pattern, r, everything, heads), r, plan.heads, keys=False))
-        of_heads = expected_counts(_tiles(plan.pattern, everything, r, heads), r, plan.heads, keys=True)
-        keys.append(of_heads.reshape(plan.kv_heads, group, -1).sum(1))
-    return np.concatenate(queries, 1), np.concatenate(keys, 1)
-
-
-def _tiles(pattern: Pattern, q: range, k: range, heads: range) -> Iterator[Tile]:
-    for tile in pattern.tiles(q, k, heads):
-        yield from tile.refine()
+    shard = plan.layout.shard(rank)
+    queries, keys = (
+        np.concatenate([expected_counts(plan.pattern, plan.tokens, r, plan.heads, keys=way) for r in shard], 1)
+        for way in (False, True)
+    )
+    return queries, keys.reshape(plan.kv_heads, -1, keys.shape[1]).sum(1)
 
 
 def whole(
