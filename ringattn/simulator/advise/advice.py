@@ -223,8 +223,8 @@ def describe_place(candidate: TrainingCandidate) -> str:
 def span(candidate: TrainingCandidate) -> tuple[float, float]:
     """Seconds of 1e9 tokens at both ends of the band of attention; both as modelled where there is no band."""
     step, per_token = candidate.step, 1e9 / candidate.step.tokens
-    low, high = step.seconds_low, step.seconds_high
-    return per_token * (step.seconds if low is None else low), per_token * (step.seconds if high is None else high)
+    low, high = step.seconds_band or (step.seconds, step.seconds)
+    return per_token * low, per_token * high
 
 
 def shares(candidate: TrainingCandidate) -> dict[str, float]:

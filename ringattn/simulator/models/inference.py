@@ -34,10 +34,9 @@ def prefill(
     """
     parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
-    item = ITEM_BYTES[dtype]
-    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), item)
+    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
     layers = attention_of_layers(model, machine, tokens, parallel, dtype, backward=False)
-    memory = _memory(model, machine, parallel, tokens, parallel.rows, item)
+    memory = _memory(costs, tokens, parallel.rows)
     memory["activations"] = costs.activation_bytes + 2 * costs.input_bytes
     memory["attention buffers"] = max(one.buffers for _, one in layers)
     return InferenceEstimate(
@@ -70,9 +69,8 @@ def decode(
     check_dtype(machine, dtype)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise InvalidInput(f"batch={batch!r} must be a whole number >= 1; try batch=1")
-    item = ITEM_BYTES[dtype]
-    costs = LayerCosts(model, machine, parallel, batch, item)
-    memory = _memory(model, machine, parallel, context, batch, item)
+    costs = LayerCosts(model, machine, parallel, batch, ITEM_BYTES[dtype])
+    memory = _memory(costs, context, batch)
     merged = 4 * batch * costs.heads * (model.head_dim + 1)
     # All cp ranks of a group read as long as the rank with the newest keys, which has the windows.
     merging = 2 * model.layers * collective_seconds(machine, merged, parallel.cp, parallel.tp)
@@ -91,21 +89,15 @@ def decode(
     )
 
 
-def kv_bytes(model: ModelConfig, parallel: Parallel, tokens: int, rows: int, item: int) -> int:
-    """Bytes of the keys and values of `rows` sequences on the rank of a cp group that holds the newest tokens.
+def _memory(costs: LayerCosts, tokens: int, rows: int) -> dict[str, int]:
+    """Bytes of weights and of the keys and values of `rows` sequences, on the rank that holds the newest tokens.
 
     A layer with a window keeps only the keys of its window.
     """
-    here = ceil(tokens / parallel.cp)
+    model, here = costs.model, ceil(tokens / costs.parallel.cp)
     kept = sum(here if window is None else min(window, here) for window in model.windows)
-    return rows * kept * 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim * item
-
-
-def _memory(
-    model: ModelConfig, machine: Machine, parallel: Parallel, tokens: int, rows: int, item: int
-) -> dict[str, int]:
     return {
-        "weights": ceil(model.stored_bytes(item) / parallel.tp),
-        "keys and values": kv_bytes(model, parallel, tokens, rows, item),
-        "reserved": int(RESERVED * (machine.memory or 0)),
+        "weights": ceil(model.stored_bytes(costs.item) / costs.parallel.tp),
+        "keys and values": rows * kept * 2 * costs.kv_heads * model.head_dim * costs.item,
+        "reserved": int(RESERVED * (costs.machine.memory or 0)),
     }

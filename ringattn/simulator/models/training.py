@@ -51,20 +51,13 @@ class StepEstimate(Estimate):
     checkpoint_bytes: float
 
     @property
-    def seconds_low(self) -> float | None:
-        """Seconds at the lower end of the band of attention, all else as modelled; None: no band is known."""
-        return self._in_band(0)
-
-    @property
-    def seconds_high(self) -> float | None:
-        """Seconds at the upper end of the band of attention, all else as modelled; None: no band is known."""
-        return self._in_band(1)
-
-    def _in_band(self, end: int) -> float | None:
+    def seconds_band(self) -> tuple[float, float] | None:
+        """Seconds at both ends of the band of attention, all else as modelled; None: no band is known."""
         if self.band is None:
             return None
         attention = sum(self.parts[name] for name in ATTENTION_PARTS)
-        return self.seconds + (self.band[end] - 1) * attention
+        low, high = (self.seconds + (end - 1) * attention for end in self.band)
+        return low, high
 
     @property
     def tflops(self) -> float:
@@ -133,8 +126,8 @@ def training_step(
     return StepEstimate(
         gpus=parallel.gpus,
         tokens=sequences * tokens,
-        parts=_parts(model, machine, parallel, costs, layers),
-        memory=training_memory(model, machine, parallel, costs, [one for _, one in layers]),
+        parts=_parts(costs, layers),
+        memory=_memory(costs, layers),
         machine=machine,
         flops=flops,
         plan=describe_layers(layers),
@@ -143,14 +136,9 @@ def training_step(
     )
 
 
-def _parts(
-    model: ModelConfig,
-    machine: Machine,
-    parallel: Parallel,
-    costs: LayerCosts,
-    layers: list[tuple[int, LayerAttention]],
-) -> dict[str, float]:
+def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, float]:
     """The seconds that each part adds to a step."""
+    model, machine, parallel = costs.model, costs.machine, costs.parallel
     again = parallel.checkpointing
     shards = parallel.cp * parallel.dp if parallel.shard != "none" else 1
     logits = LOGIT_TRAFFIC * 4 * costs.rows * model.vocab / parallel.tp / memory_bandwidth(machine)
@@ -165,23 +153,17 @@ def _parts(
         "optimiser": (ADAM_TRAFFIC + costs.item) * model.parameters / parallel.tp / shards / memory_bandwidth(machine),
         "tp": 2 * model.layers * costs.exchanges,
     }
-    return {**parts, "fsdp": _exposed(model, machine, parallel, costs, layers, parts["loss"])}
+    return {**parts, "fsdp": _exposed(costs, layers, parts["loss"])}
 
 
-def _exposed(
-    model: ModelConfig,
-    machine: Machine,
-    parallel: Parallel,
-    costs: LayerCosts,
-    layers: list[tuple[int, LayerAttention]],
-    loss: float,
-) -> float:
+def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: float) -> float:
     """Seconds in which the collectives of weights and gradients are not hidden behind computing, layer by layer.
 
     ZeRO 3 gathers the weights of a layer in its forward and backward, and reduces its gradients in the backward; ZeRO 1
     and 2 gather once, and without shards gradients are reduced and gathered (Rajbhandari et al. 2020, section 7). The
     first gather and the last reduction have nothing to hide behind.
     """
+    model, machine, parallel = costs.model, costs.machine, costs.parallel
     level, group = SHARDS.index(parallel.shard), parallel.cp * parallel.dp
 
     def collectives(parameters: float) -> tuple[float, float]:
@@ -201,10 +183,9 @@ def _exposed(
     return ends + exposed * (1 - 1 / model.layers) + max(outer - loss, 0.0)
 
 
-def training_memory(
-    model: ModelConfig, machine: Machine, parallel: Parallel, costs: LayerCosts, attention: list[LayerAttention]
-) -> dict[str, int]:
-    """Bytes by category at the peak of a step. `attention` has one entry for each distinct window."""
+def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:
+    """Bytes by category at the peak of a step."""
+    model, machine, parallel = costs.model, costs.machine, costs.parallel
     level = SHARDS.index(parallel.shard)
     shards = parallel.dp * parallel.cp
     local, layer = model.parameters / parallel.tp, model.layer / parallel.tp
@@ -226,7 +207,7 @@ def training_memory(
             else 0
         ),
         "activations": model.layers * kept + again,
-        "attention buffers": max(one.buffers for one in attention),
+        "attention buffers": max(one.buffers for _, one in layers),
         "logits": 2 * 4 * min(LOSS_ROWS, costs.rows) * ceil(model.vocab / parallel.tp),
         "reserved": int(RESERVED * (machine.memory or 0)),
     }

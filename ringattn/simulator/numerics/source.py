@@ -83,9 +83,10 @@ class RowSource:
         else:
             index = np.arange(r.start, r.stop, r.step) % self.period
             found = table.index_select(2, torch.from_numpy(index))
-        return (
-            self._ramped(found, r, torch.empty(found.shape, dtype=self.dtype, device="cpu")) if name == "v" else found
-        )
+        if name == "v":
+            found = found.clone(memory_format=torch.contiguous_format)
+            found[..., RAMP] = self._tags(r)
+        return found
 
     @contextmanager
     def shard(
@@ -162,11 +163,6 @@ class RowSource:
             index = torch.arange(self.period + self.margin, device="cpu") % self.period
             self._tables[name] = one.index_select(2, index)
         return self._tables[name]
-
-    def _ramped(self, like: torch.Tensor, r: range, target: torch.Tensor) -> torch.Tensor:
-        target.copy_(like)
-        target[..., RAMP] = self._tags(r)
-        return target
 
     def _tags(self, r: range) -> torch.Tensor:
         return (torch.arange(r.start, r.stop, r.step, dtype=torch.float64, device="cpu") * self.unit).to(self.dtype)
