@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...errors import InvalidInput
 from ...kernels.base import Kernel
@@ -103,7 +103,8 @@ def _join(rounds: Sequence[Sequence[D]]) -> list[D]:
 
     def chain_fields(same: Sequence[D]) -> D:
         names = [name for name, value in vars(same[0]).items() if isinstance(value, tuple)]
-        return replace(same[0], **{name: _chain(getattr(one, name) for one in same) for name in names})
+        joined: dict[str, Any] = {name: _chain(getattr(one, name) for one in same) for name in names}
+        return replace(same[0], **joined)
 
     return [chain_fields(same) for same in zip(*rounds, strict=True)]
 

@@ -114,9 +114,7 @@ class Walk:
         """For each arc the (owner, row sets) of the blocks that a rank has or receives; its own block comes first."""
         arcs = [map(self._arrive, arc) for arc in self.route.arcs(rank)]
         own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE_BLOCK)])
-        found = [chain(own, *arcs[:1]), *arcs[1:]]
-        m = self.fault
-        return [m.visits(blocks) for blocks in found] if m is not None and m.rank == rank else list(found)
+        return [chain(own, *arcs[:1]), *arcs[1:]]
 
     def _arrive(self, edge: Edge) -> tuple[int, RowSets]:
         """(owner, row sets) of what arrives on an edge, which the plan of its source must send."""

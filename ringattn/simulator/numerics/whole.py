@@ -98,7 +98,7 @@ def execute(
         back = Lockstep(group.cohorts, answer, backward=True, tamper=harm)
         cotangents = [source.stacked("grad", layout, c.ranks) * factor for c in group.cohorts]
         each = zip(jobs, cotangents, inputs, results, strict=True)
-        given = back.run([backward(j, g, None, *x, r) for j, g, x, r in each])
+        given = back.run([backward(j, g, None, q, k, v, r) for j, g, (q, k, v), r in each])
     outs = [r.out if factor == 1.0 else r.out * factor for r in results]
     return [
         Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group.cohorts, outs, results, given, strict=True)
