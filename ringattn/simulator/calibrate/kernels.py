@@ -105,8 +105,8 @@ def make_call(
         keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                (q_rows,), key_rows = inputs.select(call, batch, query, keys)
-                kernel.forward(q_rows, *key_rows, call, scale)
+                (x,), (y, z) = inputs.select(call, batch, query, keys)
+                kernel.forward(x, y, z, call, scale)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
     of_rows, of_keys = RowViews(dq), RowViews(dk, dv)
@@ -115,8 +115,8 @@ def make_call(
         keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                (dout, *rows), key_rows = inputs.select(call, batch, by_row, keys)
-                dq_part, *key_parts = kernel.backward(dout, rows[0], *key_rows, *rows[1:], call, scale)
+                (dout, x, o, total), (y, z) = inputs.select(call, batch, by_row, keys)
+                dq_part, *key_parts = kernel.backward(dout, x, y, z, o, total, call, scale)
                 accumulate(of_rows, call, batch, dq_part)
                 accumulate(of_keys, call, batch, *key_parts, by_key=True)
 

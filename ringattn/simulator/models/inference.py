@@ -9,13 +9,13 @@ from ...errors import InvalidInput
 from ...machine.machine import Machine
 from .attention import attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
-from .estimate import Estimate
 from .hardware import check_dtype, collective_seconds, memory_bandwidth
 from .layer import RESERVED, LayerCosts
+from .model_estimate import ModelEstimate
 from .parallel import Parallel
 
 
-class InferenceEstimate(Estimate):
+class InferenceEstimate(ModelEstimate):
     """A prefill, or one decoded token of each sequence."""
 
     @property

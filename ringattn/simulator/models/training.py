@@ -13,9 +13,9 @@ from ...text import duration
 from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
 from .attention import LayerAttention, attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
-from .estimate import Estimate
 from .hardware import check_dtype, collective_seconds, memory_bandwidth
 from .layer import RESERVED, LayerCosts
+from .model_estimate import ModelEstimate
 from .parallel import SHARDS, Parallel
 
 #: Bytes per parameter of mixed precision with Adam, beside weights in the dtype of the activations: gradients in fp32,
@@ -42,7 +42,7 @@ Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, La
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepEstimate(Estimate):
+class StepEstimate(ModelEstimate):
     """One step of training: seconds, bytes of one GPU, and what follows. All modelled, but for the counted FLOPs."""
 
     #: FLOPs of the model without recomputation: 6 per active parameter and token, 12 D per visible pair and head.

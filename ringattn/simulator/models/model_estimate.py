@@ -8,7 +8,7 @@ from ...machine.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class ModelEstimate:
     """A step of training, a prefill, or a decoded token: seconds, and bytes of one GPU. All modelled."""
 
     #: Seconds that each part adds; they sum to `seconds`.
