@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,8 +23,7 @@ from .nn import (
     MultiheadDilatedAttention,
     RingAttention,
 )
-from .nn.adaptive import AdaptiveKeywords
-from .nn.core import CoreKeywords, DilatedKeywords
+from .nn.core import option_names
 from .pattern import (
     Causal,
     Dilated,
@@ -100,7 +99,7 @@ def create_dilated_attention(
             segment_lengths=segment_lengths, dilation_rates=dilation_rates, ring_size=ring_size, **options
         )
     place = _place(name, ring_size)
-    check_option_names(options, DilatedKeywords.__annotations__)
+    check_option_names(options, option_names(DilatedAttention))
     return DilatedAttention(segment_lengths, dilation_rates, **{"order": "BNHD", "mix": "group", **place, **options})
 
 
@@ -132,18 +131,6 @@ def create_multihead_dilated_attention(
     return MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, **arguments)
 
 
-@overload
-def create_block_sparse_attention(variant: Literal["adaptive"], **options: Any) -> AdaptiveAttention: ...
-@overload
-def create_block_sparse_attention(variant: Literal["multihead"], **options: Any) -> MultiheadBlockSparseAttention: ...
-@overload
-def create_block_sparse_attention(
-    variant: Literal["base", "hierarchical"] = "base", **options: Any
-) -> BlockSparseAttention: ...
-@overload
-def create_block_sparse_attention(
-    variant: str, **options: Any
-) -> BlockSparseAttention | AdaptiveAttention | MultiheadBlockSparseAttention: ...
 def create_block_sparse_attention(
     variant: str = "base",
     *,
@@ -155,7 +142,7 @@ def create_block_sparse_attention(
     causal: bool = False,
     ring_size: int | None = None,
     **options: Any,
-) -> BlockSparseAttention | AdaptiveAttention | MultiheadBlockSparseAttention:
+) -> Any:
     """A module of block-sparse attention: one softmax over all keys that a query attends.
 
     `variant` is one of
@@ -175,7 +162,7 @@ def create_block_sparse_attention(
         raise InvalidInput(f"variant={variant!r}: {did_you_mean(variant, VARIANTS)}expected {', '.join(VARIANTS)}")
     place = _place("auto", ring_size)
     if variant == "adaptive":
-        check_option_names(options, {*AdaptiveKeywords.__annotations__, "num_heads", "head_dim"})
+        check_option_names(options, option_names(AdaptiveAttention) | {"num_heads", "head_dim"})
         _require_options(options, "num_heads", "head_dim")
         if segment_lengths is not None and any(rate != 1 for rate in dilation_rates or ()):
             raise InvalidInput("the adaptive variant chooses its own blocks: leave out dilation_rates above 1")
@@ -194,7 +181,7 @@ def create_block_sparse_attention(
     if variant == "multihead":
         _require_options(options, "embed_dim", "num_heads")
         return MultiheadBlockSparseAttention(pattern=chosen, **{"batch_first": True, **place, **options})
-    check_option_names(options, CoreKeywords.__annotations__)
+    check_option_names(options, option_names(BlockSparseAttention))
     return BlockSparseAttention(chosen, **{"order": "BNHD", **place, **options})
 
 

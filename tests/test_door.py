@@ -22,7 +22,7 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Window
 from ringattn.functional import positions
 from ringattn.layout.regular import DEFAULT_LAYOUT
-from ringattn.nn import adaptive, core, multihead
+from ringattn.nn import core
 from ringattn.runtime import options
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -94,9 +94,6 @@ def test_modules_on_a_group_ask_for_the_layout(run_ranks: Callable[..., list[Non
         (ra.virtual_attention, options.VirtualKeywords, {"q", "k", "v", "pattern", "return_lse"}),
         (ra.attention, options.StreamKeywords, {"q", "k", "v", "pattern", "return_lse"}),
         (ra.nn.RingAttention, core.CoreKeywords, {"pattern"}),
-        (ra.nn.DilatedAttention, core.DilatedKeywords, {"segment_lengths", "dilation_rates"}),
-        (ra.nn.AdaptiveAttention, adaptive.AdaptiveKeywords, {"num_heads", "head_dim"}),
-        (ra.nn.MultiheadAttention, multihead.ProjectionKeywords, {"embed_dim", "num_heads", "core"}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -105,15 +102,8 @@ def test_what_type_checkers_are_told_is_what_functions_take(function: Any, keywo
     parameters = inspect.signature(function).parameters
     names = {name for name in parameters if name != "options"}
     if "options" in parameters:
-        shared = core.CoreKeywords if is_derived_core(function) else options.AttentionKeywords
-        names |= set(shared.__annotations__)
+        names |= set(options.AttentionKeywords.__annotations__)
     assert names - others == set(keywords.__annotations__)
-
-
-def is_derived_core(function: Any) -> bool:
-    return (
-        isinstance(function, type) and issubclass(function, ra.nn.RingAttention) and function is not ra.nn.RingAttention
-    )
 
 
 @pytest.mark.parametrize("name", options.OPTION_NAMES)

@@ -16,7 +16,7 @@ from ..errors import InvalidInput
 from ..files import check_readable
 from ..layout.regular import Layout
 from ..nn import rotary
-from ..simulator.numerics.counter_random import counter_normal
+from ..simulator.numerics.source import counter_normal
 from .config.schema import RunConfig
 from .tensor_files import DTYPES, StoredTensor, read_npz, read_safetensors
 

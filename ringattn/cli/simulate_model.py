@@ -135,8 +135,8 @@ def _fits(estimate: StepEstimate | InferenceEstimate) -> list[Number]:
 def _step_numbers(step: StepEstimate) -> list[Number]:
     """Time, rates and memory of a step of training."""
     band = ""
-    if step.seconds_low is not None and step.seconds_high is not None:
-        band = f", {duration(step.seconds_low)} .. {duration(step.seconds_high)} by the band of attention"
+    if step.seconds_band is not None:
+        band = f", {' .. '.join(map(duration, step.seconds_band))} by the band of attention"
     mfu = "" if step.mfu is None else f", {step.mfu:.1%} of the peak (MFU)"
     return [
         Number("step", duration(step.seconds) + band, "modelled"),
@@ -215,8 +215,7 @@ def _record(
     if isinstance(estimate, StepEstimate):
         price, watts = estimate.machine.price, estimate.machine.watts
         record |= {
-            "seconds low": estimate.seconds_low,
-            "seconds high": estimate.seconds_high,
+            "seconds, band": estimate.seconds_band,
             "flops": estimate.flops,
             "mfu": estimate.mfu,
             "tflops": estimate.tflops,

@@ -22,8 +22,7 @@ from ..machine.kernel_times import BEYOND
 from ..machine.machine import Machine
 from ..simulator.calibrate.kernels import find_kernel, make_reference
 from ..simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ..simulator.calibrate.noise import sizes_between
-from ..simulator.calibrate.passes import Pass, Runs, model_passes, time_passes
+from ..simulator.calibrate.passes import Pass, Runs, model_passes, sizes_between, time_passes
 from ..simulator.calibrate.validate import (
     LEVEL,
     Errors,

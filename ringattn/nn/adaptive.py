@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 HEAD = "<5q"
 
 
-class AdaptiveKeywords(CoreKeywords, total=False):
-    """Keyword arguments of `AdaptiveAttention` but for num_heads and head_dim."""
-
-    block: int
-    k: int | None
-    density: float | None
-    kv_heads: int | None
-    rank: int
-    noise: float
-    causal: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
 class SelectedBlocks(BlockSparse):
     """Blocks selected for one call. No cache keeps what is planned for them: no later call has the same pattern."""
 
@@ -276,9 +262,15 @@ def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) ->
     """(sums over all ranks, seed of rank 0). Added in rank order, so that all ranks get the same bits.
 
     `sums` are this rank's own; all ranks have the same heads and dims. Raises Mismatch with the rank whose record has
-    another block size or another length.
+    another block size.
     """
-    heads = [_read_head(record, rank, block, sums) for rank, record in enumerate(records)]
+    heads = [struct.unpack_from(HEAD, record) for record in records]
+    for rank, (other, *_) in enumerate(heads):
+        if other != block:
+            raise Mismatch(
+                f"rank {rank} has blocks of {other} tokens, this rank of {block}; make the modules of all ranks with "
+                "the same block="
+            )
     total = max(head[1] for head in heads)
     all_sums = [x.new_zeros((*x.shape[:2], total + 1, x.shape[3]), device="cpu") for x in sums]
     for record, head in zip(records, heads, strict=True):
@@ -291,22 +283,3 @@ def _add_all_sums(sums: list[torch.Tensor], block: int, records: list[bytes]) ->
             offset += values.nbytes
             x.index_add_(2, blocks, torch.from_numpy(values).view(shape))
     return [x.to(sums[0].device) for x in all_sums], heads[0][2]
-
-
-def _read_head(record: bytes, rank: int, block: int, sums: list[torch.Tensor]) -> tuple[int, ...]:
-    """The numbers in the head of a rank's record. Raises Mismatch if the record has not the length of block sums."""
-    size = struct.calcsize(HEAD)
-    head = struct.unpack_from(HEAD, record) if len(record) >= size else (0,) * 5
-    if head[0] not in (0, block):
-        raise Mismatch(
-            f"rank {rank} has blocks of {head[0]} tokens, the others of {block}; make the modules of all ranks with "
-            "the same block="
-        )
-    bytes_per_block = (8 + x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in sums)
-    length = size + sum(count * each for count, each in zip(head[3:], bytes_per_block, strict=True))
-    if head[0] != block or len(record) != length:
-        raise Mismatch(
-            f"rank {rank} sent {len(record):,} bytes that are not the block sums of its shard; make the modules of all "
-            "ranks with the same arguments"
-        )
-    return head

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +40,12 @@ class CoreKeywords(AttentionKeywords, RankKeywords, total=False):
     ranks: int | None
     layout: str | Layout | None
     order: str
+
+
+def option_names(module: type[nn.Module]) -> set[str]:
+    """The optional keyword arguments of a module's constructor, those of its bases and `AttentionOptions` included."""
+    names = set(CoreKeywords.__annotations__) if issubclass(module, RingAttention) else set()
+    return names | {name for name, one in signature(module).parameters.items() if one.default is not one.empty}
 
 
 class _Place:
@@ -177,32 +184,14 @@ class RingAttention(nn.Module):
         return_lse: bool = True,
     ) -> tuple[torch.Tensor, ...]:
         """(out, lse), or (out,) without `return_lse`, of one call of the functional form."""
+        shared: dict[str, Any] = {
+            "layout": self.layout, "key_padding_mask": key_padding_mask, "sinks": sinks, "return_lse": return_lse,
+            **options.keywords(),
+        }  # fmt: skip
         if self.sharded:
-            result = ring_attention(
-                q,
-                k,
-                v,
-                pattern,
-                layout=self.layout,
-                key_padding_mask=key_padding_mask,
-                sinks=sinks,
-                return_lse=return_lse,
-                **self._place.keywords,
-                **options.keywords(),
-            )
+            result = ring_attention(q, k, v, pattern, **self._place.keywords, **shared)
         else:
-            result = virtual_attention(
-                q,
-                k,
-                v,
-                pattern,
-                ranks=1 if self.ranks is None else self.ranks,
-                layout=self.layout,
-                key_padding_mask=key_padding_mask,
-                sinks=sinks,
-                return_lse=return_lse,
-                **options.keywords(),
-            )
+            result = virtual_attention(q, k, v, pattern, ranks=1 if self.ranks is None else self.ranks, **shared)
         return result if isinstance(result, tuple) else (result,)
 
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
@@ -228,23 +217,14 @@ class RingAttention(nn.Module):
         Checks the arguments and raises as `attend` does. `error` is an error that the caller has already found: this
         rank raises `error`, and all other ranks raise a Mismatch.
         """
-        pattern, keywords = self._pattern(is_causal), self._call_options().keywords()
+        keywords = {"layout": self.layout, "key_padding_mask": key_padding_mask, **self._call_options().keywords()}
+        arguments: dict[str, Any] = {"pattern": self._pattern(is_causal), **keywords}
         if self.sharded:
-            rows = positions(
-                q,
-                k,
-                v,
-                pattern,
-                layout=self.layout,
-                key_padding_mask=key_padding_mask,
-                error=error,
-                **self._place.keywords,
-                **keywords,
-            )
+            rows = positions(q, k, v, error=error, **self._place.keywords, **arguments)
             return torch.from_numpy(rows).to(q.device)
         if error is not None:
             raise error
-        check_arguments(q, k, v, pattern, layout=self.layout, key_padding_mask=key_padding_mask, **keywords)
+        check_arguments(q, k, v, **arguments)
         return torch.arange(q.shape[2], device=q.device)
 
     def telling(self) -> AbstractContextManager[object]:
@@ -288,14 +268,6 @@ def _check_one_device(layout: str | Layout | None, options: AttentionOptions) ->
                 f"{name}={value!r} says how ranks share the work, but this attention runs on one device; give ranks=, "
                 f"group=, mesh= or transport=, or leave out {name}="
             )
-
-
-class DilatedKeywords(CoreKeywords, total=False):
-    """Keyword arguments of `DilatedAttention`."""
-
-    mix: str
-    offsets: str | None
-    causal: bool
 
 
 class DilatedAttention(RingAttention):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,46 +14,15 @@ from ..errors import InvalidInput, Unsupported
 from ..pattern import Dilated, Pattern
 from ..runtime.options import check_option_names
 from ..text import did_you_mean
-from .adaptive import AdaptiveAttention, AdaptiveKeywords
-from .core import CoreKeywords, RingAttention
+from .adaptive import AdaptiveAttention
+from .core import RingAttention, option_names
 from .rotary import BASE, check_rotary, rotate_by, rotation_tables
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from ..kernels.dropout import Dropout
 
 #: What the backward computes again, see `MultiheadAttention`.
 RECOMPUTE = ("none", "projections", "all")
-
-
-class ProjectionKeywords(TypedDict, total=False):
-    """Keyword arguments of `MultiheadAttention` but for embed_dim, num_heads and core."""
-
-    dropout: float | Dropout
-    bias: bool
-    add_bias_kv: bool
-    add_zero_attn: bool
-    kdim: int | None
-    vdim: int | None
-    batch_first: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-    kv_heads: int | None
-    rotary: bool | float
-    layer_norm: bool
-    qk_norm: bool
-    gamma_init: float | None
-    sinks: bool
-    recompute: str
-
-
-class MultiheadKeywords(ProjectionKeywords, CoreKeywords, total=False):
-    """Keyword arguments of a multihead module around a core with a given pattern."""
-
-
-class MultiheadAdaptiveKeywords(ProjectionKeywords, AdaptiveKeywords, total=False):
-    """Keyword arguments of `MultiheadAdaptiveAttention` but for embed_dim and num_heads."""
 
 
 class MultiheadAttention(nn.Module):
@@ -304,10 +273,8 @@ class MultiheadAttention(nn.Module):
 class MultiheadRingAttention(MultiheadAttention):
     """`MultiheadAttention` around `RingAttention(pattern)`; `options` are those of both."""
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, pattern: Pattern | str, **options: Unpack[MultiheadKeywords]
-    ) -> None:
-        projection, core = _split_options(options, CoreKeywords)
+    def __init__(self, embed_dim: int, num_heads: int, pattern: Pattern | str, **options: Any) -> None:
+        projection, core = _split_options(options, RingAttention)
         super().__init__(embed_dim, num_heads, core=RingAttention(pattern, **core), **projection)
 
 
@@ -328,7 +295,7 @@ class MultiheadDilatedAttention(MultiheadRingAttention):
         mix: str = "lse",
         offsets: str | None = None,
         causal: bool = False,
-        **options: Unpack[MultiheadKeywords],
+        **options: Any,
     ) -> None:
         pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), causal=causal, mix=mix, offsets=offsets)
         super().__init__(embed_dim, num_heads, pattern, **options)
@@ -337,23 +304,21 @@ class MultiheadDilatedAttention(MultiheadRingAttention):
 class MultiheadAdaptiveAttention(MultiheadAttention):
     """`MultiheadAttention` around `AdaptiveAttention`; `options` are those of both."""
 
-    def __init__(self, embed_dim: int, num_heads: int, **options: Unpack[MultiheadAdaptiveKeywords]) -> None:
-        projection, core = _split_options(options, AdaptiveKeywords)
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
+        projection, core = _split_options(options, AdaptiveAttention)
         scorer = AdaptiveAttention(num_heads, embed_dim // max(num_heads, 1), **core)
         super().__init__(embed_dim, num_heads, core=scorer, **projection)
 
 
-def _split_options(options: Mapping[str, Any], core: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options that are keys of `ProjectionKeywords`, and those of `core`; an option of both goes to both.
+def _split_options(options: dict[str, Any], core: type[RingAttention]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of `MultiheadAttention`, and those of `core`; an option of both goes to both.
 
     Raises InvalidInput for an option of neither.
     """
-    projection_names, core_names = ProjectionKeywords.__annotations__.keys(), core.__annotations__.keys()
-    check_option_names(options, projection_names | core_names)
-    return (
-        {name: value for name, value in options.items() if name in projection_names},
-        {name: value for name, value in options.items() if name in core_names},
-    )
+    taken = option_names(MultiheadAttention), option_names(core)
+    check_option_names(options, set.union(*taken))
+    projection, of_core = ({name: options[name] for name in options if name in names} for names in taken)
+    return projection, of_core
 
 
 def _empty(*shape: int, **factory: Any) -> nn.Parameter:

@@ -315,7 +315,7 @@ def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
         ({"numerics.rows": 100, "numerics.spread": 1}, "has 64 query rows on at most 1 rank; try numerics.rows=64"),
         (
             {"ranks": 1, "numerics.fault": "drop"},
-            "fault 'drop' harms what comes from another rank, and here is only one; try ranks=2",
+            "fault 'drop' harms what comes from another rank; try ranks=2",
         ),
         ({"ranks": 1, "numerics.fault": "lost", "backward": True}, "fault 'lost' harms what comes from another rank"),
         ({"seed": -1}, "seed=-1: expected an integer >= 0"),
@@ -331,7 +331,7 @@ def test_numerics_are_asked_for_what_there_is(tmp_path: Path) -> None:
     plan = make_plan(ra.Full(), tokens=64, ranks=1, dtype="float64")
     with pytest.raises(InvalidInput, match="seed=-1"):
         numerics(plan, seed=-1, mode="all")
-    with pytest.raises(InvalidInput, match="here is only one"):
+    with pytest.raises(InvalidInput, match="another rank"):
         numerics(plan, fault=Fault("swap", 0, 0))
 
 

@@ -13,7 +13,6 @@ from ...errors import InvalidInput
 from ...machine.bands import describe_band
 from ...machine.presets import CURRENCY
 from ...text import did_you_mean, digits, duration, plural, rate, size
-from ..models.attention import plan_of_widest_layer
 from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, PUBLISHED_STEPS
 from ..progress import Listener
@@ -27,6 +26,7 @@ from .search import (
     TrainingCandidate,
     least_step,
     list_spreads,
+    plan_attention,
     search,
     simulate_step,
 )
@@ -223,8 +223,8 @@ def describe_place(candidate: TrainingCandidate) -> str:
 def span(candidate: TrainingCandidate) -> tuple[float, float]:
     """Seconds of 1e9 tokens at both ends of the band of attention; both as modelled where there is no band."""
     step, per_token = candidate.step, 1e9 / candidate.step.tokens
-    low, high = step.seconds_low, step.seconds_high
-    return per_token * (step.seconds if low is None else low), per_token * (step.seconds if high is None else high)
+    low, high = step.seconds_band or (step.seconds, step.seconds)
+    return per_token * low, per_token * high
 
 
 def shares(candidate: TrainingCandidate) -> dict[str, float]:
@@ -363,24 +363,15 @@ def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> In
 def _vary_bandwidth(question: Question, candidate: TrainingCandidate) -> list[float]:
     """Seconds of 1e9 tokens at each of BANDWIDTHS."""
     machine = candidate.offer.machine
-    seconds = []
-    for factor in BANDWIDTHS:
-        changed = machine if factor == 1 else replace(machine, bandwidth=factor * machine.bandwidth)
-        step = simulate_step(question, changed, candidate)
-        seconds.append(1e9 / step.tokens * step.seconds)
-    return seconds
+    machines = (replace(machine, bandwidth=factor * machine.bandwidth) for factor in BANDWIDTHS)
+    return [replace(candidate, step=simulate_step(question, one, candidate)).seconds for one in machines]
 
 
 def _slow_down(question: Question, candidate: TrainingCandidate) -> list[float]:
     """Factors on the step where one GPU takes each of SLOWNESS times as long for all that it computes."""
-    plan, machine = plan_of_widest_layer(
-        question.model, candidate.offer.machine, question.tokens, candidate.parallel, question.dtype
-    )
+    plan, machine = plan_attention(question, candidate)
     times = [
-        sum(
-            simulate(plan, machine, backward=direction, slow={plan.ranks // 2: slow}).seconds
-            for direction in (False, True)
-        )
+        sum(simulate(plan, machine, backward=way, slow={plan.ranks // 2: slow}).seconds for way in (False, True))
         for slow in SLOWNESS
     ]
     attention = sum(candidate.step.parts[name] for name in ATTENTION_PARTS)
@@ -400,9 +391,7 @@ def _vary_length(
     known: dict[tuple[int, int], tuple[str, str]] = {}
     for one in found[best.offer.name, best.step.gpus].best:
         # What `auto` took before is not chosen again.
-        plan, _ = plan_of_widest_layer(
-            question.model, best.offer.machine, question.tokens, one.parallel, question.dtype
-        )
+        plan, _ = plan_attention(question, one)
         known.setdefault((one.parallel.cp, one.parallel.tp), (one.parallel.layout, plan.schedule))
     fastest = search(other, best.offer, best.step.gpus, 1, known).best
     return fastest[0] if fastest else None

@@ -9,11 +9,11 @@ import numpy as np
 from markupsafe import Markup
 
 from ...errors import RingAttentionError
-from ..models.attention import plan_of_widest_layer
 from ..reporting.figures import COLOURS, drawing, to_svg
 from ..reporting.pages import render_page
 from ..timing.window import StepWindow, window
 from .advice import BANDWIDTHS, SLOWNESS, Advice, describe_counts, explain, tabulate
+from .search import plan_attention
 
 #: Ranks and steps of the timeline.
 MOST_RANKS, MOST_STEPS = 16, 64
@@ -22,53 +22,26 @@ MARKERS = "osD^vP*X"
 
 def render(advice: Advice) -> str:
     """The page. Raises Unsupported where matplotlib is missing."""
-    timeline = _window(advice)
-    plots = [
-        (
-            "Time and cost",
-            _draw(_pareto, advice),
-            "Each point is the fastest of a shape; the line joins the Pareto front.",
-        ),
-        (
-            "Tokens that fit",
-            _draw(_frontier, advice),
-            f"Counted bytes, {advice.best[0].offer.name}, one sequence on all GPUs.",
-        ),
-        ("Efficiency", _draw(_efficiency, advice), "The fastest candidate of each number of GPUs."),
-        (
-            "Memory of a GPU",
-            _draw(_memory, advice),
-            "The candidates of the table, in its order; the dashed lines are the GPUs' memory.",
-        ),
-        *(
-            [("Attention of one layer", _draw(_timeline, timeline), f"Forward of {advice.best[0].step.plan}.")]
-            if isinstance(timeline, StepWindow)
-            else []
-        ),
-        *(
-            [
-                (
-                    "Bandwidth between nodes",
-                    _draw(_bandwidth, advice),
-                    "The candidates of the table with the plans that they have now.",
-                )
-            ]
-            if advice.bandwidths
-            else []
-        ),
-        (
-            "One slow GPU",
-            _draw(_stragglers, advice),
-            f"{advice.best[0].name}; the slow GPU takes as many times as long for all it computes.",
-        ),
-    ]
-    header, rows = tabulate(advice.best)
-    pareto_header, pareto_rows = tabulate(advice.pareto)
+    best, timeline = advice.best[0], _window(advice)
+    # Title, what draws it and from what, and what it shows; without data there is no plot.
+    plots: list[tuple[str, Callable[[Any, Any], None], object, str]] = [
+        ("Time and cost", _pareto, advice, "Each point is the fastest of a shape; the line joins the Pareto front."),
+        ("Tokens that fit", _frontier, advice, f"Counted bytes, {best.offer.name}, one sequence on all GPUs."),
+        ("Efficiency", _efficiency, advice, "The fastest candidate of each number of GPUs."),
+        ("Memory of a GPU", _memory, advice,
+         "The candidates of the table, in its order; the dashed lines are the GPUs' memory."),
+        ("Attention of one layer", _timeline, None if isinstance(timeline, str) else timeline,
+         f"Forward of {best.step.plan}."),
+        ("Bandwidth between nodes", _bandwidth, advice if advice.bandwidths else None,
+         "The candidates of the table with the plans that they have now."),
+        ("One slow GPU", _stragglers, advice,
+         f"{best.name}; the slow GPU takes as many times as long for all it computes."),
+    ]  # fmt: skip
     values = {
         "advice": advice,
-        "plots": plots,
-        "best": {"header": header, "rows": rows},
-        "pareto": {"header": pareto_header, "rows": pareto_rows},
+        "plots": [(title, _draw(draw, data), caption) for title, draw, data, caption in plots if data is not None],
+        "best": dict(zip(("header", "rows"), tabulate(advice.best), strict=True)),
+        "pareto": dict(zip(("header", "rows"), tabulate(advice.pareto), strict=True)),
         "reasons": [f"{one.name}: {one.step.plan}; {one.choices}; {explain(one)}" for one in advice.best],
         "counts": describe_counts(advice.counts),
         "no_timeline": timeline if isinstance(timeline, str) else "",
@@ -79,33 +52,32 @@ def render(advice: Advice) -> str:
 def _draw(draw: Callable[[Any, Any], None], data: object, height: float = 3.4) -> Markup:
     with drawing(height) as figure:
         draw(figure, data)
+        if figure.axes[0].get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
         return to_svg(figure, draw.__name__)
 
 
 def _lines(
-    figure: Any, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, *, log_y: bool = False
+    figure: Any, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, *, joined: bool = True
 ) -> Any:
-    """Axes with a line of points for each name, over logarithmic x."""
+    """Axes with points for each name, joined or not, over logarithmic x."""
     axes = figure.subplots()
     for i, (name, points) in enumerate(series.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-        axes.plot(*zip(*sorted(points), strict=True), label=name, alpha=0.85, **style)
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "alpha": 0.8}
+        line = "-" if joined else ""
+        axes.plot(*zip(*sorted(points), strict=True), label=name, markersize=4, linestyle=line, **style)
     axes.set_xscale("log", base=2)
-    if log_y:
-        axes.set_yscale("log", base=2)
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
     axes.grid(alpha=0.25)
-    figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
     return axes
 
 
 def _pareto(figure: Any, advice: Advice) -> None:
-    axes = figure.subplots()
-    names = list(dict.fromkeys(candidate.offer.name for candidate in advice.all))
-    for i, name in enumerate(names):
-        points = [(one.seconds / 3600, one.cost) for one in advice.all if one.offer.name == name]
-        axes.plot(*zip(*points, strict=True), MARKERS[i % len(MARKERS)], color=COLOURS[i % 10], label=name, alpha=0.7)
+    series: dict[str, list[tuple[float, float]]] = {}
+    for one in advice.all:
+        series.setdefault(one.offer.name, []).append((one.seconds / 3600, one.cost))
+    axes = _lines(figure, series, "hours of 1e9 tokens, modelled", f"cost of 1e9 tokens\n({advice.unit})", joined=False)
     front = [(one.seconds / 3600, one.cost) for one in advice.pareto]
     ring = {"markersize": 9, "markerfacecolor": "none"}  # a front of one point has no line
     axes.plot(*zip(*front, strict=True), "o--", color=COLOURS[3], label="Pareto front", **ring)
@@ -114,16 +86,12 @@ def _pareto(figure: Any, advice: Advice) -> None:
     for candidate in {one.step.gpus: one for one in reversed(advice.pareto)}.values():
         axes.annotate(f"{candidate.step.gpus} GPUs", (candidate.seconds / 3600, candidate.cost), **place)
     axes.margins(0.3, 0.2)  # room for the words beside the first point
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
-    axes.set(xlabel="hours of 1e9 tokens, modelled", ylabel=f"cost of 1e9 tokens\n({advice.unit})")
-    axes.grid(alpha=0.25)
-    figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
 
 
 def _frontier(figure: Any, advice: Advice) -> None:
     series = {f"checkpointing={name}": points for name, points in advice.frontier.items() if points}
-    axes = _lines(figure, series, "GPUs", "most tokens of a sequence, counted", log_y=True)
+    axes = _lines(figure, series, "GPUs", "most tokens of a sequence, counted")
+    axes.set_yscale("log", base=2)
     axes.axhline(advice.question.tokens, linestyle=":", color=COLOURS[3])
     axes.yaxis.set_major_formatter(
         lambda value, place: f"{value / 1024:g}k" if value < 2**20 else f"{value / 2**20:g}M"
@@ -149,17 +117,14 @@ def _memory(figure: Any, advice: Advice) -> None:
     axes.set_yticks(places, [f"{place + 1}." for place in places])
     axes.invert_yaxis()
     axes.set(xlabel="GiB, counted and modelled")
-    figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=3)
 
 
 def _window(advice: Advice) -> StepWindow | str:
     """When ranks begin steps of the forward of a layer; a text where the best candidate has none, or none is known."""
-    question, best = advice.question, advice.best[0]
+    best = advice.best[0]
     if best.parallel.cp == 1:
         return "One rank computes attention of a sequence in one step."
-    plan, machine = plan_of_widest_layer(
-        question.model, best.offer.machine, question.tokens, best.parallel, question.dtype
-    )
+    plan, machine = plan_attention(advice.question, best)
     try:
         return window(plan, machine, ranks=range(min(plan.ranks, MOST_RANKS)), steps=range(MOST_STEPS))
     except RingAttentionError as error:

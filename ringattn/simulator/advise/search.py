@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from math import ceil, inf, log
+from math import ceil, log
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput, RingAttentionError
 from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
 from ...pattern import Causal, Pattern, Window
+from ...plan.plan import Plan
 from ...plan.schedules import split_ulysses
-from ..models.attention import LayerAttention
+from ..models.attention import LayerAttention, plan_of_widest_layer
 from ..models.config import ModelConfig
 from ..models.parallel import CHECKPOINTING, SHARDS, Parallel
 from ..models.pipeline import Pipeline, pipelined_step
@@ -33,8 +34,6 @@ EQUAL = 1e-3
 Shape = tuple[int, int, int, int]
 #: (layout, schedule) by (cp, tp).
 KnownPlans = Mapping[tuple[int, int], tuple[str, str]]
-#: Categories of memory that are states of the weights.
-STATES = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class TrainingCandidate:
     @property
     def shape(self) -> Shape:
         """cp, dp, tp and pp."""
-        return shape_of(self.parallel, self.pipeline)
+        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.pipeline.stages
 
     @property
     def seconds(self) -> float:
@@ -111,34 +110,19 @@ class TrainingCandidate:
     @property
     def order(self) -> tuple[int, int]:
         """What candidates on as many GPUs are sorted by: time per token in steps of EQUAL, then bytes."""
-        return order_of(self.step), self.bytes
+        return round(log(self.step.seconds / self.step.tokens) / EQUAL), self.bytes
 
     @property
     def name(self) -> str:
-        """The shape in words."""
-        return describe_shape(self.shape)
+        """The shape in words, as far as its numbers are not 1."""
+        numbers = zip(("cp", "dp", "tp", "pp"), self.shape, strict=True)
+        return " ".join(f"{name}={number}" for name, number in numbers if number > 1) or "one GPU"
 
     @property
     def choices(self) -> str:
         """Checkpointing, sharding and the parts of a stage in words."""
         parts = f", interleaved={self.pipeline.interleaved}" if self.pipeline.interleaved > 1 else ""
         return f"checkpointing={self.parallel.checkpointing}, sharding={self.parallel.shard}{parts}"
-
-
-def shape_of(parallel: Parallel, pipeline: Pipeline) -> Shape:
-    """The shape of a way to spread a model."""
-    return parallel.cp, parallel.dp, parallel.tp, pipeline.stages
-
-
-def describe_shape(shape: Shape) -> str:
-    """A shape in words, as far as its numbers are not 1."""
-    parts = [f"{name}={number}" for name, number in zip(("cp", "dp", "tp", "pp"), shape, strict=True) if number > 1]
-    return " ".join(parts) or "one GPU"
-
-
-def order_of(step: StepEstimate) -> int:
-    """The seconds of a step per token, as a whole number of steps of EQUAL."""
-    return round(log(step.seconds / step.tokens) / EQUAL)
 
 
 @dataclass
@@ -168,7 +152,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int, known: Known
     None: all are.
     """
     found, best = Found(), dict[Shape, TrainingCandidate]()
-    waiting: list[tuple[int, int, TrainingCandidate]] = []
+    waiting: list[TrainingCandidate] = []
     for parallel, pipeline in list_spreads(question, offer.machine, gpus):
         least: dict[tuple[str, int], StepEstimate] = {}
         for layout, schedule in list_plans(offer.machine, question.model, parallel, known):
@@ -181,21 +165,16 @@ def search(question: Question, offer: Offer, gpus: int, shown: int, known: Known
             if step.fits is False:
                 found.add_too_large(bound)
             else:
-                waiting.append((order_of(step), len(waiting), bound))
-    waiting.sort(key=lambda entry: entry[:2])
-    for order, _, bound in waiting:
-        if len(best) >= shown and order > sorted(one.order[0] for one in best.values())[shown - 1]:
+                waiting.append(bound)
+    for bound in sorted(waiting, key=lambda one: one.order[0]):
+        if len(best) >= shown and bound.order[0] > sorted(one.order[0] for one in best.values())[shown - 1]:
             found.counts["slower"] += 1
             continue
         candidate = _simulate(question, bound, found)
-        if candidate is not None and candidate.order < _order(best.get(candidate.shape)):
+        if candidate is not None and candidate.order < best.setdefault(candidate.shape, candidate).order:
             best[candidate.shape] = candidate
     found.best = sorted(best.values(), key=lambda one: one.order)
     return found
-
-
-def _order(candidate: TrainingCandidate | None) -> tuple[float, float]:
-    return (inf, 0.0) if candidate is None else candidate.order
 
 
 def _simulate(question: Question, bound: TrainingCandidate, found: Found) -> TrainingCandidate | None:
@@ -217,6 +196,12 @@ def simulate_step(question: Question, machine: Machine, candidate: TrainingCandi
     """The step of a candidate, simulated on `machine`."""
     parallel, pipeline = candidate.parallel, candidate.pipeline
     return pipelined_step(question.model, machine, question.tokens, parallel, pipeline, question.dtype)
+
+
+def plan_attention(question: Question, candidate: TrainingCandidate) -> tuple[Plan, Machine]:
+    """The plan of a layer of a candidate with the widest window, and the machine as the ranks of its group see it."""
+    machine = candidate.offer.machine
+    return plan_of_widest_layer(question.model, machine, question.tokens, candidate.parallel, question.dtype)
 
 
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[tuple[Parallel, Pipeline]]:

@@ -1,10 +1,12 @@
-"""Times of the attention kernel by shape and size of tile, through the calls that the executor makes."""
+"""Times of the attention kernel by shape and size of tile, and of merging, by the calls that the executor makes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, product
+from functools import partial
+from itertools import cycle, groupby, product
+from statistics import median
 
 import torch
 
@@ -14,9 +16,11 @@ from ...machine.kernel_times import BACKWARD, WHOLE_KEYS
 from ...plan.work import Work
 from ...runtime.accumulators import KernelInputs, RowViews, accumulate
 from ...runtime.rank_program import batches
+from ...runtime.softmax import merge_
 from ..timing.kernel_seconds import lower_to_tiles
+from ..timing.rates import MERGE_PASSES
 from .fits import Sample
-from .measuring_ranks import MeasuringRanks, Settings
+from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
 
 #: Seconds of forward calls, and of backward calls, on all ranks.
 Overheads = tuple[tuple[float, ...], tuple[float, ...]]
@@ -101,8 +105,8 @@ def make_call(
         keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                (q_rows,), key_rows = inputs.select(call, batch, query, keys)
-                kernel.forward(q_rows, *key_rows, call, scale)
+                (x,), (y, z) = inputs.select(call, batch, query, keys)
+                kernel.forward(x, y, z, call, scale)
 
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
     of_rows, of_keys = RowViews(dq), RowViews(dk, dv)
@@ -111,8 +115,8 @@ def make_call(
         keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                (dout, *rows), key_rows = inputs.select(call, batch, by_row, keys)
-                dq_part, *key_parts = kernel.backward(dout, rows[0], *key_rows, *rows[1:], call, scale)
+                (dout, x, o, total), (y, z) = inputs.select(call, batch, by_row, keys)
+                dq_part, *key_parts = kernel.backward(dout, x, y, z, o, total, call, scale)
                 accumulate(of_rows, call, batch, dq_part)
                 accumulate(of_keys, call, batch, *key_parts, by_key=True)
 
@@ -151,3 +155,26 @@ def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) ->
         calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
         found.append(ranks.gather_times(ranks.time_alternating(calls)[0]))
     return found[0], found[1]
+
+
+def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[TimedBytes]:
+    """Bytes of an output and its lse in the wider dtype, and seconds of merging another into them on all ranks."""
+    times, heads, dtype = [], settings.heads, wide(settings.torch_dtype)
+    for n in rows:
+        size = n * heads * (settings.head_dim + 1) * dtype.itemsize
+        shapes = [(1, heads, n, settings.head_dim), (1, heads, n)] * 2  # out and lse of two results of the same rows
+        turns = range(count_turns(2 * size))
+        first = [torch.randn(shape, device=ranks.device, dtype=dtype) for shape in shapes]
+        partials = cycle([[x.clone() for x in first] for _ in turns])
+        (seconds,) = ranks.time_alternating([partial(_merge_next, partials)])
+        times.append(TimedBytes(size, ranks.gather_times(seconds)))
+    return times
+
+
+def _merge_next(partials: Iterator[list[torch.Tensor]]) -> None:
+    merge_(*next(partials))
+
+
+def merge_rate(times: Sequence[TimedBytes]) -> float:
+    """Bytes per second that a merge reads and writes together: the median over sizes."""
+    return median(MERGE_PASSES * one.bytes / median(one.seconds) for one in times)

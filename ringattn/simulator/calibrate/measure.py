@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from ...machine.kernel_times import KernelTimes
 from ...machine.machine import Machine
 from ..timing.rates import own_bytes
-from . import kernels, merge, noise
+from . import kernels
 from .fits import fit_calls, fit_interference, fit_jitter, fit_kernel_times, fit_link
 from .measuring_ranks import MeasuringRanks, Settings
-from .passes import Pass, PassCase, Runs, list_cases, model_passes
+from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between
 from .rounds import CalibrationSizes, Round
 
 
@@ -50,107 +49,92 @@ def calibrate(
         tell(f"round {number + 1}")
         rounds.append(Round.measure(ranks, kernel, settings, sizes, cases, first=not number))
         between(ranks)
-    return _Fitter(ranks, settings, sizes).fit(Round.join(rounds), cases, base)
+    return _fit(ranks, settings, sizes, Round.join(rounds), cases, base)
 
 
 def _list_passes(ranks: MeasuringRanks, sizes: CalibrationSizes) -> list[PassCase]:
     """The passes of a calibration: of two calibrated sizes, and of sizes between; none for a process alone."""
-    rows = (*sizes.rows[:2], *noise.sizes_between(sizes.rows)) if ranks.size > 1 else ()
-    return list_cases(noise.GRID, rows, ranks.size)
+    rows = (*sizes.rows[:2], *sizes_between(sizes.rows)) if ranks.size > 1 else ()
+    return list_cases(GRID, rows, ranks.size)
 
 
-class _Fitter:
-    """Fits a machine; its numbers are in `values`, and the machine file's raw data in `samples` and `fits`."""
+def _fit(
+    ranks: MeasuringRanks,
+    settings: Settings,
+    sizes: CalibrationSizes,
+    measured: Round,
+    cases: Sequence[PassCase],
+    base: Machine,
+) -> Calibration:
+    """The machine, with the machine file's raw data of it."""
+    overhead = median(measured.overheads[0]), median(measured.overheads[1])
+    kernel_times = fit_kernel_times(measured.works, overhead, settings.head_dim, settings.dtype, settings.heads)
+    values: dict[str, Any] = {
+        "flops": kernel_times.grid("dense", False).rates[-1][-1],
+        "jitter": fit_jitter([sample.seconds for sample in measured.works]),
+        "merge": kernels.merge_rate(measured.merges),
+    }
+    samples, fits = {"unit": "s", **asdict(measured)}, dict[str, Any]()
+    del samples["runs"]  # which `passes` has
+    samples |= {f"{prefix}shifts": times for prefix, times in samples.pop("shifts").items()}
+    if ranks.size > 1:
+        _fit_links(ranks, measured, values, fits)
+    kept = [pair for pair in base.sources if pair[0] not in (*values, "kernel", "residuals")]
+    names = [*list_measured(values, ranks.nodes), "kernel"]
+    machine = base.changed(**values, kernel=kernel_times, sources=(*kept, *((name, "measured") for name in names)))
+    if ranks.size == 1:
+        return Calibration(machine, _plain(samples), fits, [])
+    between = {n * ranks.size for n in sizes_between(sizes.rows)}
+    machine, modelled = _fit_passes(ranks, settings, machine, cases, measured.runs)
+    passes = [each for each in modelled if each.case.tokens in between]
+    samples["calls"] = [each.record for each in modelled if each.case.tokens not in between]
+    samples["passes"] = [each.record for each in passes]
+    residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
+    sources = (*machine.sources, ("residuals", "measured"))
+    return Calibration(machine.changed(residuals=residuals, sources=sources), _plain(samples), fits, passes)
 
-    def __init__(self, ranks: MeasuringRanks, settings: Settings, sizes: CalibrationSizes) -> None:
-        self.ranks, self.settings, self.sizes = ranks, settings, sizes
-        self.values: dict[str, Any] = {}
-        self.samples: dict[str, Any] = {"unit": "s"}
-        self.fits: dict[str, Any] = {}
 
-    def fit(self, measured: Round, cases: Sequence[PassCase], base: Machine) -> Calibration:
-        ranks = self.ranks
-        kernel_times = self.fit_kernels(measured)
-        self.values["merge"] = merge.merge_rate(measured.merges)
-        self.samples["merge"] = [asdict(one) for one in measured.merges]
-        if ranks.size > 1:
-            self.fit_links(measured)
-        kept = [pair for pair in base.sources if pair[0] not in (*self.values, "kernel", "residuals")]
-        names = [*list_measured(self.values, ranks.nodes), "kernel"]
-        sources = (*kept, *((name, "measured") for name in names))
-        machine = base.changed(**self.values, kernel=kernel_times, sources=sources)
-        passes: list[Pass] = []
-        if ranks.size > 1:
-            machine, passes = self.fit_passes(machine, cases, measured.runs)
-        return Calibration(machine, _plain(self.samples), _plain(self.fits), passes)
+def _fit_links(ranks: MeasuringRanks, measured: Round, values: dict[str, Any], fits: dict[str, Any]) -> None:
+    """Latency and bandwidth of the links, within a node apart where there are several nodes, and `gamma`."""
+    values["ranks_per_node"] = ranks.ranks_per_node if ranks.nodes > 1 else 1
+    for prefix, times in measured.shifts.items():
+        fit = fit_link([one.bytes for one in times], [median(one.seconds) for one in times])
+        values[f"{prefix}latency"], values[f"{prefix}bandwidth"] = fit.latency, fit.bandwidth
+        of = "shift to the neighbour, all ranks at once, after a visit"
+        fits[f"{prefix}link"] = {**asdict(fit), "unit": "s, bytes/s, relative", "of": of}
+    if len(measured.shifts) == 1:
+        values["node_latency"] = values["node_bandwidth"] = None
+        if ranks.device.type == "cpu":
+            values["cores"] = max(ranks.cores, ranks.ranks_per_node)
+    values["shared_nic"] = False  # the bandwidth was measured while all ranks of a node sent to another node
+    # Without the smallest block, whose message takes longer than its visit: a ring is not meant for such blocks.
+    values["gamma"] = fit_interference([(one.visit, one.message, one.both) for one in measured.overlaps[1:]])
 
-    def fit_kernels(self, measured: Round) -> KernelTimes:
-        """Kernel times, and the machine's `flops` and `jitter`."""
-        settings, samples = self.settings, measured.works
-        overhead = median(measured.overheads[0]), median(measured.overheads[1])
-        kernel_times = fit_kernel_times(samples, overhead, settings.head_dim, settings.dtype, settings.heads)
-        self.values["flops"] = kernel_times.grid("dense", False).rates[-1][-1]
-        self.values["jitter"] = fit_jitter([sample.seconds for sample in samples])
-        self.samples["overhead"] = measured.overheads
-        self.samples["kernels"] = [asdict(sample) for sample in samples]
-        return kernel_times
 
-    def fit_links(self, measured: Round) -> None:
-        """Latency and bandwidth of the links, within a node apart where there are several nodes, and `gamma`."""
-        ranks = self.ranks
-        self.samples["ping_pong"] = [asdict(one) for one in measured.ping_pong]
-        self.values["ranks_per_node"] = ranks.ranks_per_node if ranks.nodes > 1 else 1
-        for prefix, times in measured.shifts.items():
-            fit = fit_link([one.bytes for one in times], [median(one.seconds) for one in times])
-            self.values[f"{prefix}latency"], self.values[f"{prefix}bandwidth"] = fit.latency, fit.bandwidth
-            self.samples[f"{prefix}shift"] = [asdict(one) for one in times]
-            self.fits[f"{prefix}link"] = {
-                **asdict(fit),
-                "unit": "s, bytes/s, relative",
-                "of": "shift to the neighbour, all ranks at once, after a visit",
-            }
-        if len(measured.shifts) == 1:
-            self.values["node_latency"] = self.values["node_bandwidth"] = None
-            if ranks.device.type == "cpu":
-                self.values["cores"] = max(ranks.cores, ranks.ranks_per_node)
-        self.values["shared_nic"] = False  # the bandwidth was measured while all ranks of a node sent to another node
-        self.samples["overlap"] = [asdict(overlap) for overlap in measured.overlaps]
-        # Without the smallest block, whose message takes longer than its visit: a ring is not meant for such blocks.
-        self.values["gamma"] = fit_interference(
-            [(overlap.visit, overlap.message, overlap.both) for overlap in measured.overlaps[1:]]
-        )
+def _fit_passes(
+    ranks: MeasuringRanks, settings: Settings, machine: Machine, cases: Sequence[PassCase], runs: Sequence[Runs]
+) -> tuple[Machine, list[Pass]]:
+    """The machine with what calls take beside visits and messages, and all passes as it models them.
 
-    def fit_passes(
-        self, machine: Machine, cases: Sequence[PassCase], runs: Sequence[Runs]
-    ) -> tuple[Machine, list[Pass]]:
-        """The machine with what calls take beside visits and messages, `residuals`, and the passes behind them.
+    Passes of three sizes tell what a call takes whatever its size, and what its tensors take by their bytes, in each
+    direction: at least what merging takes for as many bytes. Passes without any work would take less, as threads for
+    messages find a core then.
+    """
 
-        Passes of three sizes tell what a call takes whatever its size, and what its tensors take by their bytes, in
-        each direction: at least what merging takes for as many bytes. Passes without any work would take less, as
-        threads for messages find a core then. The residuals are those of sizes between the calibrated ones.
-        """
-        ranks, settings = self.ranks, self.settings
-        between = {n * ranks.size for n in noise.sizes_between(self.sizes.rows)}
+    def model(machine: Machine) -> list[Pass]:
+        on_node = machine.changed(ranks_per_node=ranks.ranks_per_node)
+        return model_passes(cases, runs, ranks.size, on_node, settings)
 
-        def model(machine: Machine) -> list[Pass]:
-            on_node = machine.changed(ranks_per_node=ranks.ranks_per_node)
-            return model_passes(cases, runs, ranks.size, on_node, settings)
-
-        assert machine.merge is not None, "merging is measured before passes"
-        fitted: dict[str, float] = {}
-        plain = model(machine.changed(call=0.0, call_backward=None, sweep=None, sweep_backward=None))
-        for backward, suffix in ((False, ""), (True, "_backward")):
-            beside = [_beside(each, ranks.size, settings) for each in plain if each.case.backward == backward]
-            call, per_byte = fit_calls(beside, 1 / machine.merge)
-            fitted |= {f"call{suffix}": call, f"sweep{suffix}": 1 / per_byte}
-        sources = (*machine.sources, *((name, "measured") for name in (*fitted, "residuals")))
-        machine = machine.changed(**fitted)
-        modelled = model(machine)
-        passes = [each for each in modelled if each.case.tokens in between]
-        self.samples["calls"] = [each.record for each in modelled if each.case.tokens not in between]
-        self.samples["passes"] = [each.record for each in passes]
-        residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
-        return machine.changed(residuals=residuals, sources=sources), passes
+    assert machine.merge is not None, "merging is measured before passes"
+    fitted: dict[str, float] = {}
+    plain = model(machine.changed(call=0.0, call_backward=None, sweep=None, sweep_backward=None))
+    for backward, suffix in ((False, ""), (True, "_backward")):
+        beside = [_beside(each, ranks.size, settings) for each in plain if each.case.backward == backward]
+        call, per_byte = fit_calls(beside, 1 / machine.merge)
+        fitted |= {f"call{suffix}": call, f"sweep{suffix}": 1 / per_byte}
+    sources = (*machine.sources, *((name, "measured") for name in fitted))
+    machine = machine.changed(**fitted, sources=sources)
+    return machine, model(machine)
 
 
 def _beside(one: Pass, ranks: int, settings: Settings) -> tuple[float, float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ from .measuring_ranks import MeasuringRanks, Settings
 
 #: (seconds of a run by the clock, factor that corrects them for the pace of the machine), run by run.
 Runs = tuple[tuple[float, float], ...]
+#: (pattern, layout) of the passes whose ratios a calibration keeps: ranks equally busy, equally busy with half the
+#: work, busy at different times, and with bands. The model errs differently for each, and intervals must hold for all.
+GRID = (
+    ("Full()", "contiguous"),
+    ("Causal()", "zigzag"),
+    ("Causal()", "contiguous"),
+    ("Causal() & Window(255)", "contiguous"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,15 @@ def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int)
         for pattern, layout in grid
         for backward in (False, True)
     ]
+
+
+def sizes_between(rows: Sequence[int]) -> list[int]:
+    """Rounded geometric means of neighbouring sizes, except of the two smallest, where a call is all overhead.
+
+    Passes of these sizes have the error of interpolating between kernel times in their ratios.
+    """
+    means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
+    return means[1:] or means
 
 
 def time_passes(ranks: MeasuringRanks, cases: Sequence[PassCase], settings: Settings, *, warm_up: bool) -> Runs:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...errors import InvalidInput
 from ...kernels.base import Kernel
-from . import kernels, merge
+from . import kernels
 from .fits import Sample
 from .links import Overlap, measure_overlap, time_ping_pong, time_shift
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes
@@ -63,7 +63,7 @@ class Round:
         overheads = kernels.time_overheads(ranks, kernel, settings)
         works = list(kernels.list_works(sizes.rows, sizes.widths, settings.heads))
         samples = kernels.time_works(ranks, kernel, works, settings)
-        merges = merge.time_merges(ranks, sizes.rows, settings)
+        merges = kernels.time_merges(ranks, sizes.rows, settings)
         if ranks.size == 1:
             return cls(overheads, samples, merges, [], {}, [], [])
         shifts = {
@@ -79,11 +79,11 @@ class Round:
         """The rounds as one, in which every measurement has the seconds of all rounds."""
         return cls(
             overheads=(_chain(one.overheads[0] for one in rounds), _chain(one.overheads[1] for one in rounds)),
-            works=_join([one.works for one in rounds], "seconds"),
-            merges=_join([one.merges for one in rounds], "seconds"),
-            ping_pong=_join([one.ping_pong for one in rounds], "seconds"),
-            shifts={prefix: _join([one.shifts[prefix] for one in rounds], "seconds") for prefix in rounds[0].shifts},
-            overlaps=_join([one.overlaps for one in rounds], "visit", "message", "both"),
+            works=_join([one.works for one in rounds]),
+            merges=_join([one.merges for one in rounds]),
+            ping_pong=_join([one.ping_pong for one in rounds]),
+            shifts={prefix: _join([one.shifts[prefix] for one in rounds]) for prefix in rounds[0].shifts},
+            overlaps=_join([one.overlaps for one in rounds]),
             runs=[_chain(runs) for runs in zip(*(one.runs for one in rounds), strict=True)],
         )
 
@@ -98,12 +98,15 @@ def _list_links(ranks: MeasuringRanks) -> dict[str, bool]:
     return {"": False, "node_": True}
 
 
-def _join(rounds: Sequence[Sequence[D]], *names: str) -> list[D]:
-    """What was measured in each round, with the values of all rounds under `names`."""
-    return [
-        replace(same[0], **{name: _chain(getattr(one, name) for one in same) for name in names})
-        for same in zip(*rounds, strict=True)
-    ]
+def _join(rounds: Sequence[Sequence[D]]) -> list[D]:
+    """What was measured in each round, with the seconds of all rounds."""
+
+    def chain_fields(same: Sequence[D]) -> D:
+        names = [name for name, value in vars(same[0]).items() if isinstance(value, tuple)]
+        joined: dict[str, Any] = {name: _chain(getattr(one, name) for one in same) for name in names}
+        return replace(same[0], **joined)
+
+    return [chain_fields(same) for same in zip(*rounds, strict=True)]
 
 
 def _chain(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:

@@ -11,8 +11,7 @@ import numpy as np
 
 from ...machine.machine import Machine
 from ...text import duration, plural
-from .noise import GRID
-from .passes import Pass, PassCase, list_cases
+from .passes import GRID, Pass, PassCase, list_cases
 
 #: Probability that an interval is to have.
 LEVEL = 0.9

@@ -20,6 +20,33 @@ _ACTIVATIONS = ("q, k, v", "output", "lse")
 
 
 @dataclass(frozen=True)
+class _Layer:
+    """Attention of one layer on the ranks of a context-parallel group: what `make_plan` takes, but for the window."""
+
+    window: int | None
+    tokens: int
+    ranks: int
+    layout: str
+    schedule: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    dtype: str
+    #: As the ranks of the group see it.
+    machine: Machine
+
+    @property
+    def pattern(self) -> Pattern:
+        """The causal mask, or the part of it that the window leaves."""
+        return Causal() if self.window is None else Causal() & Window(self.window - 1)
+
+    def plan(self) -> Plan:
+        """The plan of this attention. Raises what plans raise."""
+        return make_plan(self.pattern, **{name: value for name, value in vars(self).items() if name != "window"})
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """Attention of one layer on the ranks of one context-parallel group."""
 
@@ -38,28 +65,36 @@ def attention_of_layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str, *, backward: bool = True
 ) -> list[tuple[int, LayerAttention]]:
     """(number of layers, attention of such a layer) for each distinct window. Raises what plans raise."""
-    on_machine = _thinned(machine, parallel.tp)
-    sizes, place = _sizes_of_layer(model, parallel), (parallel.cp, parallel.layout, parallel.schedule)
-    return [
-        (count, _attention(on_machine, tokens, window, sizes, place, dtype, backward))
-        for window, count in Counter(_normal(window, tokens) for window in model.windows).items()
-    ]
+    layers = _layers(model, machine, tokens, parallel, dtype)
+    return [(count, _attention(layer, backward)) for count, layer in layers]
+
+
+def describe_layers(layers: list[tuple[int, LayerAttention]]) -> str:
+    """What was planned for each kind of layer, in words."""
+    return "; ".join(f"{count} layers: {one.plan}" for count, one in layers)
 
 
 def plan_of_widest_layer(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
 ) -> tuple[Plan, Machine]:
     """The plan of a layer with the widest window, and the machine as the ranks of its group see it."""
-    on_machine = _thinned(machine, parallel.tp)
-    windows = [_normal(window, tokens) for window in model.windows]
-    widest = None if None in windows else max(window for window in windows if window is not None)
-    place = (parallel.cp, parallel.layout, parallel.schedule)
-    return _plan_layer(on_machine, tokens, widest, _sizes_of_layer(model, parallel), place, dtype), on_machine
+    layers = [layer for _, layer in _layers(model, machine, tokens, parallel, dtype)]
+    widest = max(layers, key=lambda layer: tokens if layer.window is None else layer.window)
+    return widest.plan(), widest.machine
 
 
-def _sizes_of_layer(model: ModelConfig, parallel: Parallel) -> tuple[int, int, int, int]:
-    """Query heads and key/value heads of one rank, head dim, and sequences."""
-    return (model.heads // parallel.tp, max(model.kv_heads // parallel.tp, 1), model.head_dim, parallel.rows)
+def _layers(
+    model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, dtype: str
+) -> list[tuple[int, _Layer]]:
+    """(number of layers, what such a layer computes) for each distinct window; one that hides nothing is none."""
+    tp = parallel.tp
+    if tp > 1:  # every tp-th rank of a node is in the group
+        shared = machine.bandwidth / min(tp, machine.ranks_per_node) if machine.shared_nic else machine.bandwidth
+        machine = replace(machine, ranks_per_node=max(machine.ranks_per_node // tp, 1), bandwidth=shared)
+    heads, kv_heads = model.heads // tp, max(model.kv_heads // tp, 1)
+    sizes = parallel.cp, parallel.layout, parallel.schedule, heads, kv_heads, model.head_dim, parallel.rows, dtype
+    windows = Counter(None if window is None or window >= tokens else window for window in model.windows)
+    return [(count, _Layer(window, tokens, *sizes, machine)) for window, count in windows.items()]
 
 
 def error_band(machine: Machine, parallel: Parallel, tokens: int) -> tuple[float, float] | None:
@@ -69,66 +104,17 @@ def error_band(machine: Machine, parallel: Parallel, tokens: int) -> tuple[float
     return (of_size.low, of_size.high) if of_size else machine.interval(1.0)
 
 
-def _normal(window: int | None, tokens: int) -> int | None:
-    """The window, or None where it hides nothing."""
-    return None if window is None or window >= tokens else window
-
-
-def _thinned(machine: Machine, tp: int) -> Machine:
-    """The machine as the ranks of one context-parallel group see it: every tp-th rank of its nodes."""
-    if tp == 1:
-        return machine
-    shared = machine.bandwidth / min(tp, machine.ranks_per_node) if machine.shared_nic else machine.bandwidth
-    return replace(machine, ranks_per_node=max(machine.ranks_per_node // tp, 1), bandwidth=shared)
-
-
 @lru_cache(maxsize=4096)
-def _attention(
-    machine: Machine,
-    tokens: int,
-    window: int | None,
-    sizes: tuple[int, int, int, int],
-    place: tuple[int, str, str],
-    dtype: str,
-    backward: bool,
-) -> LayerAttention:
+def _attention(layer: _Layer, backward: bool) -> LayerAttention:
     """Attention of a layer; the latest are remembered, as a search asks for the same layer many times."""
-    plan = _plan_layer(machine, tokens, window, sizes, place, dtype)
-    passes = [simulate(plan, machine, backward=direction) for direction in ((False, True) if backward else (False,))]
+    plan, every = layer.plan(), range(layer.tokens)
+    ways = (False, True) if backward else (False,)
+    passes = [simulate(plan, layer.machine, backward=way) for way in ways]
     buffers = max(sum(size for name, size in one.memory.items() if name not in _ACTIVATIONS) for one in passes)
     return LayerAttention(
         passes[0].seconds,
         passes[-1].seconds if backward else 0.0,
-        _pattern(window).count(range(tokens), range(tokens)),
+        layer.pattern.count(every, every),
         buffers,
         f"{plan.layout.name}, {plan.schedule} ({passes[0].solver})",
     )
-
-
-def _plan_layer(
-    machine: Machine,
-    tokens: int,
-    window: int | None,
-    sizes: tuple[int, int, int, int],
-    place: tuple[int, str, str],
-    dtype: str,
-) -> Plan:
-    heads, kv_heads, head_dim, rows = sizes
-    ranks, layout, schedule = place
-    return make_plan(
-        _pattern(window),
-        tokens=tokens,
-        ranks=ranks,
-        layout=layout,
-        schedule=schedule,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        batch=rows,
-        dtype=dtype,
-        machine=machine,
-    )
-
-
-def _pattern(window: int | None) -> Pattern:
-    return Causal() if window is None else Causal() & Window(window - 1)

@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import ceil
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.machine import Machine
-from .attention import attention_of_layers, error_band
+from .attention import attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
 from .hardware import check_dtype, collective_seconds, memory_bandwidth
-from .layer import LayerCosts
-from .memory import RESERVED
+from .layer import RESERVED, LayerCosts
+from .model_estimate import ModelEstimate
 from .parallel import Parallel
 
 
-@dataclass(frozen=True)
-class InferenceEstimate:
-    """A prefill, or one decoded token of each sequence: seconds and bytes of one GPU. All modelled."""
-
-    #: Seconds that each part adds; they sum to `seconds`.
-    parts: dict[str, float]
-    #: Bytes of one GPU by category.
-    memory: dict[str, int]
-    gpus: int
-    #: Tokens that the GPUs process in these seconds, of all sequences.
-    tokens: int
-    machine: Machine = field(repr=False)
-    #: What was planned for attention, in words; "" in a decode.
-    plan: str = ""
-    #: Factors on the seconds of attention between which 90 % of measured passes lie; None: not known.
-    band: tuple[float, float] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds to the first token of a prefill, or seconds per token of a decode."""
-        return sum(self.parts.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second and GPU."""
-        return self.tokens / self.seconds / self.gpus
+class InferenceEstimate(ModelEstimate):
+    """A prefill, or one decoded token of each sequence."""
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values on one GPU."""
         return self.memory["keys and values"]
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the memory of a GPU is enough; None: the machine does not say how much it has."""
-        return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
 
 
 def prefill(
@@ -64,18 +34,15 @@ def prefill(
     """
     parallel.check(model, machine, tokens)
     check_dtype(machine, dtype)
-    item = ITEM_BYTES[dtype]
-    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), item)
+    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(tokens / parallel.cp), ITEM_BYTES[dtype])
     layers = attention_of_layers(model, machine, tokens, parallel, dtype, backward=False)
-    memory = _memory(model, machine, parallel, tokens, parallel.rows, item)
+    memory = _memory(costs, tokens, parallel.rows)
     memory["activations"] = costs.activation_bytes + 2 * costs.input_bytes
     memory["attention buffers"] = max(one.buffers for _, one in layers)
     return InferenceEstimate(
         parts={
             "attention": sum(count * one.forward for count, one in layers),
-            "projections": model.layers * costs.projections,
-            "mlp": model.layers * costs.mlp,
-            "norms": model.layers * costs.norms,
+            **costs.products(model.layers),
             "logits": costs.logits(parallel.rows),
             "tp": model.layers * costs.exchanges,
         },
@@ -83,7 +50,7 @@ def prefill(
         gpus=parallel.gpus,
         tokens=tokens * parallel.rows * parallel.dp,
         machine=machine,
-        plan="; ".join(f"{count} layers: {one.plan}" for count, one in layers),
+        plan=describe_layers(layers),
         band=error_band(machine, parallel, tokens),
     )
 
@@ -102,18 +69,15 @@ def decode(
     check_dtype(machine, dtype)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise InvalidInput(f"batch={batch!r} must be a whole number >= 1; try batch=1")
-    item = ITEM_BYTES[dtype]
-    costs = LayerCosts(model, machine, parallel, batch, item)
-    memory = _memory(model, machine, parallel, context, batch, item)
+    costs = LayerCosts(model, machine, parallel, batch, ITEM_BYTES[dtype])
+    memory = _memory(costs, context, batch)
     merged = 4 * batch * costs.heads * (model.head_dim + 1)
     # All cp ranks of a group read as long as the rank with the newest keys, which has the windows.
     merging = 2 * model.layers * collective_seconds(machine, merged, parallel.cp, parallel.tp)
     return InferenceEstimate(
         parts={
             "keys and values": memory["keys and values"] / memory_bandwidth(machine),
-            "projections": model.layers * costs.projections,
-            "mlp": model.layers * costs.mlp,
-            "norms": model.layers * costs.norms,
+            **costs.products(model.layers),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
             "merging over cp": merging,
@@ -125,21 +89,15 @@ def decode(
     )
 
 
-def kv_bytes(model: ModelConfig, parallel: Parallel, tokens: int, rows: int, item: int) -> int:
-    """Bytes of the keys and values of `rows` sequences on the rank of a cp group that holds the newest tokens.
+def _memory(costs: LayerCosts, tokens: int, rows: int) -> dict[str, int]:
+    """Bytes of weights and of the keys and values of `rows` sequences, on the rank that holds the newest tokens.
 
     A layer with a window keeps only the keys of its window.
     """
-    here = ceil(tokens / parallel.cp)
+    model, here = costs.model, ceil(tokens / costs.parallel.cp)
     kept = sum(here if window is None else min(window, here) for window in model.windows)
-    return rows * kept * 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim * item
-
-
-def _memory(
-    model: ModelConfig, machine: Machine, parallel: Parallel, tokens: int, rows: int, item: int
-) -> dict[str, int]:
     return {
-        "weights": ceil(model.stored_bytes(item) / parallel.tp),
-        "keys and values": kv_bytes(model, parallel, tokens, rows, item),
-        "reserved": int(RESERVED * (machine.memory or 0)),
+        "weights": ceil(model.stored_bytes(costs.item) / costs.parallel.tp),
+        "keys and values": rows * kept * 2 * costs.kv_heads * model.head_dim * costs.item,
+        "reserved": int(RESERVED * (costs.machine.memory or 0)),
     }

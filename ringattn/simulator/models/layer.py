@@ -14,6 +14,8 @@ from .parallel import Parallel
 #: around attention and around the MLP (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 #: Models", 2022, with sequence parallelism).
 TP_EXCHANGES = 4
+#: The part of the memory that the driver, NCCL's buffers and fragments take [assumed].
+RESERVED = 0.05
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class LayerCosts:
         """Seconds of tensor parallelism: gathers and reductions of the activations, which nothing hides."""
         size = self.rows * self.model.hidden * self.item
         return TP_EXCHANGES * collective_seconds(self.machine, size, self.parallel.tp, 1)
+
+    def products(self, layers: int) -> dict[str, float]:
+        """Seconds of the parts of so many forwards that compute beside attention."""
+        return {"projections": layers * self.projections, "mlp": layers * self.mlp, "norms": layers * self.norms}
 
     @property
     def seconds(self) -> float:

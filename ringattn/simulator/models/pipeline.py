@@ -12,9 +12,8 @@ from .attention import attention_of_layers
 from .config import ModelConfig
 from .hardware import message_seconds
 from .layer import LayerCosts
-from .memory import OPTIMIZER
 from .parallel import Parallel
-from .training import Attend, StepEstimate, training_step
+from .training import OPTIMIZER, Attend, StepEstimate, training_step
 
 #: Parts of a step that are not repeated in each layer.
 BESIDE_LAYERS = ("loss", "optimiser", "fsdp")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from ...dtypes import ITEM_BYTES
@@ -11,13 +11,19 @@ from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...text import duration
 from ..timing.costs import HOPELESS, JOULES_PER_KWH, SECONDS_PER_HOUR, expected_seconds, young_daly
-from .attention import LayerAttention, attention_of_layers, error_band
+from .attention import LayerAttention, attention_of_layers, describe_layers, error_band
 from .config import ModelConfig
 from .hardware import check_dtype, collective_seconds, memory_bandwidth
-from .layer import LayerCosts
-from .memory import GRADIENT, OPTIMIZER, training_memory
+from .layer import RESERVED, LayerCosts
+from .model_estimate import ModelEstimate
 from .parallel import SHARDS, Parallel
 
+#: Bytes per parameter of mixed precision with Adam, beside weights in the dtype of the activations: gradients in fp32,
+#: and in fp32 a copy of the weights and two moments (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+#: Trillion Parameter Models", 2020; there with gradients in 16 bits, here in fp32, in which FSDP reduces them).
+GRADIENT, OPTIMIZER = 4, 12
+#: Rows whose logits exist at once: `chunk` of train.loss.linear_cross_entropy.
+LOSS_ROWS = 512
 #: Bytes that Adam moves per parameter, beside writing the weight: the gradient read, its fp32 state read and written.
 ADAM_TRAFFIC = GRADIENT + 2 * OPTIMIZER
 #: Products of the chunked loss: logits, logits again in the backward, and both gradients.
@@ -35,52 +41,23 @@ PUBLISHED_STEPS = (
 Attend = Callable[[ModelConfig, Machine, int, Parallel, str], list[tuple[int, LayerAttention]]]
 
 
-@dataclass(frozen=True)
-class StepEstimate:
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate(ModelEstimate):
     """One step of training: seconds, bytes of one GPU, and what follows. All modelled, but for the counted FLOPs."""
 
-    gpus: int
-    #: Tokens of all sequences of the step.
-    tokens: int
-    #: Seconds that each part adds to the step; they sum to `seconds`.
-    parts: dict[str, float]
-    #: Bytes of one GPU by category.
-    memory: dict[str, int]
-    machine: Machine = field(repr=False)
     #: FLOPs of the model without recomputation: 6 per active parameter and token, 12 D per visible pair and head.
     flops: float
-    #: What was planned for attention, in words.
-    plan: str
-    #: Factors on the seconds of attention between which 90 % of measured passes lie; None: not known.
-    band: tuple[float, float] | None
     #: Bytes that each GPU writes for a checkpoint.
     checkpoint_bytes: float
 
     @property
-    def seconds(self) -> float:
-        """Seconds of the step, without failures."""
-        return sum(self.parts.values())
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the memory of a GPU is enough; None: the machine does not say how much it has."""
-        return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
-
-    @property
-    def seconds_low(self) -> float | None:
-        """Seconds at the lower end of the band of attention, all else as modelled; None: no band is known."""
-        return self._in_band(0)
-
-    @property
-    def seconds_high(self) -> float | None:
-        """Seconds at the upper end of the band of attention, all else as modelled; None: no band is known."""
-        return self._in_band(1)
-
-    def _in_band(self, end: int) -> float | None:
+    def seconds_band(self) -> tuple[float, float] | None:
+        """Seconds at both ends of the band of attention, all else as modelled; None: no band is known."""
         if self.band is None:
             return None
         attention = sum(self.parts[name] for name in ATTENTION_PARTS)
-        return self.seconds + (self.band[end] - 1) * attention
+        low, high = (self.seconds + (end - 1) * attention for end in self.band)
+        return low, high
 
     @property
     def tflops(self) -> float:
@@ -91,11 +68,6 @@ class StepEstimate:
     def mfu(self) -> float | None:
         """The part of the peak that the model's FLOPs reach; None where the machine has no peak."""
         return None if self.machine.peak is None else self.tflops * 1e12 / self.machine.peak
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second and GPU."""
-        return self.tokens / self.seconds / self.gpus
 
     def cost_per_billion_tokens(self, price_per_gpu_hour: float) -> float:
         """The price of 1e9 tokens, in the currency of the price, without failures."""
@@ -154,24 +126,19 @@ def training_step(
     return StepEstimate(
         gpus=parallel.gpus,
         tokens=sequences * tokens,
-        parts=_parts(model, machine, parallel, costs, layers),
-        memory=training_memory(model, machine, parallel, costs, [one for _, one in layers]),
+        parts=_parts(costs, layers),
+        memory=_memory(costs, layers),
         machine=machine,
         flops=flops,
-        plan="; ".join(f"{count} layers: {one.plan}" for count, one in layers),
+        plan=describe_layers(layers),
         band=error_band(machine, parallel, tokens),
         checkpoint_bytes=OPTIMIZER * model.parameters / parallel.gpus,
     )
 
 
-def _parts(
-    model: ModelConfig,
-    machine: Machine,
-    parallel: Parallel,
-    costs: LayerCosts,
-    layers: list[tuple[int, LayerAttention]],
-) -> dict[str, float]:
+def _parts(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, float]:
     """The seconds that each part adds to a step."""
+    model, machine, parallel = costs.model, costs.machine, costs.parallel
     again = parallel.checkpointing
     shards = parallel.cp * parallel.dp if parallel.shard != "none" else 1
     logits = LOGIT_TRAFFIC * 4 * costs.rows * model.vocab / parallel.tp / memory_bandwidth(machine)
@@ -180,31 +147,23 @@ def _parts(
         "attention forward": forward,
         "attention backward": sum(count * one.backward for count, one in layers),
         "attention again": forward if again == "full" else 0.0,
-        "projections": 3 * model.layers * costs.projections,
-        "mlp": 3 * model.layers * costs.mlp,
-        "norms": 3 * model.layers * costs.norms,
+        **costs.products(3 * model.layers),
         "all else again": 0.0 if again == "none" else model.layers * costs.seconds,
         "loss": LOSS_PRODUCTS * costs.logits() + logits,
         "optimiser": (ADAM_TRAFFIC + costs.item) * model.parameters / parallel.tp / shards / memory_bandwidth(machine),
         "tp": 2 * model.layers * costs.exchanges,
     }
-    return {**parts, "fsdp": _exposed(model, machine, parallel, costs, layers, parts["loss"])}
+    return {**parts, "fsdp": _exposed(costs, layers, parts["loss"])}
 
 
-def _exposed(
-    model: ModelConfig,
-    machine: Machine,
-    parallel: Parallel,
-    costs: LayerCosts,
-    layers: list[tuple[int, LayerAttention]],
-    loss: float,
-) -> float:
+def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: float) -> float:
     """Seconds in which the collectives of weights and gradients are not hidden behind computing, layer by layer.
 
     ZeRO 3 gathers the weights of a layer in its forward and backward, and reduces its gradients in the backward; ZeRO 1
     and 2 gather once, and without shards gradients are reduced and gathered (Rajbhandari et al. 2020, section 7). The
     first gather and the last reduction have nothing to hide behind.
     """
+    model, machine, parallel = costs.model, costs.machine, costs.parallel
     level, group = SHARDS.index(parallel.shard), parallel.cp * parallel.dp
 
     def collectives(parameters: float) -> tuple[float, float]:
@@ -222,3 +181,33 @@ def _exposed(
         exposed += count * (max(forward - one.forward - costs.seconds, 0.0) + max(backward - behind, 0.0))
     outer = sum(collectives(model.parameters - model.layers * model.layer))
     return ends + exposed * (1 - 1 / model.layers) + max(outer - loss, 0.0)
+
+
+def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:
+    """Bytes by category at the peak of a step."""
+    model, machine, parallel = costs.model, costs.machine, costs.parallel
+    level = SHARDS.index(parallel.shard)
+    shards = parallel.dp * parallel.cp
+    local, layer = model.parameters / parallel.tp, model.layer / parallel.tp
+    largest = max(layer, model.table / parallel.tp)
+    kept = {
+        "full": costs.input_bytes,
+        "attention": costs.input_bytes + costs.attention_bytes,
+        "none": costs.activation_bytes,
+    }[parallel.checkpointing]
+    again = 0 if parallel.checkpointing == "none" else costs.activation_bytes
+    return {
+        "weights": ceil(costs.item * local / (shards if level >= 3 else 1)),
+        "gradients": ceil(GRADIENT * local / (shards if level >= 2 else 1)),
+        "optimizer": ceil(OPTIMIZER * local / (shards if level >= 1 else 1)),
+        # The layer that computes and the layer that is gathered meanwhile; the gradients of one before they are shared.
+        "gathered weights and gradients": (
+            ceil((2 * costs.item if level >= 3 else 0) * largest + (GRADIENT if level >= 2 else 0) * largest)
+            if shards > 1
+            else 0
+        ),
+        "activations": model.layers * kept + again,
+        "attention buffers": max(one.buffers for _, one in layers),
+        "logits": 2 * 4 * min(LOSS_ROWS, costs.rows) * ceil(model.vocab / parallel.tp),
+        "reserved": int(RESERVED * (machine.memory or 0)),
+    }

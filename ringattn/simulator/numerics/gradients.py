@@ -9,7 +9,7 @@ hash.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,75 +19,54 @@ from ...layout.regular import Layout
 from ...pattern import Pattern
 from ...plan.plan import Plan
 from ...plan.row_sets import RowSet
-from ...plan.work import Work
 from ...runtime.accumulators import KernelInputs, RowViews
 from .faults import GRADIENT_FAULTS, Fault
 from .ledger import AuditingKernel, coefficients, entry, moments, seen_pieces, weights
 from .source import K_TAG
-from .walk import Block, Calls, Walk, index_rows
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A fault: what `rows` add to the gradients of the block of `owner` is multiplied by `factor` (0: lost)."""
-
-    owner: int
-    rows: frozenset[int]
-    factor: float = 0.0
+from .walk import Block, Calls, Walk, split_calls
 
 
 @dataclass
 class Backward:
-    """The backward of sampled rows. grad, q, out and lse are [1, H, rows, ...], fp64."""
+    """The backward of sampled rows. `by_row` are grad, q, out and lse, [1, H, rows, ...], fp64."""
 
     plan: Plan
     kernel: AuditingKernel
     scale: float
-    grad: torch.Tensor
-    q: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
+    by_row: tuple[torch.Tensor, ...]
     #: Key positions whose dK and dV are kept, distinct.
     keys: Sequence[int]
-    inputs: KernelInputs
-    lost: Lost | None = None
-    dq: torch.Tensor = field(init=False)
-    dk: torch.Tensor = field(init=False)
-    dv: torch.Tensor = field(init=False)
-    #: Hashes of the counts that dK carries: uint64 [key/value heads, owners].
-    hashes: np.ndarray = field(init=False)
+    #: What the rows `lost` add to the gradients of the block of a fault's owner is multiplied by the fault's factor.
+    fault: Fault | None = None
+    lost: frozenset[int] = frozenset()
     #: Kernel calls whose keys do not belong to one owner, plus counts that are not integers.
     strays: int = 0
 
     def __post_init__(self) -> None:
-        plan = self.plan
-        self.dq = torch.zeros_like(self.q)
-        self.dk = self.q.new_zeros(1, plan.kv_heads, len(self.keys), plan.head_dim)
-        self.dv = self.q.new_zeros(1, plan.kv_heads, len(self.keys), plan.value_dim)
+        plan, q = self.plan, self.by_row[1]
+        self.inputs, self.dq = KernelInputs(), torch.zeros_like(q)
+        self.dk = q.new_zeros(1, plan.kv_heads, len(self.keys), plan.head_dim)
+        self.dv = q.new_zeros(1, plan.kv_heads, len(self.keys), plan.value_dim)
+        #: Hashes of the counts that dK carries: uint64 [key/value heads, owners].
         self.hashes = np.zeros((plan.kv_heads, plan.ranks), dtype=np.uint64)
         self.homes = [plan.layout.owner(key) for key in self.keys]
 
     def compute(self, block: Block, calls: Calls) -> None:
         """Add the gradients of all visits to a block."""
-        harmed = self.lost is not None and self.lost.owner == block.owner
-        for (work, _), rows in calls.items():
-            gone = [row for row in rows if harmed and self.lost is not None and row in self.lost.rows]
-            kept = [row for row in rows if row not in gone]
-            for some, factor in ((kept, 1.0), (gone, 0.0 if self.lost is None else self.lost.factor)):
-                if some:
-                    self._differentiate(block, work, some, factor)
+        if self.fault is None or block.owner != self.fault.owner:
+            return self._differentiate(block, calls, 1.0)
+        for harmed, factor in ((False, 1.0), (True, GRADIENT_FAULTS.get(self.fault.kind, 1.0))):
+            some = {call: [row for row in rows if (row in self.lost) == harmed] for call, rows in calls.items()}
+            self._differentiate(block, some, factor)
 
-    def _differentiate(self, block: Block, work: Work, rows: list[int], factor: float) -> None:
-        """Add the gradients of a visit; the gradients of keys are multiplied by `factor`."""
-        heads = slice(work.heads.start, work.heads.stop, work.heads.step)
-        for call in self.kernel.split(Work(work.heads, work.kv, range(len(rows)), work.k)):
-            index = index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
-            here = Work(call.heads, call.kv, range(len(call.q)), call.k)
-            mine = RowViews(*(x[:, :, index] for x in (self.grad, self.q, self.out, self.lse)))
-            (g, x, o, total), (y, z) = self.inputs.select(here, None, mine, RowViews(block.k, block.v))
-            dq, dk, dv = self.kernel.backward(g, x, y, z, o, total, here, self.scale)
-            self.dq[:, heads, index] += dq
-            self._gather(block, call.kv, self.kernel.keys(y, z), factor * dk, factor * dv)
+    def _differentiate(self, block: Block, calls: Calls, factor: float) -> None:
+        """Add the gradients of visits; the gradients of keys are multiplied by `factor`."""
+        for call, index in split_calls(self.kernel, calls):
+            mine = RowViews(*(x[:, :, index] for x in self.by_row))
+            (grad, q, out, lse), (k, v) = self.inputs.select(call, None, mine, RowViews(block.k, block.v))
+            dq, dk, dv = self.kernel.backward(grad, q, k, v, out, lse, call, self.scale)
+            self.dq[:, call.heads.start : call.heads.stop : call.heads.step, index] += dq
+            self._gather(block, call.kv, self.kernel.keys(k, v), factor * dk, factor * dv)
 
     def _gather(self, block: Block, kv: range, places: np.ndarray, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Record gradients of keys: places [1, heads, keys], dk and dv [1, heads, keys, ...]."""
@@ -127,7 +106,7 @@ def expected_hashes(pattern: Pattern, layout: Layout, rows: Iterable[int], heads
     return found
 
 
-def chosen_keys(plan: Plan, rows: Sequence[int], seed: int, among: Sequence[range] | None = None) -> list[int]:
+def choose_keys(plan: Plan, rows: Sequence[int], seed: int, among: Sequence[range] | None = None) -> list[int]:
     """Distinct random key positions, for each row a key that some head of the row sees; only keys in `among` where
     given."""
     random, found = np.random.default_rng(seed + 1), set()
@@ -144,14 +123,13 @@ def chosen_keys(plan: Plan, rows: Sequence[int], seed: int, among: Sequence[rang
     return sorted(found)
 
 
-def lost_gradients(walk: Walk, fault: Fault) -> Lost:
-    """The gradients that a fault harms: those that pass, or arrive at, the rank of the fault. Raises InvalidInput
-    where none of them comes from a sampled row."""
+def lost_rows(walk: Walk, fault: Fault) -> frozenset[int]:
+    """The sampled rows whose gradients for the fault's owner pass, or arrive at, the rank of the fault. Raises
+    InvalidInput where there are none."""
     plan, rank, owner = walk.plan, fault.rank, fault.owner
     ranks = {home for home, _ in walk.homes}
-    if rank == owner:
-        behind = ranks
-    else:
+    behind = ranks
+    if rank != owner:
         edges = (edge for arc in walk.route.arcs(rank) for edge in arc if edge.owner == owner)
         behind = {home for edge in edges for run in walk.route.served(edge) for home in ranks & set(run)}
     gone = {home for home in behind - {rank} if plan.demand.visits(home, owner)}
@@ -161,5 +139,4 @@ def lost_gradients(walk: Walk, fault: Fault) -> Lost:
             "fault_rank = fault_owner = a rank whose keys some other sampled row sees"
         )
     homes = [home for home, local in walk.homes for _ in local]
-    rows = frozenset(row for row, home in enumerate(homes) if home in gone)
-    return Lost(owner, rows, GRADIENT_FAULTS[fault.kind])
+    return frozenset(row for row, home in enumerate(homes) if home in gone)

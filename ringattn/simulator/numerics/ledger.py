@@ -289,11 +289,12 @@ def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray
     return n, n * p + s * ones, n * p * p + np.uint64(2) * p * s * ones + s * s * squares
 
 
-def expected_counts(tiles: Iterator[Tile], rows: range, heads: int, *, keys: bool) -> np.ndarray:
+def expected_counts(pattern: Pattern, tokens: int, rows: range, heads: int, *, keys: bool) -> np.ndarray:
     """The counts that gradients must carry, int64 [heads, rows]: for each position of `rows` (keys, or queries) and
     each head the summed weights of the rows that it meets."""
     found = np.zeros((heads, len(rows)), dtype=np.int64)
-    for tile in tiles:
+    q, k = (range(tokens), rows) if keys else (rows, range(tokens))
+    for tile in (part for whole in pattern.tiles(q, k, range(heads)) for part in whole.refine()):
         mine, other = (tile.k, tile.q) if keys else (tile.q, tile.k)
         lo, hi = (None if b is None else -b for b in (tile.hi, tile.lo)) if keys else (tile.lo, tile.hi)
         at = np.arange(mine.start, mine.stop, mine.step)

@@ -8,7 +8,7 @@ thousands of ranks take as many calls as a few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -99,7 +99,8 @@ def cohorts(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Cohort]
 
 
 def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[int]]:
-    """`ranks` split into groups that send no messages to each other."""
+    """`ranks` split into groups that send no messages to each other. Raises InvalidInput where a backward needs
+    others."""
     inside, todo, found = set(ranks), set(ranks), []
     for start in ranks:
         if start not in todo:
@@ -111,9 +112,14 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> list[list[
             group.append(rank)
             mine = plan.for_rank(rank)
             for step in (*mine.forward, *(mine.backward if backward else ())):
-                peers = {hop.peer for hop in (*step.sends, *step.recvs)} & todo
+                peers = {hop.peer for hop in (*step.sends, *step.recvs)}
+                if backward and not peers <= inside:
+                    raise InvalidInput(
+                        f"rank {rank} exchanges gradients with rank {min(peers - inside)}, which is not executed; "
+                        "execute all ranks, or whole segments of a dilated pattern, or leave out backward=True"
+                    )
+                stack += sorted(peers & todo)
                 todo -= peers
-                stack += sorted(peers)
         found.append(sorted(group))
     assert sum(map(len, found)) == len(inside)
     return found
@@ -151,8 +157,8 @@ class _BatchTicket:
         return all(flight.done for flight in self.flights)
 
 
-#: Changes what arrived, in place: (rank, parts, tensors [heads, rows, width] of each part).
-Tamper = Callable[[int, Sequence[Part], Sequence[tuple[torch.Tensor, ...]]], None]
+#: Changes what arrived, in place: (rank, part, tensors [heads, rows, width] of the part).
+Tamper = Callable[[int, Part, Sequence[torch.Tensor]], None]
 #: Gives K and V of a part whose owner is not executed.
 Answer = Callable[[Part], tuple[torch.Tensor, ...]]
 
@@ -165,10 +171,9 @@ class Lockstep:
     """
 
     def __init__(
-        self, members: Sequence[Cohort], answer: Answer, *, backward: bool = False, tamper: Tamper | None = None,
-        harmed: int | None = None,
-    ) -> None:  # fmt: skip
-        self.members, self.answer, self.backward, self.tamper, self.harmed = members, answer, backward, tamper, harmed
+        self, members: Sequence[Cohort], answer: Answer, *, backward: bool = False, tamper: Tamper | None = None
+    ) -> None:
+        self.members, self.answer, self.backward, self.tamper = members, answer, backward, tamper
         self.size = members[0].whole.ranks
         self.answered = 0
         self._home: dict[int, tuple[int, int]] = {
@@ -236,29 +241,19 @@ class Lockstep:
                     target[mine] = x[theirs]
             send.left.discard(recv.cohort)
         recv.done = True
-        if self.tamper is not None and self.harmed in cohort.ranks:
-            self._harm(cohort, recv, cohort.ranks.index(self.harmed))
+        if self.tamper is not None:
+            for i, rank in enumerate(cohort.ranks):
+                for part, tensors in _parts(cohort, recv, i):
+                    self.tamper(rank, part, tensors)
         return True
-
-    def _harm(self, cohort: Cohort, recv: _BatchRecv, index: int) -> None:
-        assert self.tamper is not None
-        views, parts = iter(recv.views), _shifted(cohort, recv.hop.parts, index)
-        grouped = [tuple(next(views)[index] for _ in cohort.plan.part_widths(part.kind)) for part in parts]
-        self.tamper(cohort.ranks[index], parts, grouped)
 
     def _answer(self, cohort: Cohort, recv: _BatchRecv, index: slice | np.ndarray) -> None:
         """Fill the messages that come from ranks that are not executed."""
         for i in range(len(cohort.ranks))[index] if isinstance(index, slice) else index.tolist():
-            views = iter(recv.views)
-            for part in _shifted(cohort, recv.hop.parts, i):
-                if part.kind != "kv":
-                    peer = (cohort.ranks[i] + recv.hop.peer - cohort.first) % self.size
-                    raise InvalidInput(
-                        f"rank {cohort.ranks[i]} gets gradients from rank {peer}, which is not executed; "
-                        "execute all ranks that see each other, or the forward only"
-                    )
-                for x in self.answer(part):
-                    next(views)[i].copy_(x[0])
+            for part, tensors in _parts(cohort, recv, i):
+                assert part.kind == "kv", "gradients come from executed ranks only"
+                for x, y in zip(tensors, self.answer(part), strict=True):
+                    x.copy_(y[0])
             self.answered += 1
 
     def _route(self, c: int, away: int) -> list[tuple[int, Any, Any]]:
@@ -282,10 +277,12 @@ def _even(a: np.ndarray, b: np.ndarray) -> tuple[Any, Any]:
     return a, b
 
 
-def _shifted(cohort: Cohort, parts: tuple[Part, ...], index: int) -> list[Part]:
-    """The parts of the first member's message, renumbered for another member."""
-    by = cohort.ranks[index] - cohort.first
-    return [part._replace(owner=(part.owner + by) % cohort.whole.ranks) for part in parts]
+def _parts(cohort: Cohort, recv: _BatchRecv, index: int) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+    """Yield each part of a member's message, as the member counts owners, and its tensors [heads, rows, width]."""
+    views, by = iter(recv.views), cohort.ranks[index] - cohort.first
+    for part in recv.hop.parts:
+        tensors = [next(views)[index] for _ in cohort.plan.part_widths(part.kind)]
+        yield part._replace(owner=(part.owner + by) % cohort.whole.ranks), tensors
 
 
 def _views(cohort: Cohort, hop: Hop, message: Message) -> list[torch.Tensor]:

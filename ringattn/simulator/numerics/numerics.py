@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ...errors import InvalidInput
 from ...plan.plan import Plan
@@ -61,5 +60,5 @@ def numerics(
         return report
     # Neither end of the sequence where there is another row: a mask that is off by one may be right there.
     row = sorted(places)[len(places) // 2]
-    keys, wrong = count_mask_errors(plan.pattern, plan.tokens, plan.heads, row, seed)
-    return replace(report, mask_keys=keys, wrong_mask_keys=wrong)
+    report.mask_keys, report.wrong_mask_keys = count_mask_errors(plan.pattern, plan.tokens, plan.heads, row, seed)
+    return report

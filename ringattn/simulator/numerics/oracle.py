@@ -1,90 +1,164 @@
-"""Oracles without a schedule, an executor or a merge: one softmax over all keys of a row, in fp64 or wider.
+"""The oracle: softmaxes over all keys of a row, in fp64, without a schedule, an executor or a merge.
 
-The tiles of the pattern tell which keys one row sees (`exact_row`), or its dense mask tells it for all rows
-(`exact_ranks`).
+The tiles of the pattern tell which keys a row sees (`exact_rows`) and which queries see a key (`exact_keys`); the dense
+mask of the pattern tells both for all rows of a few ranks (`exact_ranks`), and for one row (`count_mask_errors`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ...kernels.base import Kernel
 from ...layout.regular import Layout
-from ...pattern import Pattern
-from ...plan.work import Work
+from ...pattern import Pattern, Tile
 from .source import RAMP, RowSource
 
-#: The most keys of a row that `one_call` copies into one tensor.
-GATHERED = 1 << 20
 #: Pairs of a head and a key that are compared with the mask of a row.
 MASK_CELLS = 1 << 20
 #: Rows of the largest dense mask.
 DENSE = 8192
+#: Keys, or queries, of a tile that are computed at a time.
+AT_A_TIME = 1 << 12
 
 
 @dataclass(frozen=True)
-class Row:
-    """Attention of one query position: out [H, Dv] and lse [H], fp64."""
+class ExactRows:
+    """Attention of some query rows: out [H, rows, Dv], lse [H, rows], dq [H, rows, D]; fp64."""
 
-    out: np.ndarray
-    lse: np.ndarray
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
 
 
-def exact_row(pattern: Pattern, source: RowSource, position: int, scale: float) -> Row:
-    """Attention of one row over all keys that it sees; where K and V are periodic, over one period with
-    multiplicities."""
+@dataclass(frozen=True)
+class ExactQueries:
+    """Query rows by ascending position: q [H, rows, D], grad [H, rows, Dv] (that of the rows' sums before the pattern's
+    scale), lse and delta = rowsum(grad * out) [H, rows]; fp64."""
+
+    positions: np.ndarray
+    q: torch.Tensor
+    grad: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+
+
+def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float) -> ExactRows:
+    """Attention of the query positions `rows` over all keys that each of them sees, and the gradient of each query."""
     bound = pattern.bind(source.heads, source.tokens)
-    query = _numbers(source.rows("q", range(position, position + 1)))[:, 0]
-    group = source.heads // source.kv_heads
-    out = np.zeros((source.heads, source.value_dim))
-    lse = np.full(source.heads, -np.inf)
-    for head in range(source.heads):
-        seen = _keys(bound, position, source.tokens, head)
-        if not seen:
-            continue
-        k, v, count, total = _read_keys(source, seen, head // group)
-        logits = k @ query[head] * np.longdouble(scale)
-        top = logits.max()
-        shares = np.exp(logits - top)
-        norm = (shares * count).sum()
-        values = (shares * count) @ v
-        values[RAMP] = (shares * total).sum() * np.longdouble(source.unit)
-        out[head], lse[head] = values / norm, top + np.log(norm)
-    return Row(out * bound.output_scale, lse)
+    q, grad = (torch.cat([source.rows(name, r)[0] for r in rows], 1).double() for name in ("q", "grad"))
+    grad = grad * bound.output_scale
+    shape = q.shape[:2]
+    top, norm = q.new_full(shape, -torch.inf), q.new_zeros(shape)
+    # For each row the sums over its keys of p v, p (grad . v) k and p k, where p / norm is the weight of a key.
+    values, pulled, mean = torch.zeros_like(grad), torch.zeros_like(q), torch.zeros_like(q)
+    first = 0
+    for r in rows:
+        for tile in bound.tiles(r, range(source.tokens), range(source.heads)):
+            heads = torch.tensor(list(tile.heads), device="cpu")[:, None]
+            kv = heads[:, 0] // (source.heads // source.kv_heads)
+            at = first + (_places(tile.q) - r.start) // r.step
+            for part, times, total in _classes(tile, source.period):
+                k, v = (source.rows(name, part)[0].double()[kv] for name in ("k", "v"))
+                logits = scale * q[heads, at] @ k.mT
+                logits.masked_fill_(times == 0, -torch.inf)
+                before, now = top[heads, at], torch.maximum(top[heads, at], logits.amax(-1))
+                base = now.where(now > -torch.inf, 0.0)
+                keep, p = (before - base).exp(), (logits - base[..., None]).exp()
+                more = p * times
+                top[heads, at], norm[heads, at] = now, norm[heads, at] * keep + more.sum(-1)
+                value = more @ v
+                value[..., RAMP] = (p * total).sum(-1) * source.unit  # v[..., RAMP] tells positions
+                given = more * (grad[heads, at] @ v.mT)
+                for sums, x in ((values, value), (pulled, given @ k), (mean, more @ k)):
+                    sums[heads, at] = sums[heads, at] * keep[..., None] + x
+        first += len(r)
+    share = torch.where(norm > 0, 1 / norm, 0.0)[..., None]
+    out = values * share
+    delta = (grad * out).sum(-1, keepdim=True)
+    return ExactRows(out * bound.output_scale, top + norm.log(), scale * share * (pulled - delta * mean))
 
 
-def exact_gradients(
-    pattern: Pattern, source: RowSource, rows: Sequence[int], keys: Sequence[int], scale: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq [H, rows, D] of query positions, and dk [K, keys, D], dv [K, keys, Dv] of key positions, where rows outside
-    `rows` have a cotangent of 0. From dS = P * (dO V^T - delta), delta = rowsum(dO * O)."""
+def exact_keys(
+    pattern: Pattern,
+    source: RowSource,
+    rows: Sequence[range],
+    scale: float,
+    seen_by: ExactQueries,
+    among: Sequence[range] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk [K, rows, D] and dv [K, rows, Dv] of the key positions `rows`, from all queries that see each of them; NaN
+    where one of these queries is not in `seen_by`. Queries that are not `among` the given ranges have a cotangent of
+    0."""
     bound, group = pattern.bind(source.heads, source.tokens), source.heads // source.kv_heads
-    dq = np.zeros((source.heads, len(rows), source.head_dim))
-    dk, dv = (np.zeros((source.kv_heads, len(keys), n)) for n in (source.head_dim, source.value_dim))
-    some = [{name: _numbers(source.rows(name, range(p, p + 1)))[:, 0] for name in ("k", "v")} for p in keys]
-    for i, row in enumerate(rows):
-        truth = exact_row(pattern, source, row, scale)
-        query, grad = (_numbers(source.rows(name, range(row, row + 1)))[:, 0] for name in ("q", "grad"))
-        for head in range(source.heads):
-            seen, kv = _keys(bound, row, source.tokens, head), head // group
-            if not seen:
-                continue
-            k, v, count, _ = _read_keys(source, seen, kv)
-            g = grad[head] * bound.output_scale
-            delta = (grad[head] * truth.out[head]).sum()
-            shares = np.exp(k @ query[head] * np.longdouble(scale) - truth.lse[head])
-            dq[head, i] = scale * ((shares * count * (v @ g - delta)) @ k)
-            times = bound.visible(np.array([[row]]), np.array([keys]), head, source.tokens)
-            times = np.broadcast_to(np.asarray(times), (1, len(keys)))[0]
-            for j, one in enumerate(some):
-                share = times[j] * np.exp(one["k"][kv] @ query[head] * np.longdouble(scale) - truth.lse[head])
-                dk[kv, j] += scale * share * (one["v"][kv] @ g - delta) * query[head]
-                dv[kv, j] += share * g
-    return dq, dk, dv
+    k, v = (torch.cat([source.rows(name, r)[0] for r in rows], 1).double() for name in ("k", "v"))
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    first = 0
+    for r in rows:
+        for tile in (tile for q in among or [range(source.tokens)] for tile in bound.tiles(q, r, range(source.heads))):
+            heads = torch.tensor(list(tile.heads), device="cpu")
+            kv, at = heads // group, first + (_places(tile.k) - r.start) // r.step
+            y, z = (x[kv[:, None], at] for x in (k, v))
+            for part in _parts(tile.q):
+                q, grad, lse, delta = _of_queries(seen_by, part, heads)
+                p = (scale * q @ y.mT - lse[..., None]).exp()
+                ds = p * (grad @ z.mT - delta[..., None])
+                away = _places(part)[:, None] - _places(tile.k)
+                hidden = torch.zeros_like(away, dtype=torch.bool)
+                if tile.lo is not None:
+                    hidden |= away < tile.lo
+                if tile.hi is not None:
+                    hidden |= away > tile.hi
+                for total, other, x in ((dk, q * scale, ds), (dv, grad, p)):
+                    more = x.masked_fill_(hidden, 0.0).mT @ other
+                    total.index_put_((kv[:, None], at), more, accumulate=True)
+        first += len(r)
+    return dk, dv
+
+
+def _of_queries(known: ExactQueries, part: range, heads: torch.Tensor) -> list[torch.Tensor]:
+    """q, grad, lse and delta of the positions `part`; the lse of an unknown position is NaN."""
+    place = np.arange(part.start, part.stop, part.step)
+    index = np.searchsorted(known.positions, place).clip(max=len(known.positions) - 1)
+    some: slice | torch.Tensor = torch.from_numpy(index)
+    if (np.diff(index) == 1).all():
+        some = slice(int(index[0]), int(index[-1]) + 1)  # a view, where an index would copy
+    q, grad, lse, delta = (x[heads][:, some] for x in (known.q, known.grad, known.lse, known.delta))
+    missing = torch.from_numpy(known.positions[index] != place)
+    return [q, grad, lse.masked_fill(missing, torch.nan), delta]
+
+
+def _classes(tile: Tile, period: int | None) -> Iterator[tuple[range, torch.Tensor, torch.Tensor]]:
+    """Yield (keys, how often each row of a tile sees a key like each of them, the sum of the positions of these), both
+    [rows, keys].
+
+    Keys whose places in the tile are equal modulo the period are alike; without a period each is alike to itself alone.
+    """
+    rows = _places(tile.q)[:, None]
+    for part in _parts(tile.k) if period is None else [tile.k]:
+        # Row x sees the places low .. high - 1 of `part`: those of keys y with lo <= x - y <= hi.
+        low, high = torch.zeros_like(rows), torch.full_like(rows, len(part))
+        if tile.hi is not None:
+            low = (-((part.start + tile.hi - rows) // part.step)).clamp(min=0)
+        if tile.lo is not None:
+            high = ((rows - tile.lo - part.start) // part.step + 1).clamp(max=len(part))
+        count = min(len(part), period or len(part))
+        place = torch.arange(count, device="cpu")
+        first = low + (place - low) % count
+        times = (-((first - high) // count)).clamp(min=0)
+        total = times * (part.start + part.step * first) + part.step * count * (times * (times - 1) // 2)
+        yield part[:count], times.double(), total.double()
+
+
+def _parts(r: range) -> Iterator[range]:
+    for start in range(0, len(r), AT_A_TIME):
+        yield r[start : start + AT_A_TIME]
+
+
+def _places(r: range) -> torch.Tensor:
+    return torch.arange(r.start, r.stop, r.step, device="cpu")
 
 
 def _keys(bound: Pattern, position: int, tokens: int, head: int) -> list[range]:
@@ -129,51 +203,11 @@ def _count_ranges(ranges: Sequence[range], keys: np.ndarray) -> np.ndarray:
     return times
 
 
-def _read_keys(source: RowSource, seen: Sequence[range], head: int) -> tuple[np.ndarray, ...]:
-    """(k, v, multiplicity, sum of positions) of keys: one entry per key, or per class of positions modulo the period
-    where there are more keys than that."""
-    period = source.period
-    if period is None or sum(map(len, seen)) <= period:
-        k, v = (np.concatenate([_numbers(source.rows(name, r))[head] for r in seen]) for name in ("k", "v"))
-        place = np.concatenate([np.arange(r.start, r.stop, r.step) for r in seen])
-        return k, v, np.ones(len(k), dtype=np.longdouble), place.astype(np.longdouble)
-    k, v = (_numbers(source.rows(name, range(period)))[head] for name in ("k", "v"))
-    count, total = np.zeros(period, dtype=np.int64), np.zeros(period, dtype=np.int64)
-    for r in seen:
-        # Members i, i + period, .. of an arithmetic progression fall into one class.
-        i = np.arange(min(period, len(r)))
-        turns = (len(r) - 1 - i) // period + 1
-        place = (r.start + i * r.step) % period
-        sums = turns * (r.start + i * r.step) + r.step * period * (turns * (turns - 1) // 2)
-        np.add.at(count, place, turns)
-        np.add.at(total, place, sums)
-    return k, v, count.astype(np.longdouble), total.astype(np.longdouble)
-
-
-def _numbers(x: torch.Tensor) -> np.ndarray:
-    return x[0].double().numpy().astype(np.longdouble)
-
-
-def one_call(kernel: Kernel, pattern: Pattern, source: RowSource, position: int, scale: float) -> torch.Tensor | None:
-    """out [H, Dv] of one row by one kernel call per head, in the dtype of the source, as a single device computes it.
-    None where the row sees no key, or more than `GATHERED`."""
-    bound, outs = pattern.bind(source.heads, source.tokens), []
-    query = source.rows("q", range(position, position + 1))
-    for head in range(source.heads):
-        seen, kv = _keys(bound, position, source.tokens, head), head * source.kv_heads // source.heads
-        if not 0 < sum(map(len, seen)) <= GATHERED:
-            return None
-        k, v = (torch.cat([source.rows(name, r)[:, kv : kv + 1] for r in seen], 2) for name in ("k", "v"))
-        work = Work(range(1), range(1), range(1), (range(k.shape[2]),))
-        outs.append(kernel.forward(query[:, head : head + 1], k, v, work, scale)[0][0, :, 0])
-    return torch.cat(outs) * bound.output_scale
-
-
 def exact_ranks(
     pattern: Pattern, source: RowSource, layout: Layout, ranks: Sequence[int], scale: float
-) -> tuple[np.ndarray, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """(positions, out, (dq, dk, dv)) of ranks that see only each other, in the order of the ranks: dense fp64 attention
-    under the mask of the pattern, by autograd, with the cotangent of the source."""
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(out, (dq, dk, dv)) of ranks that see only each other, in the order of the ranks: dense fp64 attention under the
+    mask of the pattern, by autograd, with the cotangent of the source."""
     places = np.concatenate([layout.positions(rank) for rank in ranks])
     runs = [r for rank in ranks for r in layout.shard(rank)]
     q, k, v, grad = (
@@ -191,4 +225,4 @@ def exact_ranks(
         outs.append(weights @ v[0, head // group])
     out = torch.stack(outs)[None] * bound.output_scale
     grads = torch.autograd.grad((out * grad).sum(), (q, k, v))
-    return places, out.detach(), grads
+    return out.detach(), grads

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ...plan.plan import Plan
 from ...text import duration, plural
 from ..reporting.console import Number
+from .ledger import PairLedger
 
 #: Which parts of a real run each mode executes.
 WAYS = {
@@ -15,38 +18,39 @@ WAYS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class NumericsReport:
-    """Each error is the largest absolute error over the largest entry of the truth, or over 1 where that entry is
-    smaller."""
+    """What was executed and compared so far. Each error is the largest absolute error over the largest entry of the
+    truth, or over 1 where that entry is smaller."""
 
     plan: Plan
     #: "sample" or "all".
     mode: str
-    #: Executed ranks, and query rows that were compared with an oracle.
+    #: Executed ranks.
     ranks: int
-    rows: int
-    #: Blocks that the executed ranks visited, and blocks that the pattern asks for.
-    visits: int
-    visits_expected: int
-    #: Computed (query, key, head, branch) pairs of the compared rows (sample) or the executed ranks (all).
-    pairs: int
-    pairs_expected: int
-    #: Rows, over all heads, whose ledger differs from the expected ledger; None where no ledger was kept.
-    wrong: int | None
-    #: Rows of gradients (in `sample`: rows of dq and blocks of dk), over all heads, with unexpected counts;
-    #: None without a backward or a ledger.
-    wrong_gradients: int | None
-    error: float
-    lse_error: float
-    #: The largest error of dq, dk and dv on the compared rows; None without a backward.
-    gradient_error: float | None
     #: The largest error that passes.
     tolerance: float
-    seconds: float
-    calls: int
+    #: Query rows that were compared with an oracle.
+    rows: int = 0
+    #: Blocks that the executed ranks visited, and blocks that the pattern asks for.
+    visits: int = 0
+    visits_expected: int = 0
+    #: Computed (query, key, head, branch) pairs of the compared rows (sample) or the executed ranks (all).
+    pairs: int = 0
+    pairs_expected: int = 0
+    #: Rows, over all heads, whose ledger differs from the expected ledger.
+    wrong: int = 0
+    #: Rows of gradients (in `sample`: rows of dq and blocks of dk), over all heads, with unexpected counts;
+    #: None without a backward.
+    wrong_gradients: int | None = None
+    error: float = 0.0
+    lse_error: float = 0.0
+    #: The largest error of dq, dk and dv on the compared rows; None without a backward.
+    gradient_error: float | None = None
+    seconds: float = 0.0
+    calls: int = 0
     #: The most shards of K/V that existed at a time (sample), or ranks that ran at a time (all).
-    live: int
+    live: int = 0
     #: Key rows whose dk and dv were compared with an oracle; dq was compared on the compared query rows.
     keys: int = 0
     #: In `all`: ranks whose gradients were compared with a dense oracle in all rows.
@@ -62,10 +66,27 @@ class NumericsReport:
     mask_keys: int = 0
     wrong_mask_keys: int = 0
 
+    def add_ledger(self, computed: PairLedger, wanted: PairLedger) -> None:
+        """Count the pairs of two ledgers, and the rows in which they differ."""
+        self.wrong += computed.wrong(wanted)
+        self.pairs += int(computed.pairs.sum())
+        self.pairs_expected += int(wanted.pairs.sum())
+        self.calls += computed.calls
+
+    def compare(self, out: torch.Tensor, lse: torch.Tensor, true_out: torch.Tensor, true_lse: torch.Tensor) -> None:
+        """Compare outputs and log-sum-exps with the truth."""
+        self.error = max(self.error, gap(out, true_out))
+        self.lse_error = max(self.lse_error, gap(lse, true_lse))
+
+    def compare_gradient(self, found: torch.Tensor, exact: torch.Tensor, tag: int) -> None:
+        """Compare a gradient, except for the column `tag`, which holds a count."""
+        worst = gap(*(x.index_fill(-1, torch.tensor(tag % x.shape[-1], device="cpu"), 0.0) for x in (found, exact)))
+        self.gradient_error = max(self.gradient_error or 0.0, worst)
+
     @property
     def complete(self) -> bool:
-        """Whether every ledger that was kept equals the expected ledger, every block that arrives was sent, and the
-        tiles are the mask."""
+        """Whether every ledger equals the expected ledger, every block that arrives was sent, and the tiles are the
+        mask."""
         wrong = (self.wrong, self.wrong_gradients, self.unsent, self.wrong_mask_keys)
         return not any(wrong) and self.visits == self.visits_expected
 
@@ -82,12 +103,9 @@ class NumericsReport:
     def numbers(self) -> list[Number]:
         """The report as rows of a table."""
         plan = self.plan
-        ledger = "not kept"
-        if self.wrong is not None:
-            ledger = "complete" if self.complete else "NOT COMPLETE"
-            ledger += f": {self.visits:,} of {plural(self.visits_expected, 'visit')}"
-            ledger += f", {self.pairs:,} of {plural(self.pairs_expected, 'pair')}"
-            ledger += f", {plural(self.wrong, 'row')} wrong"
+        ledger = "complete" if self.complete else "NOT COMPLETE"
+        ledger += f": {self.visits:,} of {plural(self.visits_expected, 'visit')}"
+        ledger += f", {self.pairs:,} of {plural(self.pairs_expected, 'pair')}, {plural(self.wrong, 'row')} wrong"
         calls, rows = plural(self.calls, "call"), plural(plan.tokens, "query row")
         found = [
             Number("way", WAYS[self.mode]),
@@ -103,29 +121,33 @@ class NumericsReport:
                 where += f", all rows of {plural(self.dense, 'rank')}"
             found.append(Number("gradients", f"{self.gradient_error:.2e} ({where})", "measured"))
         if self.sum_error is not None:
-            found.append(
-                Number("gradient sums", f"{self.sum_error:.2e} (dq, dk, dv over all executed rows)", "measured")
-            )
+            text = f"{self.sum_error:.2e} (dq, dk, dv over all executed rows)"
+            found.append(Number("gradient sums", text, "measured"))
         if self.wrong_gradients is not None:
-            found.append(
-                Number(
-                    "gradient ledger",
-                    f"{self.wrong_gradients:,} {'rows or blocks' if self.mode == 'sample' else 'rows'} differ",
-                    "counted",
-                )
-            )
+            what = "rows or blocks" if self.mode == "sample" else "rows"
+            found.append(Number("gradient ledger", f"{self.wrong_gradients:,} {what} differ", "counted"))
         if self.unsent:
             found.append(Number("never sent", plural(self.unsent, "received block"), "counted"))
         if self.mask_keys:
             text = f"{plural(self.mask_keys, 'key')} of one row, {self.wrong_mask_keys:,} seen by tiles or visible only"
             found.append(Number("tiles against visible", text, "counted"))
         if self.answered:
-            found.append(
-                Number("from the source", f"{self.answered:,} messages of ranks that were not executed", "counted")
-            )
+            text = f"{self.answered:,} messages of ranks that were not executed"
+            found.append(Number("from the source", text, "counted"))
         live = f"{plural(self.live, 'shard')} of K/V" if self.mode == "sample" else plural(self.live, "rank")
         return [
             *found,
             Number("at a time", f"{live} at most", "counted"),
             Number("time", duration(self.seconds), "measured"),
         ]
+
+
+def gap(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest error over the largest entry of `exact`, or over 1 where that is smaller; infinite where an entry is
+    NaN or infinite in only one of the tensors."""
+    found, seen = found.double(), exact.isfinite()
+    if not torch.equal(found.isfinite(), seen):
+        return float("inf")
+    if not seen.any():
+        return 0.0
+    return float((found[seen] - exact[seen]).abs().max() / exact[seen].abs().max().clamp(min=1.0))

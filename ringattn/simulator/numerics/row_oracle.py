@@ -35,46 +35,34 @@ def oracle_rows(
 ) -> torch.Tensor:  # fmt: skip
     """Attention outputs of the query positions `rows`, [B, H, len(rows), Dv] in fp64, over the keys of all ranks.
 
-    q, k, v are this rank's shards, `positions` [n] their global positions. Under one maximum for all ranks, every
-    rank sums exp(logit - maximum) v and exp(logit - maximum) over its own keys, by the pattern's dense mask row; the
-    ranks then add these sums.
+    q, k, v are this rank's shards, `positions` [n] their global positions. Every rank attends its own keys by the
+    pattern's dense mask row; the ranks then add their outputs, weighted by their log-sum-exps.
     """
     batch, heads, _, width = q.shape
-    group = heads // k.shape[1]
-    place = places(rows, positions)
+    place, group = places(rows, positions), heads // k.shape[1]
     query = torch.zeros(batch, heads, len(rows), width, dtype=torch.float64, device="cpu")
     for i, row in enumerate(rows):
         if row in place:
             query[:, :, i] = q[:, :, place[row]].double().cpu()
     reduce(query, False)
-    top = torch.full((batch, heads, len(rows)), -torch.inf, dtype=torch.float64, device="cpu")
-    total = torch.zeros(batch, heads, len(rows), v.shape[-1] + 1, dtype=torch.float64, device="cpu")
-    parts = [slice(first, first + KEYS) for first in range(0, len(positions), KEYS)]
-
-    def seen(h: int) -> torch.Tensor:
-        """How often each row of head h sees each local key."""
-        return torch.from_numpy(np.stack([pattern.row_mask(row, tokens, h, heads)[positions] for row in rows]))
-
-    def scores(h: int, part: slice) -> torch.Tensor:
-        return query[:, h] @ k[:, h // group, part].double().cpu().mT * scale
-
-    for h in range(heads if parts else 0):
-        weights = seen(h)
-        for part in parts:
-            highest = scores(h, part).masked_fill(weights[:, part] == 0, -torch.inf).amax(-1)
-            top[:, h] = torch.maximum(top[:, h], highest)
+    out = query.new_zeros(*query.shape[:3], v.shape[-1])
+    lse = query.new_full(query.shape[:3], -torch.inf)
+    for h in range(heads if len(positions) else 0):
+        times = torch.from_numpy(np.stack([pattern.row_mask(row, tokens, h, heads)[positions] for row in rows]))
+        for first in range(0, len(positions), KEYS):
+            part = slice(first, first + KEYS)
+            keys, values = (x[:, h // group, part].double().cpu() for x in (k, v))
+            logits = query[:, h] @ keys.mT * scale + times[:, part].double().log()
+            before, now = lse[:, h], torch.logaddexp(lse[:, h], logits.logsumexp(-1))
+            base = now.where(now > -torch.inf, 0.0)[..., None]
+            out[:, h] = out[:, h] * (before[..., None] - base).exp() + (logits - base).exp() @ values
+            lse[:, h] = now
+    top = lse.clone()
     reduce(top, True)
-    safe = top.masked_fill(top == -torch.inf, 0.0)
-    for h in range(heads if parts else 0):
-        weights = seen(h)
-        for part in parts:
-            shares = (scores(h, part) - safe[:, h, :, None]).exp() * weights[:, part].double()
-            shares = torch.where(weights[:, part] == 0, 0.0, shares)
-            total[:, h, :, :-1] += shares @ v[:, h // group, part].double().cpu()
-            total[:, h, :, -1] += shares.sum(-1)
+    share = (lse - top.where(top > -torch.inf, 0.0)).exp()[..., None]
+    total = torch.cat((out * share, share), -1)
     reduce(total, False)
-    denominator = total[..., -1:]
-    return torch.where(denominator == 0, 0.0, total[..., :-1] / denominator.clamp(min=torch.finfo(torch.float64).tiny))
+    return total[..., :-1] / total[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def oracle_rows_alone(

@@ -16,6 +16,8 @@ shard, so that no two shards are alike.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,10 +28,10 @@ import numpy as np
 import torch
 
 from ...errors import InvalidInput
+from ...kernels.dropout import GAMMA, finalize, shift
 from ...layout.regular import Layout
 from ...plan.plan import Plan
 from ...plan.row_sets import AllRows, RowSet
-from .counter_random import counter_normal
 
 Name = Literal["q", "k", "v", "grad"]
 NAMES: tuple[Name, ...] = ("q", "k", "v", "grad")
@@ -81,37 +83,46 @@ class RowSource:
         else:
             index = np.arange(r.start, r.stop, r.step) % self.period
             found = table.index_select(2, torch.from_numpy(index))
-        return (
-            self._ramped(found, r, torch.empty(found.shape, dtype=self.dtype, device="cpu")) if name == "v" else found
-        )
+        if name == "v":
+            found = found.clone(memory_format=torch.contiguous_format)
+            found[..., RAMP] = self._tags(r)
+        return found
 
     @contextmanager
-    def shard(self, rows: Sequence[range]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V at the positions `rows`, [1, K, n, D] and [1, K, n, Dv]; valid until the `with` block ends."""
+    def shard(
+        self, layout: Layout, owner: int, row_set: RowSet | AllRows
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """As `block`, valid until the `with` block ends, and not to be written to."""
         self.live += 1
         self.made += 1
         self.peak = max(self.peak, self.live)
-        runs = [[self.rows(name, r) for r in rows] for name in ("k", "v")]
-        k, v = (run[0] if len(run) == 1 else torch.cat(run, 2) for run in runs)
         try:
-            yield k, v
+            yield self.block(layout, owner, row_set)
         finally:
             self.live -= 1
 
     def block(self, layout: Layout, owner: int, row_set: RowSet | AllRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a row set of the block of `owner`, [1, heads, rows, D] each; a copy."""
+        """K and V of a row set of the block of `owner`, [1, heads, rows, D] and [1, heads, rows, Dv]."""
         if isinstance(row_set, AllRows):
-            runs = layout.shard(owner)
-            k, v = (torch.cat([self.rows(name, r) for r in runs], 2) for name in ("k", "v"))
-            return k, v
-        found = []
-        for name in ("k", "v"):
-            per_head = []
-            for head in row_set.heads:
-                parts = [self.rows(name, r)[:, head : head + 1] for r in placed(layout, owner, row_set.rows_of(head))]
-                per_head.append(torch.cat(parts, 2))
-            found.append(torch.cat(per_head, 1))
-        return found[0], found[1]
+            return self._join("k", layout.shard(owner)), self._join("v", layout.shard(owner))
+        places = [placed(layout, owner, rows) for rows in row_set.rows]
+        if len(places) == 1:
+            k, v = (self._join(name, places[0]) for name in ("k", "v"))
+            return (
+                (k, v)
+                if len(row_set.heads) == self.kv_heads
+                else (k[:, list(row_set.heads)], v[:, list(row_set.heads)])
+            )
+        k, v = (
+            torch.cat([self._join(name, r)[:, [head]] for head, r in zip(row_set.heads, places, strict=True)], 1)
+            for name in ("k", "v")
+        )
+        return k, v
+
+    def _join(self, name: Name, runs: Sequence[range]) -> torch.Tensor:
+        """Rows at the positions of several ranges, in their order."""
+        parts = [self.rows(name, r) for r in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def stacked(self, name: Name, layout: Layout, ranks: Sequence[int]) -> torch.Tensor:
         """The shards of ranks with equally many rows as a batch: [ranks, heads, rows, width]."""
@@ -121,8 +132,7 @@ class RowSource:
         ):
             whole = self.rows(name, range(shards[0][0].start, shards[-1][0].stop))
             return whole[0].unflatten(1, (len(ranks), -1)).transpose(0, 1)
-        parts = [torch.cat([self.rows(name, r) for r in s], 2) if s else self.rows(name, range(0)) for s in shards]
-        return torch.cat(parts)
+        return torch.cat([self._join(name, shard or (range(0),)) for shard in shards])
 
     def _fresh(self, name: Name, r: range) -> torch.Tensor:
         heads = self.heads if name in ("q", "grad") else self.kv_heads
@@ -153,11 +163,6 @@ class RowSource:
             index = torch.arange(self.period + self.margin, device="cpu") % self.period
             self._tables[name] = one.index_select(2, index)
         return self._tables[name]
-
-    def _ramped(self, like: torch.Tensor, r: range, target: torch.Tensor) -> torch.Tensor:
-        target.copy_(like)
-        target[..., RAMP] = self._tags(r)
-        return target
 
     def _tags(self, r: range) -> torch.Tensor:
         return (torch.arange(r.start, r.stop, r.step, dtype=torch.float64, device="cpu") * self.unit).to(self.dtype)
@@ -224,6 +229,13 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowS
     margin = min(longest + 1, 1 << 16)
     sizes = plan.tokens, plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
     return RowSource(*sizes, getattr(torch, plan.dtype), seed, period, margin)
+
+
+def counter_normal(stream: int, index: torch.Tensor) -> torch.Tensor:
+    """Standard normal numbers, float64, by Box-Muller from two hashes of (stream, index); index is int64."""
+    key = int.from_bytes(struct.pack("<q", stream & (1 << 63) - 1), "little") * 0xBF58476D1CE4E5B9 % (1 << 63)
+    u = [shift(finalize((index * 2 + i ^ key) * GAMMA), 11).double() * 2.0**-53 for i in (0, 1)]
+    return (-2 * (1 - u[0]).log()).sqrt() * (2 * math.pi * u[1]).cos()
 
 
 def _prime(n: int) -> bool:

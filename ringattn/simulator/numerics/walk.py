@@ -14,6 +14,7 @@ from itertools import chain, count
 import torch
 
 from ...errors import Unsupported
+from ...kernels.base import Kernel
 from ...plan.plan import Plan
 from ...plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ...plan.schedules import make_schedule
@@ -21,7 +22,7 @@ from ...plan.schedules.route import Edge, Route
 from ...plan.work import Work
 from ..progress import track
 from .faults import Fault
-from .source import RowSource, placed
+from .source import RowSource
 
 #: Messages after which cached answers of the demand are dropped: a billion tokens have too many answers.
 REMEMBERED = 4096
@@ -113,9 +114,7 @@ class Walk:
         """For each arc the (owner, row sets) of the blocks that a rank has or receives; its own block comes first."""
         arcs = [map(self._arrive, arc) for arc in self.route.arcs(rank)]
         own: Iterator[tuple[int, RowSets]] = iter([(rank, WHOLE_BLOCK)])
-        found = [chain(own, *arcs[:1]), *arcs[1:]]
-        m = self.fault
-        return [m.visits(blocks) for blocks in found] if m is not None and m.rank == rank else list(found)
+        return [chain(own, *arcs[:1]), *arcs[1:]]
 
     def _arrive(self, edge: Edge) -> tuple[int, RowSets]:
         """(owner, row sets) of what arrives on an edge, which the plan of its source must send."""
@@ -139,17 +138,11 @@ class Walk:
         if not calls:
             return seen
         layout, source = self.plan.layout, self.source
-        partial = row_set if isinstance(row_set, RowSet) else None
-        if partial is not None and (len(partial.heads) < self.plan.kv_heads or len(partial.rows) > 1):
-            keys, values = (source.block(layout, home, partial) for home in came)
-            compute(Block(owner, row_set, keys[0], values[1]), calls)
-            return seen
-        runs = [layout.shard(home) if partial is None else placed(layout, home, partial.rows[0]) for home in came]
-        with source.shard(runs[0]) as (k, v):
-            if runs[0] == runs[1]:
+        with source.shard(layout, came[0], row_set) as (k, v):
+            if came[0] == came[1]:
                 compute(Block(owner, row_set, k, v), calls)
                 return seen
-            with source.shard(runs[1]) as (_, other):
+            with source.shard(layout, came[1], row_set) as (_, other):
                 compute(Block(owner, row_set, k, other), calls)
         return seen
 
@@ -170,8 +163,16 @@ def _apart(a: int, ranks: int, b: int) -> int:
     return min((a - b) % ranks, (b - a) % ranks)
 
 
+def split_calls(kernel: Kernel, calls: Calls) -> Iterator[tuple[Work, slice | torch.Tensor]]:
+    """Yield (call of the kernel, index of its rows) of all works; the rows of a call count from 0."""
+    for (work, _), rows in calls.items():
+        for call in kernel.split(Work(work.heads, work.kv, range(len(rows)), work.k)) if rows else ():
+            index = _index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
+            yield Work(call.heads, call.kv, range(len(call.q)), call.k), index
+
+
 @lru_cache(maxsize=4096)
-def index_rows(rows: tuple[int, ...]) -> slice | torch.Tensor:
+def _index_rows(rows: tuple[int, ...]) -> slice | torch.Tensor:
     """Rows as an index of a dimension: a slice where the rows are consecutive."""
     if rows[-1] - rows[0] == len(rows) - 1 and list(rows) == sorted(rows):
         return slice(rows[0], rows[-1] + 1)

@@ -8,9 +8,9 @@ blocks of K/V cross the border, and the source makes these again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import isnan
 
 import numpy as np
@@ -19,18 +19,16 @@ import torch
 from ...errors import InvalidInput
 from ...kernels import get_kernel
 from ...kernels.base import Kernel
-from ...pattern import Pattern, Tile
 from ...plan.plan import Plan
 from ...plan.steps import Part
 from ...runtime.executor import Forward, Job, backward, forward
 from ..progress import track
-from .exact import ExactQueries, exact_keys, exact_rows
-from .faults import GRADIENT_FAULTS, Fault, with_fault
+from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
 from .lockstep import Cohort, Lockstep, cohorts, connected
-from .oracle import DENSE, exact_ranks, one_call
-from .result import NumericsReport
-from .sampled import TOLERANCE, check_plan, gap
+from .oracle import DENSE, ExactQueries, exact_keys, exact_ranks, exact_rows
+from .result import NumericsReport, gap
+from .sampled import TOLERANCE, check_plan
 from .source import K_TAG, Q_TAG, RAMP, RowSource, placed
 
 #: Ranks that run together by default: batches of more ranks do not fit into caches.
@@ -39,8 +37,6 @@ TOGETHER = 128
 DENSE_GROUPS = 4
 #: Query rows, and key rows, of every rank that are compared with an oracle.
 COMPARED = 16
-#: Rows, beside one of every rank, whose single-call error is measured.
-SINGLE = 64
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -72,27 +68,12 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
     check_plan(plan)
     found: list[list[int]] = [[]]
     for part in connected(plan, ranks, backward=backward):
-        if backward:
-            _check_closed(plan, part)
         pieces = [part] if backward else [part[i : i + together] for i in range(0, len(part), together)]
         for piece in pieces:
             if found[-1] and len(found[-1]) + len(piece) > together:
                 found.append([])
             found[-1] += piece
     return [CohortGroup(tuple(cohorts(plan, sorted(group), backward=backward))) for group in found if group]
-
-
-def _check_closed(plan: Plan, ranks: Sequence[int]) -> None:
-    inside = set(ranks)
-    for rank in ranks:
-        mine = plan.for_rank(rank)
-        for step in (*mine.forward, *mine.backward):
-            for hop in (*step.sends, *step.recvs):
-                if hop.peer not in inside:
-                    raise InvalidInput(
-                        f"rank {rank} exchanges gradients with rank {hop.peer}, which is not executed; execute all "
-                        "ranks, or whole segments of a dilated pattern, or leave out backward=True"
-                    )
 
 
 def execute(
@@ -106,44 +87,18 @@ def execute(
     def answer(part: Part) -> Tensors:
         return source.block(layout, part.owner, part.row_set)
 
-    def tamper(rank: int, parts: Sequence[Part], views: Sequence[Tensors]) -> None:
-        assert fault is not None
-        for part, tensors in zip(parts, views, strict=True):
-            if part.kind in ("grad", "dq") and fault.kind in GRADIENT_FAULTS and part.owner == fault.owner:
-                for x in tensors:
-                    x.mul_(GRADIENT_FAULTS[fault.kind])
-            if part.kind != "kv":
-                continue
-            homes = fault.delivered(rank, part.owner, plan.ranks)
-            for i, home in enumerate(homes):
-                if home != part.owner:
-                    tensors[i].copy_(source.block(layout, home, part.row_set)[i][0])
-
-    harm = None if fault is None else tamper
-    harmed = None if fault is None else fault.rank
-    inputs = [
-        (
-            source.stacked("q", layout, c.ranks),
-            source.stacked("k", layout, c.ranks),
-            source.stacked("v", layout, c.ranks),
-        )
-        for c in group.cohorts
-    ]
+    inputs = [[source.stacked(name, layout, c.ranks) for name in ("q", "k", "v")] for c in group.cohorts]
     jobs = [Job(c.plan, c.first, kernel(), scale) for c in group.cohorts]
-    ring = Lockstep(group.cohorts, answer, tamper=harm, harmed=harmed)
-    results: list[Forward] = ring.run(
-        [forward(j, q, k, v, keep=grads) for j, (q, k, v) in zip(jobs, inputs, strict=True)]
-    )
+    harm = None if fault is None else partial(fault.harm, source, layout)
+    ring = Lockstep(group.cohorts, answer, tamper=harm)
+    results: list[Forward] = ring.run([forward(j, *x, keep=grads) for j, x in zip(jobs, inputs, strict=True)])
     factor = plan.pattern.output_scale
     given: Sequence[Tensors] = [()] * len(jobs)
     if grads:
-        back = Lockstep(group.cohorts, answer, backward=True, tamper=harm, harmed=harmed)
+        back = Lockstep(group.cohorts, answer, backward=True, tamper=harm)
         cotangents = [source.stacked("grad", layout, c.ranks) * factor for c in group.cohorts]
-        programs = [
-            backward(j, g, None, q, k, v, r)
-            for j, g, (q, k, v), r in zip(jobs, cotangents, inputs, results, strict=True)
-        ]
-        given = back.run(programs)
+        each = zip(jobs, cotangents, inputs, results, strict=True)
+        given = back.run([backward(j, g, None, q, k, v, r) for j, g, (q, k, v), r in each])
     outs = [r.out if factor == 1.0 else r.out * factor for r in results]
     return [
         Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group.cohorts, outs, results, given, strict=True)
@@ -154,29 +109,14 @@ def execute(
 class _Compared:
     """Counts and errors of everything that was compared so far."""
 
-    plan: Plan
+    report: NumericsReport
     source: RowSource
     scale: float
-    plain: Kernel
-    rows: int = 0
-    keys: int = 0
-    visits: int = 0
-    wrong: int = 0
-    wrong_gradients: int = 0
-    pairs: int = 0
-    pairs_expected: int = 0
-    calls: int = 0
-    answered: int = 0
-    error: float = 0.0
-    lse_error: float = 0.0
-    gradient_error: float | None = None
-    sum_error: float | None = None
-    single: float = 0.0
-    singles: int = 0
-    #: Ranks whose gradients were compared with a dense oracle in all rows, and the number of their groups.
-    dense: int = 0
+    #: The number of groups of ranks whose gradients were compared with a dense oracle in all rows.
     dense_groups: int = 0
-    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def __post_init__(self) -> None:
+        self.plan, self.random = self.report.plan, np.random.default_rng(0)
 
     def rows_of(self, outcome: Outcome) -> None:
         """`COMPARED` rows of every rank, of the output and of dq where there is one, against `exact_rows`."""
@@ -187,24 +127,10 @@ class _Compared:
             places = placed(self.plan.layout, rank, [local])
             truth = exact_rows(self.plan.pattern, self.source, places, self.scale)
             mine = slice(local.start, local.stop, local.step)
-            self.error = max(self.error, gap(_numbers(outcome.out[i, :, mine]), truth.out.numpy()))
-            self.lse_error = max(self.lse_error, gap(_numbers(outcome.lse[i, :, mine]), truth.lse.numpy()))
+            self.report.compare(outcome.out[i, :, mine], outcome.lse[i, :, mine], truth.out, truth.lse)
             if outcome.grads:
-                self._gradient(outcome.grads[0][i, :, mine], truth.dq, Q_TAG)
-            self.rows += len(local)
-            if self.source.dtype != torch.float64:
-                self._single(chain.from_iterable(places), truth.out)
-
-    def _single(self, positions: Iterable[int], truth: torch.Tensor) -> None:
-        """Measure the error of a single kernel call: for one row of every rank, and for more rows of the first
-        ranks."""
-        for i, position in enumerate(positions):
-            if i and self.singles >= SINGLE:
-                return
-            self.singles += 1
-            one = one_call(self.plain, self.plan.pattern, self.source, position, self.scale)
-            if one is not None:
-                self.single = max(self.single, gap(_numbers(one), truth[:, i].numpy()))
+                self.report.compare_gradient(outcome.grads[0][i, :, mine], truth.dq, Q_TAG)
+            self.report.rows += len(local)
 
     def _chosen(self, rows: int) -> range:
         """At most `COMPARED` local rows of a shard, from a random row on. The step is odd, so that a dilation by a
@@ -215,13 +141,6 @@ class _Compared:
         start = int(self.random.integers(rows - (count - 1) * step)) if count else 0
         return range(start, start + count * step, step) if count else range(0)
 
-    def _gradient(self, found: torch.Tensor, exact: torch.Tensor, tag: int) -> None:
-        """Compare gradients of some rows, except for the column `tag`, which holds a count."""
-        some = [_numbers(x).copy() for x in (found, exact)]
-        for x in some:
-            x[..., tag] = 0
-        self.gradient_error = max(self.gradient_error or 0.0, gap(*some))
-
     def ledger_of(self, ledger: PairLedger, ranks: Sequence[int]) -> None:
         """Compare the ledger of all rows of `ranks` with the expected ledger."""
         wanted = PairLedger(ledger.positions, self.plan.heads)
@@ -229,20 +148,18 @@ class _Compared:
             met = [np.empty(0, dtype=np.int64)]
             for r in self.plan.layout.shard(rank):
                 met.append(expect(self.plan.pattern, self.plan.layout, r, self.plan.heads, wanted))
-            self.visits += len(np.unique(np.concatenate(met)))
-        self.wrong += ledger.wrong(wanted)
-        self.pairs += int(ledger.pairs.sum())
-        self.pairs_expected += int(wanted.pairs.sum())
-        self.calls += ledger.calls
+            self.report.visits_expected += len(np.unique(np.concatenate(met)))
+        self.report.add_ledger(ledger, wanted)
 
     def counts_of(self, outcome: Outcome) -> None:
         """Compare the counts in the gradients of all rows with the expected counts."""
+        wrong = 0
         dq, dk, dv = outcome.grads
         for i, rank in enumerate(outcome.ranks):
             queries, keys = _expected(self.plan, rank)
-            found = [(dq[i, ..., Q_TAG], queries), (dk[i, ..., K_TAG], keys), (dv[i, ..., RAMP], keys)]
-            for x, wanted in found:
-                self.wrong_gradients += int((x.double().numpy() != wanted).sum())
+            for x, wanted in ((dq[i, ..., Q_TAG], queries), (dk[i, ..., K_TAG], keys), (dv[i, ..., RAMP], keys)):
+                wrong += int((x.double().numpy() != wanted).sum())
+        self.report.wrong_gradients = (self.report.wrong_gradients or 0) + wrong
 
     def gradients_of(self, outcomes: Sequence[Outcome]) -> None:
         """Compare gradients of ranks that see only each other: dk and dv of some key rows of every rank, sums over
@@ -278,8 +195,8 @@ class _Compared:
             places = placed(layout, rank, [local])
             exact = exact_keys(self.plan.pattern, source, places, self.scale, known)
             for x, truth, tag in zip(o.grads[1:], exact, (K_TAG, RAMP), strict=True):
-                self._gradient(x[i, :, slice(local.start, local.stop, local.step)], truth, tag)
-            self.keys += len(local)
+                self.report.compare_gradient(x[i, :, local.start : local.stop : local.step], truth, tag)
+            self.report.keys += len(local)
 
     def _sums(
         self, runs: Sequence[range], mine: Sequence[tuple[Outcome, int]], q: torch.Tensor, grad: torch.Tensor
@@ -297,37 +214,26 @@ class _Compared:
         pairs.append((met[0].sum((1, 2, 3)), met[1].sum((1, 2)), met[0].abs().sum((1, 2, 3))))
         for found, wanted, size in pairs:
             worst = ((found - wanted).abs() / size.clamp_min(1.0)).max().item()
-            self.sum_error = max(self.sum_error or 0.0, float("inf") if isnan(worst) else worst)
+            self.report.sum_error = max(self.report.sum_error or 0.0, float("inf") if isnan(worst) else worst)
 
     def _dense(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
-        self.dense += len(ranks)
+        self.report.dense += len(ranks)
         self.dense_groups += 1
-        _, out, grads = exact_ranks(self.plan.pattern, self.source, self.plan.layout, ranks, self.scale)
-        whole = torch.cat([o.out[i] for o, i in mine], 1)
-        self.error = max(self.error, gap(_numbers(whole), out[0].numpy()))
-        for place, (tag, exact) in enumerate(zip((Q_TAG, K_TAG, RAMP), grads, strict=True)):
-            self._gradient(torch.cat([o.grads[place][i] for o, i in mine], 1), exact[0], tag)
-
-
-def _numbers(x: torch.Tensor) -> np.ndarray:
-    return x.double().numpy()
+        exact, grads = exact_ranks(self.plan.pattern, self.source, self.plan.layout, ranks, self.scale)
+        out = torch.cat([o.out[i] for o, i in mine], 1)
+        self.report.error = max(self.report.error, gap(out, exact[0]))
+        for place, (tag, of_all) in enumerate(zip((Q_TAG, K_TAG, RAMP), grads, strict=True)):
+            self.report.compare_gradient(torch.cat([o.grads[place][i] for o, i in mine], 1), of_all[0], tag)
 
 
 def _expected(plan: Plan, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Expected counts of the query rows [H, n] and the key rows [K, n] of a rank, in local order."""
-    heads, everything = range(plan.heads), range(plan.tokens)
-    group = plan.heads // plan.kv_heads
-    queries, keys = [], []
-    for r in plan.layout.shard(rank):
-        queries.append(expected_counts(_tiles(plan.pattern, r, everything, heads), r, plan.heads, keys=False))
-        of_heads = expected_counts(_tiles(plan.pattern, everything, r, heads), r, plan.heads, keys=True)
-        keys.append(of_heads.reshape(plan.kv_heads, group, -1).sum(1))
-    return np.concatenate(queries, 1), np.concatenate(keys, 1)
-
-
-def _tiles(pattern: Pattern, q: range, k: range, heads: range) -> Iterator[Tile]:
-    for tile in pattern.tiles(q, k, heads):
-        yield from tile.refine()
+    shard = plan.layout.shard(rank)
+    queries, keys = (
+        np.concatenate([expected_counts(plan.pattern, plan.tokens, r, plan.heads, keys=way) for r in shard], 1)
+        for way in (False, True)
+    )
+    return queries, keys.reshape(plan.kv_heads, -1, keys.shape[1]).sum(1)
 
 
 def whole(
@@ -357,8 +263,12 @@ def whole(
     scale = plan.head_dim**-0.5
     one = source.rows("q", range(min(1, plan.tokens)))
     plain = get_kernel("auto", one, one, one)
-    done = _Compared(true, source, scale, plain)
+    # In fp32, what rounding a sum of as many terms as there are keys comes to.
+    tolerance = TOLERANCE if plan.dtype == "float64" else torch.finfo(torch.float32).eps * (8 + plan.tokens**0.5)
+    report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance, visits=_planned(plan, mine))
+    done = _Compared(report, source, scale)
     groups = make_groups(plan, mine, backward=grads, together=together)
+    report.live = max((group.ranks for group in groups), default=0)
     for group in track(groups, len(groups), "groups of ranks"):
         members = [rank for cohort in group.cohorts for rank in cohort.ranks]
         ledger = PairLedger(np.concatenate([plan.layout.positions(rank) for rank in members]), plan.heads)
@@ -367,7 +277,7 @@ def whole(
             return AuditingKernel(plain, source, plan.layout, ledger)
 
         outcomes, answered = execute(group, source, audited, scale, grads=grads, fault=fault)
-        done.answered += answered
+        report.answered += answered
         done.ledger_of(ledger, members)
         for outcome in outcomes:
             done.rows_of(outcome)
@@ -377,16 +287,8 @@ def whole(
                 watch(outcome)
         if grads:
             done.gradients_of(outcomes)
-    exact = plan.dtype == "float64"
-    return NumericsReport(
-        plan=true, mode="all", ranks=len(mine), rows=done.rows, visits=_planned(plan, mine),
-        visits_expected=done.visits, pairs=done.pairs, pairs_expected=done.pairs_expected, wrong=done.wrong,
-        wrong_gradients=done.wrong_gradients if grads else None, error=done.error, lse_error=done.lse_error,
-        gradient_error=done.gradient_error, sum_error=done.sum_error, keys=done.keys, dense=done.dense,
-        tolerance=TOLERANCE if exact else 2 * done.single + 1e-6,
-        seconds=time.perf_counter() - begun, calls=done.calls, live=max((g.ranks for g in groups), default=0),
-        answered=done.answered,
-    )  # fmt: skip
+    report.seconds = time.perf_counter() - begun
+    return report
 
 
 def _planned(plan: Plan, ranks: Sequence[int]) -> int:

@@ -73,15 +73,11 @@ class Measurement:
 
     def plans(self) -> tuple[Plan, ...]:
         """The plans whose mean time the row gives."""
-        patterns = _patterns(self.pattern, self.tokens)
-        return tuple(
-            _plan(pattern, self.tokens, self.gpus, self.schedule, self.layout, *self._sizes()) for pattern in patterns
-        )
+        return self._plans(self.tokens, self.gpus, self.schedule, self.layout)
 
     def device_plans(self) -> tuple[Plan, ...]:
         """The same attention on one device, with as many tokens as the source gave it."""
-        patterns = _patterns(self.pattern, DEVICE_TOKENS)
-        return tuple(_plan(pattern, DEVICE_TOKENS, 1, "ring", "contiguous", *self._sizes()) for pattern in patterns)
+        return self._plans(DEVICE_TOKENS, 1, "ring", "contiguous")
 
     def device_seconds(self) -> float:
         """Seconds of the call on one device, by the kernel's rate."""
@@ -90,41 +86,22 @@ class Measurement:
         flops = 4 * self.head_dim * sum(plan.demand.pairs(0, 0) for plan in plans) * self.batch / len(plans)
         return flops * {"fwd": 1.0, "bwd": 2.5, "both": 3.5}[self.passes] / (self.kernel_tflops * 1e12)
 
-    def _sizes(self) -> tuple[int, int, int, int]:
-        return self.batch, self.heads, self.kv_heads, self.head_dim
-
-
-def _patterns(name: str, tokens: int) -> tuple[Pattern, ...]:
-    if name == "documents":
-        scale = tokens // DEVICE_TOKENS
-        return tuple(Causal() & Documents([scale * length for length in lengths]) for lengths in DOCUMENTS)
-    return (Causal() if name == "causal" else Full(),)
+    def _plans(self, tokens: int, ranks: int, schedule: str, layout: str) -> tuple[Plan, ...]:
+        patterns: tuple[Pattern, ...] = (Causal() if self.pattern == "causal" else Full(),)
+        if self.pattern == "documents":
+            scale = tokens // DEVICE_TOKENS
+            patterns = tuple(Causal() & Documents([scale * length for length in lengths]) for lengths in DOCUMENTS)
+        # Rings between nodes have one rank of each node, so that a double ring is one ring.
+        place = tokens, ranks, schedule.replace("double_ring", "ring"), layout
+        sizes = self.batch, self.heads, self.kv_heads, self.head_dim
+        return tuple(_plan(pattern, *place, *sizes) for pattern in patterns)
 
 
 @cache
-def _plan(
-    pattern: Pattern,
-    tokens: int,
-    ranks: int,
-    schedule: str,
-    layout: str,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-) -> Plan:
-    # Rings between nodes have one rank of each node, so that a double ring is one ring.
-    schedule = schedule.replace("double_ring", "ring")
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return make_plan(
-        pattern,
-        tokens=tokens,
-        ranks=ranks,
-        schedule=schedule,
-        layout=layout,
-        dtype="bfloat16",
-        **sizes,  # type: ignore[arg-type]
-    )
+def _plan(pattern: Pattern, tokens: int, ranks: int, schedule: str, layout: str, *sizes: int) -> Plan:
+    """A plan in bfloat16; `sizes` are batch, heads, key/value heads and head dim."""
+    named: dict[str, Any] = dict(zip(("batch", "heads", "kv_heads", "head_dim"), sizes, strict=True))
+    return make_plan(pattern, tokens=tokens, ranks=ranks, schedule=schedule, layout=layout, dtype="bfloat16", **named)
 
 
 def _read(name: str, text: str) -> Any:

@@ -14,11 +14,11 @@ import ringattn as ra
 from ringattn.cli.calibrate import _print as print_calibration
 from ringattn.errors import InvalidInput
 from ringattn.machine.kernel_times import SHAPES
-from ringattn.simulator.calibrate import fits, kernels, measuring_ranks, noise, validate
+from ringattn.simulator.calibrate import fits, kernels, measuring_ranks, validate
 from ringattn.simulator.calibrate.links import Overlap
 from ringattn.simulator.calibrate.measure import Calibration, list_measured
 from ringattn.simulator.calibrate.measuring_ranks import MeasuringRanks, Settings
-from ringattn.simulator.calibrate.passes import Pass, PassCase
+from ringattn.simulator.calibrate.passes import Pass, PassCase, sizes_between
 from ringattn.simulator.calibrate.rounds import Round
 
 
@@ -188,7 +188,7 @@ def test_interference_is_the_middle_of_the_slowdowns() -> None:
 
 def test_held_out_sizes_are_held_out() -> None:
     rows = (64, 256, 1024, 4096)
-    inside = {*rows, *noise.sizes_between(rows)}
+    inside = {*rows, *sizes_between(rows)}
     found = validate.held_out(rows)
     assert len(found) == 4 and not inside & set(found)
     assert all(rows[1] < n < rows[-1] for n in found)

@@ -32,18 +32,18 @@ def check(path: Path, ranks: int, *, alone: bool = False) -> ra.Machine:
     assert [machine.source(name) for name in measured] == ["measured"] * len(measured)
     assert all({"value", "unit", "source"} == set(entry) for entry in record["values"].values())
     samples = record["samples"]
-    assert len(samples["kernels"]) == 2 * (4 + 2 + 2 + 2)  # dense, ragged, triangles, bands
-    assert all(len(one["seconds"]) % ranks == 0 and len(one["seconds"]) >= 2 * ranks for one in samples["kernels"])
+    assert len(samples["works"]) == 2 * (4 + 2 + 2 + 2)  # dense, ragged, triangles, bands
+    assert all(len(one["seconds"]) % ranks == 0 and len(one["seconds"]) >= 2 * ranks for one in samples["works"])
     if not alone:
         assert (
-            [one["bytes"] for one in samples["shift"]]
+            [one["bytes"] for one in samples["shifts"]]
             == [256, 32 << 20]
             == [one["bytes"] for one in samples["ping_pong"]]
         )
         assert len(samples["passes"]) == 8 and len(machine.residuals) == 8 * 2
-        assert [one["rows"] for one in samples["overlap"]] == [16, 64]
-        assert all(len(one["visit"]) == len(one["both"]) >= 2 * ranks for one in samples["overlap"])
-        assert all(len(one["visit"]) == ranks * len(one["message"]) for one in samples["overlap"]), "the last to come"
+        assert [one["rows"] for one in samples["overlaps"]] == [16, 64]
+        assert all(len(one["visit"]) == len(one["both"]) >= 2 * ranks for one in samples["overlaps"])
+        assert all(len(one["visit"]) == ranks * len(one["message"]) for one in samples["overlaps"]), "the last to come"
     plan = ra.make_plan(ra.Causal(), tokens=128, ranks=2, layout="zigzag", schedule="ring", heads=2, head_dim=16)
     assert ra.simulate(plan, machine).seconds > 0
     return machine

@@ -76,7 +76,7 @@ def test_the_parts_of_a_step_on_one_gpu() -> None:
     )
     flops = 6 * (2 * (ATTENTION + MLP) + 256 + TABLE) * TOKENS + 2 * 12 * 64 * 4 * TOKENS * (TOKENS + 1) / 2
     assert one.flops == flops and one.mfu == pytest.approx(flops / one.seconds / 4e12)
-    assert one.tokens_per_second == TOKENS / one.seconds and one.band is None and one.seconds_low is None
+    assert one.tokens_per_second == TOKENS / one.seconds and one.band is None and one.seconds_band is None
     rows = TOKENS * 2  # bytes of a column of activations
     activations = rows * (4 * 256 + 3 * 512 + 8 * 64) + TOKENS * 4 * (64 * 2 + 4)
     assert one.memory["activations"] == 2 * rows * 256 + activations
@@ -209,7 +209,7 @@ def test_published_throughputs() -> None:
             training_step(load_model(name), machine, 8192, replace(parallel, checkpointing=kind))
             for kind in checkpointing
         ]
-        assert all(one.seconds_low < one.seconds < one.seconds_high for one in steps)  # type: ignore[operator]
+        assert all(one.seconds_band[0] < one.seconds < one.seconds_band[1] for one in steps)  # type: ignore[index]
         return len(steps) / sum(1 / one.tokens_per_second for one in steps)
 
     def mfu(tokens: int, **spread: int) -> float:

@@ -12,9 +12,9 @@ from numerics_cases import PATTERNS, PERIOD, case_of, make, truth_of
 
 import ringattn as ra
 from ringattn.pattern import Pattern
+from ringattn.plan.row_sets import ALL_ROWS
 from ringattn.simulator.numerics import make_source
-from ringattn.simulator.numerics.exact import ExactQueries, exact_keys, exact_rows
-from ringattn.simulator.numerics.oracle import exact_gradients, exact_row
+from ringattn.simulator.numerics.oracle import ExactQueries, exact_keys, exact_rows
 
 
 @pytest.mark.parametrize("period", [None, PERIOD])
@@ -33,7 +33,7 @@ def test_rows_of_a_source_do_not_depend_on_how_they_are_asked_for(period: int | 
         assert torch.equal(v[:, :, period:, 2:], v[:, :, :-period, 2:])
     assert torch.equal(v[0, 0, :, 1] / source.unit, torch.arange(200.0, dtype=torch.float64))
     assert (source.rows("q", every)[..., -1] == 0).all() and (k[..., -2] == 0).all() and (v[..., 0] == 1).all()
-    with source.shard(plan.layout.shard(3)) as (a, b):
+    with source.shard(plan.layout, 3, ALL_ROWS) as (a, b):
         assert source.live == 1
         assert torch.equal(a, plan.layout.shard_tensor(k, 3)) and torch.equal(b, plan.layout.shard_tensor(v, 3))
     assert (source.live, source.peak) == (0, 1)
@@ -41,35 +41,29 @@ def test_rows_of_a_source_do_not_depend_on_how_they_are_asked_for(period: int | 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 @pytest.mark.parametrize("period", [None, PERIOD])
-def test_a_row_of_the_oracle_is_that_of_dense_attention(pattern: Pattern, period: int | None) -> None:
-    plan = make(pattern)
-    source, truth = make_source(plan, period=period), truth_of(plan, period)
-    for position in (0, 1, 36, 37, 130, 255):
-        row = exact_row(plan.pattern, source, position, 8**-0.5)
-        np.testing.assert_allclose(row.out, truth.out[0, :, position].numpy(), rtol=0, atol=1e-14)
-        np.testing.assert_allclose(row.lse, truth.lse[0, :, position].numpy(), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-@pytest.mark.parametrize("period", [None, PERIOD])
-def test_gradients_of_the_oracle_are_those_of_dense_attention(pattern: Pattern, period: int | None) -> None:
+def test_key_gradients_of_few_queries_are_those_of_dense_attention(pattern: Pattern, period: int | None) -> None:
     """The cotangent is that of the rows, and 0 elsewhere."""
     plan, rows, keys = make(pattern), [3, 77, 200], [0, 3, 40, 76, 199]
-    case = case_of(plan, period)
+    case, source = case_of(plan, period), make_source(plan, period=period)
     grad = torch.zeros_like(case.grad)
     grad[:, :, rows] = case.grad[:, :, rows]
     mask = torch.from_numpy(pattern.mask(256, 4))
     truth = oracle.dense(replace(case, grad=grad), mask, plan.pattern.output_scale)
-    found = exact_gradients(plan.pattern, make_source(plan, period=period), rows, keys, 8**-0.5)
-    for x, y, chosen in zip(found, truth.grads, (rows, keys, keys), strict=True):
-        np.testing.assert_allclose(x, y[0][:, chosen].numpy(), rtol=0, atol=1e-14)
+    places = [range(row, row + 1) for row in rows]
+    found, given = exact_rows(plan.pattern, source, places, 8**-0.5), grad[0][:, rows]
+    scaled = given * plan.pattern.output_scale
+    queries = ExactQueries(np.array(rows), case.q[0][:, rows], scaled, found.lse, (given * found.out).sum(-1))
+    of_keys = exact_keys(plan.pattern, source, [range(key, key + 1) for key in keys], 8**-0.5, queries, places)
+    for x, y, chosen in zip((found.dq, *of_keys), truth.grads, (rows, keys, keys), strict=True):
+        np.testing.assert_allclose(x.numpy(), y[0][:, chosen].numpy(), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_oracles_of_many_rows_are_dense_attention(pattern: Pattern) -> None:
+@pytest.mark.parametrize("period", [None, PERIOD])
+def test_the_oracle_is_dense_attention(pattern: Pattern, period: int | None) -> None:
     plan = make(pattern, layout="striped(4)")
-    truth, source, every = truth_of(plan, PERIOD), make_source(plan, period=PERIOD), range(256)
-    case = case_of(plan, PERIOD)
+    truth, source, every = truth_of(plan, period), make_source(plan, period=period), range(256)
+    case = case_of(plan, period)
     chosen = [range(3, 250, 7), range(0, 2)]
     at = [place for r in chosen for place in r]
     found = exact_rows(plan.pattern, source, chosen, 8**-0.5)

@@ -86,6 +86,6 @@ def test_some_ranks_of_many() -> None:
     assert report.passed and report.answered == 0 and report.gradient_error is not None and report.live == 32
 
 
-def test_fp32_is_compared_with_single_calls() -> None:
+def test_fp32_passes_within_the_rounding_of_a_sum() -> None:
     report = numerics(make(ra.Causal(), dtype="float32"), mode="all", backward=True, period=PERIOD)
     assert report.passed and 0 < report.error < report.tolerance < 1e-5
