@@ -12,8 +12,7 @@ from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.kernel_times import BACKWARD
 from ...machine.machine import Machine
-from .forecast import pair_seconds
-from .kernel_seconds import visit_seconds
+from .kernel_seconds import pair_seconds, visit_seconds
 from .solvers.recurrence import Stall
 
 if TYPE_CHECKING:

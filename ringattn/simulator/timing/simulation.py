@@ -12,14 +12,15 @@ from ...machine.machine import Machine
 from ...machine.presets import get_machine
 from ...plan.plan import Plan
 from .costs import cost, energy, failures, memory
-from .forecast import rank_steps, sample_ranks
+from .forecast import host_seconds
+from .kernel_seconds import sample_ranks
 from .notes import note_assumptions
 from .options import check_options
 from .problem import RingProblem, TimingProblem, make_timing_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
-from .solvers.event_loop import simulate_events
+from .solvers.event_loop import rank_steps, simulate_events
 from .solvers.jitter import SampledTime, sample_ring, sample_runs
 from .solvers.recurrence import Stall
 from .timeline import Timeline
@@ -116,7 +117,7 @@ def _host_seconds(problem: TimingProblem) -> float:
         steps = problem.ring.steps
     else:
         steps = max(len(rank_steps(plan, rank, problem.rates.backward)) for rank in sample_ranks(plan.ranks))
-    return (machine.host_call or 0.0) + steps * (machine.host or 0.0)
+    return host_seconds(machine, steps)
 
 
 def _make_timeline(

@@ -18,7 +18,6 @@ import numpy as np
 from ....errors import InvalidInput, Unsupported
 from ....plan.steps import Step
 from ...progress import track
-from ..forecast import rank_steps, visits
 from ..rates import Faults, Rates
 from ..resources import Loads, Traffic
 from .base import Solved
@@ -27,6 +26,7 @@ from .shared_cards import CardUse, share_evenly
 from .shared_cores import share_cores
 
 if TYPE_CHECKING:
+    from ....plan.plan import Plan
     from ....plan.steps import Hop
 
 #: The most ranks, and the most steps and messages over all ranks: each step and each message is an object of Python.
@@ -356,3 +356,20 @@ def _post_messages(
             message.seconds = max(message.seconds, latencies[near] + gaps[near])
             posted.append(_Post(message, sends, hop.until, latencies[near], gap))
     return posted
+
+
+def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, list[tuple[int, int]]]:
+    """The visits of a rank's step: the plan of the rank's heads, and (rank of the queries, rank of the keys) there.
+
+    Visits to several parts of one owner's block count as one visit.
+    """
+    ring_plan, place = plan.ring_plan(rank)
+    # Where queries rotate, the queries of the owner visit the keys of this rank.
+    queries_arrive = backward and plan.rotates == "queries"
+    owners = sorted({part.owner for part in step.visits})
+    return ring_plan, [(owner, place) if queries_arrive else (place, owner) for owner in owners]
+
+
+def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
+    """The steps of a rank in one pass of a plan."""
+    return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
