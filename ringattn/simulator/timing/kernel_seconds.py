@@ -42,15 +42,13 @@ def pair_seconds(
     2 (D + Dv) FLOPs per pair in a forward.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
+    ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
     if machine.kernel is not None:
-        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
         return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
     if machine.kernel_rates is not None:
-        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
         gathered = machine.one_gather and plan.schedule == "allgather"
-        return plan.batch * modelled_seconds_per_pair(
-            plan, machine.kernel_rates, gathered, backward, ring_ranks, enough
-        )
+        rates = machine.kernel_rates
+        return plan.batch * modelled_seconds_per_pair(plan, rates, gathered, backward, ring_ranks, enough)
     return plan.batch * flops / machine.flops
 
 
