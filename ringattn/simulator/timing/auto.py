@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import gcd, inf
 
 from ...dtypes import ITEM_BYTES
@@ -13,13 +14,11 @@ from ...pattern.head_slice import HeadSlice
 from ...plan.choice import Candidate, Choice
 from ...plan.key_demand import KeyDemand
 from ...plan.plan import Plan
-from ...plan.schedules import split_ulysses
 from ...text import duration
 from .costs import bound_memory
-from .estimate import SAMPLED_STEPS, Estimate, count_exchanges, estimate, host_seconds, mean_pairs
-from .forecast import pair_seconds
+from .forecast import SAMPLED_STEPS, count_exchanges, count_pairs, estimate, host_seconds, spread_ranks
+from .kernel_seconds import pair_seconds
 from .metered import Metered, TooMany
-from .pair_counts import count_pairs
 from .rates import Rates
 
 #: Layouts that `auto` compares; the first of equally fast layouts is taken.
@@ -114,46 +113,34 @@ class _Comparison:
 
     def __init__(self, make: Callable[[Layout, str], Plan], machine: Machine, first: Plan) -> None:
         self.make, self.machine = make, machine
-        self._pattern, self._heads = Metered(first.pattern, LOOKUPS), first.heads
+        self._pattern = Metered(first.pattern, LOOKUPS)
         self.candidates: list[Candidate] = []
         self.plans: dict[Candidate, Plan] = {}
         #: By layout and size of the Ulysses groups: schedules of one key, and the chosen plan, ask the same questions.
         self._demands: dict[tuple[Layout, int], KeyDemand] = {}
-        #: By layout, the pairs of each rank, where they are counted.
-        self._pairs: dict[Layout, list[int] | None] = {}
-        #: By layout and size, the least seconds of any schedule between the groups, which have the visits of the ring.
-        self.least: dict[tuple[Layout, int], float] = {}
+        #: By layout and size, the least seconds of any schedule between the groups, which have the visits of the first.
+        self._least: dict[tuple[Layout, int], float] = {}
 
     def leave_out(self, layout: Layout, name: str, why: str) -> None:
         """Note a candidate that is not compared."""
         self.candidates.append(Candidate(layout.name, name, None, why))
 
     def add_all(self, layout: Layout, names: Sequence[str]) -> None:
-        """Compare schedules, the ring first among them, as long as a bound leaves something to gain.
-
-        Where the pairs of all ranks are known, those with the least bounds are first: they leave out most others.
-        """
-        ring, *others = names
-        known = self._count(layout, 1) is not None
-        if not known and not self.add(layout, ring):
-            for name in others:
-                why = "the ring, which it would be compared with, has no estimate on this layout"
-                self.leave_out(layout, name, why)
-            return
-        before, ring_plan = len(self.candidates), self.make(layout, ring)
-        sizes = {name: split_ulysses(name)[0] for name in names}
-        bounds = {size: self._bound_groups(ring_plan, size) for size in set(sizes.values())}
-        for name in sorted(names if known else others, key=lambda name: bounds[sizes[name]]):
+        """Compare schedules, the ring first among them, as long as a bound leaves something to gain."""
+        for name in names:
+            plan = self.make(layout, name)
             fastest = min((candidate.seconds for candidate in self.plans), default=inf)
-            least = self.least.get((layout, sizes[name]), bounds[sizes[name]])
+            least = self._bound(plan) if self.plans else 0.0
             if fastest <= least * EQUAL:
                 why = f"its steps take at least {duration(least)}, where the best takes {duration(fastest)}"
                 self.leave_out(layout, name, why)
-            elif not self._fits(layout, name):
+            elif name != names[0] and self.machine.memory is not None and bound_memory(plan) > self.machine.memory:
                 self.leave_out(layout, name, "it does not fit into the memory of a rank")
-            else:
-                self.add(layout, name)
-        self.candidates[before:] = sorted(self.candidates[before:], key=lambda c: names.index(c.schedule))
+            elif not self.add(layout, name) and name == names[0]:
+                for other in names[1:]:
+                    why = "the ring, which it would be compared with, has no estimate on this layout"
+                    self.leave_out(layout, other, why)
+                return
 
     def add(self, layout: Layout, name: str) -> bool:
         """Compare a schedule on a layout; False where it has no estimate."""
@@ -162,8 +149,7 @@ class _Comparison:
             demand = self._metered_demand(plan)
             plan.ring_plan(0)[0].demand.share_answers(demand)
             try:
-                pairs = self._count(layout, plan.ulysses_size)
-                estimated = estimate(plan, self.machine, demand, steps, pairs)
+                prediction, basis = estimate(plan, self.machine, demand, steps)
             except TooMany:
                 continue
             except Unsupported as error:  # the kernel times of the machine end before the tiles of larger shards
@@ -171,55 +157,40 @@ class _Comparison:
                     raise
                 self.leave_out(layout, plan.schedule, str(error))
                 return False
-            candidate = Candidate(layout.name, plan.schedule, estimated.prediction, basis=_describe_basis(estimated))
+            candidate = Candidate(layout.name, plan.schedule, prediction, basis=basis)
             self.candidates.append(candidate)
             self.plans[candidate] = plan
-            steps = 1 + (estimated.started > (1 if plan.ulysses_size == 1 else 3))
-            least = self._bound(plan, estimated.prediction.compute, steps)
-            self.least.setdefault((layout, plan.ulysses_size), least)
+            steps = 2 if prediction.messages > 2 * (plan.ulysses_size - 1) else 1
+            self._least.setdefault((layout, plan.ulysses_size), self._add_calls(plan, prediction.compute, steps))
             return True
         self.leave_out(layout, plan.schedule, f"an estimate takes more than {LOOKUPS:,} lookups of tiles")
         return False
 
-    def _bound(self, plan: Plan, visits: float, steps: int) -> float:
-        """The least seconds of a plan, from the seconds of its visits and its least number of steps."""
-        if plan.ulysses_size > 1:
-            visits, steps = visits + count_exchanges(plan, self.machine)[0], steps + 2
-        return max(visits, host_seconds(self.machine, steps)) + Rates(plan, self.machine, False).call
-
-    def _bound_groups(self, plan: Plan, size: int) -> float:
-        """The least seconds of any schedule between Ulysses groups of `size` ranks, from the ring without groups."""
-        counted = self._count(plan.layout, size)
-        pairs = mean_pairs(self._metered_demand(plan)) if counted is None else max(counted)
-        grouped = self.make(plan.layout, f"ulysses({size}, ring)") if size > 1 else plan
-        return self._bound(grouped, self._least_pair_seconds(plan) * pairs, self._count_steps(plan, size))
-
-    def _count(self, layout: Layout, size: int) -> list[int] | None:
-        """The pairs of a rank of each group of `size` ranks; None where only those of few ranks are counted."""
-        if layout not in self._pairs:
-            self._pairs[layout] = count_pairs(self._pattern.pattern, layout) if layout.ranks <= MANY else None
-        pairs = self._pairs[layout]
-        return pairs and [sum(pairs[i : i + size]) * self._heads // size for i in range(0, len(pairs), size)]
-
-    def _count_steps(self, plan: Plan, size: int) -> int:
-        """2 where some group of `size` ranks surely sees keys of another group, which come at a second step; else 1."""
-        if plan.ranks > MANY or not self.machine.host:
-            return 1
-        demand, ranks = self._metered_demand(plan), plan.ranks
-        groups = [range(first, first + size) for first in range(0, ranks, size)]
-        others = ((group, (range(group.start), range(group.stop, ranks))) for group in groups)
-        try:
-            return 1 + any(demand.needs(group, owners) for group, pair in others for owners in pair if owners)
-        except TooMany:
-            return 1
-
-    def _least_pair_seconds(self, plan: Plan) -> float:
-        """Seconds of a pair by the highest rate of the kernel."""
+    def _bound(self, plan: Plan) -> float:
+        """The least seconds of a plan: by the visits of another schedule between its groups, or the mean of ranks."""
+        known = self._least.get((plan.layout, plan.ulysses_size))
+        if known is not None:
+            return known
         rates = self.machine.kernel_rates
         if rates is None or self.machine.kernel is not None:
-            return pair_seconds(plan, self.machine, backward=False)
-        dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
-        return plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
+            seconds = pair_seconds(plan, self.machine, backward=False)
+        else:  # the highest rate of the kernel
+            dims, item = plan.head_dim + plan.value_dim, ITEM_BYTES[plan.dtype]
+            seconds = plan.batch * rates.pair_seconds(FULL, dense=True, dims=dims, backward=False, item=item)
+        return self._add_calls(plan, seconds * self._mean_pairs)
+
+    def _add_calls(self, plan: Plan, visits: float, steps: int = 1) -> float:
+        """The least seconds of a plan whose visits take `visits` seconds in `steps` steps or more."""
+        exchange, _, exchanges = count_exchanges(plan, self.machine)
+        least = max(visits + exchange, host_seconds(self.machine, steps + exchanges))
+        return least + Rates(plan, self.machine, backward=False).call
+
+    @cached_property
+    def _mean_pairs(self) -> float:
+        """The mean number of pairs of spread ranks on the first layout with an estimate."""
+        demand = self._metered_demand(next(plan for plan in self.plans.values() if plan.ulysses_size == 1))
+        spaced = spread_ranks(demand.layout.ranks)
+        return sum(count_pairs(demand, rank) for rank in spaced) / len(spaced)
 
     def _metered_demand(self, plan: Plan) -> KeyDemand:
         """The demand of a plan, or of its first ring plan, with a full budget of lookups, and all answers so far."""
@@ -230,21 +201,6 @@ class _Comparison:
             self._demands[key] = KeyDemand(pattern, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
         self._pattern.left = LOOKUPS
         return self._demands[key]
-
-    def _fits(self, layout: Layout, name: str) -> bool:
-        most = self.machine.memory
-        return most is None or bound_memory(self.make(layout, name)) <= most
-
-
-def _describe_basis(estimated: Estimate) -> str:
-    """How many ranks and steps an estimate was made from."""
-    parts = []
-    for noun, (some, every) in (("rank", estimated.ranks), ("step", estimated.steps)):
-        if every == 1:
-            parts.append(f"the only {noun}")
-        else:
-            parts.append(f"{some:,} of {every:,} {noun}s" if some < every else f"all {every:,} {noun}s")
-    return ", ".join(parts)
 
 
 def _explain_idle(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...plan.steps import SUMS, Kind, Part
 from ...text import duration
-from .forecast import sample_ranks
+from .kernel_seconds import sample_ranks
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan

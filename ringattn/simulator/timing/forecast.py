@@ -1,128 +1,299 @@
-"""The modelled time of a plan from a few sampled ranks, fast enough for `auto` to compare many plans."""
+"""The estimated time of a forward from few ranks and few steps: `auto` compares plans by it, at a bounded cost.
+
+Where few blocks come to a rank, the estimate looks at all steps of the rank. Of other ranks, evenly spaced steps stand
+for the steps between them, and the time of the visits is scaled to the exact number of the rank's pairs.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, pairwise, product
 from typing import TYPE_CHECKING
 
-from ...machine.kernel_times import BACKWARD
+from ...cache import cached
+from ...errors import Unsupported
 from ...machine.machine import Machine
 from ...plan.choice import Prediction
-from .kernel_seconds import modelled_seconds_per_pair, seconds_per_pair
+from ...plan.key_demand import KeyDemand
+from ...plan.query_demand import QueryDemand
+from ...plan.row_sets import ONE_ROW
+from ...plan.schedules import make_schedule
+from ...plan.schedules.allgather import AllGatherSchedule
+from ...plan.schedules.direct import DirectSchedule
+from ...plan.schedules.route import Edge, Route
+from ...plan.steps import Kind, Part
+from .kernel_seconds import FEWEST_RANKS, pair_seconds
+from .rates import Rates
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
-    from ...plan.steps import Step
 
-#: Ranks of a plan that are sampled: at most MOST_RANKS, and fewer the more ranks there are, as the steps of one rank of
-#: a dense pattern are as many as the ranks; about PLANNED_STEPS steps in all, but never fewer than FEWEST_RANKS ranks.
-MOST_RANKS, FEWEST_RANKS, PLANNED_STEPS = 8, 3, 192
+#: Plans of up to this many ranks: all ranks are looked at. Of more, the busiest among COUNTED ranks, and the ends.
+ALL, COUNTED = 8, 16
+#: Where more blocks than this come to a rank, about this many of its steps are looked at.
+SAMPLED_STEPS = 16
+#: The seconds of a pair are taken from the first so many tiles of a visit, and from no visit after as many.
+ENOUGH_TILES = 256
 
 
-def predict(plan: Plan, machine: Machine, *, backward: bool = False) -> Prediction:
-    """The modelled time of a forward, or of a backward: the sum over a rank's steps of max(visits, messages).
+def predict(plan: Plan, machine: Machine) -> Prediction:
+    """The modelled time of a forward, as `auto` estimates it: the sum over a rank's steps of max(visits, messages).
 
-    The time is that of the slowest sampled rank; bytes and messages are the most of any sampled rank. All ranks are
-    taken to begin each step together, so that they wait for messages and never for slow peers. The messages of a step
-    follow each other, except that messages sent and received, and messages within a node and between nodes, travel at
-    the same time. A shared card carries the bytes of its whole node. A message that may last several steps counts in
-    equal parts against each of them.
+    The time is that of the slowest rank that is looked at; bytes and messages are the most of any of them. All ranks
+    are taken to begin each step together, but for few ranks, so that they wait for messages alone. The messages of a
+    step follow each other, except that messages within a node and between nodes travel at the same time. A shared card
+    carries the bytes of its whole node. A message that may last several steps counts in equal parts against each of
+    them. Raises Unsupported where the schedule has no routes.
     """
-    predictions = [
-        _predict_rank(plan, machine, rank, backward) for rank in sample_ranks(plan.ranks, machine.ranks_per_node)
-    ]
-    slowest = max(predictions, key=lambda prediction: prediction.seconds)
-    return Prediction(
-        slowest.seconds,
-        slowest.compute,
-        slowest.exposed,
-        bytes=max(prediction.bytes for prediction in predictions),
-        messages=max(prediction.messages for prediction in predictions),
-    )
+    return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
 
 
-def sample_ranks(ranks: int, ranks_per_node: int = 1, most: int = MOST_RANKS) -> list[int]:
-    """A few ranks, ascending and evenly spaced from first to last; of nodes, the first and the last rank in turn."""
-    count = min(ranks, max(FEWEST_RANKS, min(most, PLANNED_STEPS // ranks)))
-    spaced = [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
-    if ranks_per_node == 1:
-        return sorted(set(spaced))
-    last = ranks_per_node - 1
-    at_node_ends = (rank - rank % ranks_per_node + last * (i % 2) for i, rank in enumerate(spaced))
-    return sorted({min(rank, ranks - 1) for rank in at_node_ends})
+def estimate(plan: Plan, machine: Machine, demand: KeyDemand, most: int = SAMPLED_STEPS) -> tuple[Prediction, str]:
+    """The prediction of a forward, and how many ranks and steps it was made from.
 
-
-def _predict_rank(plan: Plan, machine: Machine, rank: int, backward: bool) -> Prediction:
-    """The prediction of one rank."""
-    steps = rank_steps(plan, rank, backward)
-    per_pair = pair_seconds(plan, machine, backward)
-    # By step: seconds of its messages by (direction, within a node).
-    travel: defaultdict[int, defaultdict[tuple[str, bool], float]] = defaultdict(lambda: defaultdict(float))
-    for sender in machine.node(rank, plan.ranks) if machine.shared_nic else (rank,):
-        for index, direction, near, latency, transfer in _messages(plan, machine, sender, backward):
-            if sender == rank or not near:
-                travel[index][direction, near] += transfer + (latency if sender == rank else 0.0)
-    hops = [hop for step in steps for hop in step.sends]
-    sent_bytes = sum(plan.part_bytes(part) for hop in hops for part in hop.parts)
-    total = compute = 0.0
-    for index, step in enumerate(steps):
-        ring_plan, met = visits(plan, rank, step, backward)
-        busy = per_pair * sum(ring_plan.demand.pairs(*visit) for visit in met)
-        compute += busy
-        total += max(busy, *travel[index].values(), 0.0)
-    return Prediction(total, compute, total - compute, sent_bytes, len(hops))
-
-
-def pair_seconds(
-    plan: Plan, machine: Machine, backward: bool, most: int = MOST_RANKS, enough: int | None = None
-) -> float:
-    """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
-
-    By measured kernel times where the machine has them, else by modelled rates, both averaged over the visits of at
-    most `most` sampled ranks (the rates over the first `enough` tiles of these visits), and else by its flops:
-    2 (D + Dv) FLOPs per pair in a forward.
+    `demand` answers in place of the plan's demand; with Ulysses groups, of the demand between their first members. At
+    most about `most` steps of a rank are looked at.
     """
-    flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
-    if machine.kernel is not None:
-        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
-        return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
-    if machine.kernel_rates is not None:
-        ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
-        gathered = machine.one_gather and plan.schedule == "allgather"
-        return plan.batch * modelled_seconds_per_pair(
-            plan, machine.kernel_rates, gathered, backward, ring_ranks, enough
+    size, ring_plan = plan.ulysses_size, plan.ring_plan(0)[0]
+    rates, between = Rates(plan, machine, backward=False), machine
+    if size > 1:
+        # The ranks with the same place in their groups run one ring: this many of them are in one node.
+        per_node = ring_plan.ranks if machine.ranks_per_node >= plan.ranks else max(machine.ranks_per_node // size, 1)
+        between = replace(machine, ranks_per_node=per_node, one_gather=False)
+    crowd = min(size, machine.ranks_per_node)
+    ring, started, basis = _RingEstimate(ring_plan, between, demand, crowd, most).make()
+    # The last exchange follows the last visit, and the first precedes all visits: nothing hides the exchanges.
+    exchange, sent, exchanges = count_exchanges(plan, machine)
+    seconds = max(ring.seconds + exchange, host_seconds(machine, started + exchanges)) + rates.call
+    messages = ring.messages + exchanges * (size - 1)
+    exposed = max(seconds - ring.compute, 0.0)  # the two sums round differently
+    return Prediction(seconds, ring.compute, exposed, ring.bytes + sent, messages), basis
+
+
+def host_seconds(machine: Machine, steps: int) -> float:
+    """Seconds in which the host starts `steps` steps of a pass."""
+    return (machine.host_call or 0.0) + steps * (machine.host or 0.0)
+
+
+def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
+    """(seconds, bytes that a rank sends, exchanges) of exchanging tokens for heads and back in a Ulysses group."""
+    peers = plan.ulysses_size - 1
+    near = min(plan.ulysses_size, machine.ranks_per_node) - 1
+    kinds: tuple[Kind, ...] = ("qkv", "out") if peers else ()
+    seconds, sent = 0.0, 0
+    for message in (plan.part_bytes(Part(kind, 0)) for kind in kinds):
+        sent += peers * message
+        inside = _seconds(machine, near, near * message, True)
+        seconds += max(inside, _seconds(machine, peers - near, (peers - near) * message, False, machine.ranks_per_node))
+    return seconds, sent, len(kinds)
+
+
+def _seconds(machine: Machine, messages: float, size: float, near: bool, crowd: int = 1) -> float:
+    """Seconds of messages of `size` bytes in all; between nodes, `crowd` ranks with as many bytes share the card."""
+    latency, bandwidth = machine.rates(near)
+    return messages * latency + size / bandwidth * (crowd if machine.shared_nic and not near else 1)
+
+
+@cached
+def count_pairs(demand: KeyDemand, rank: int) -> int:
+    """The number of (query, key, head, branch) pairs of a rank."""
+    positions, heads = range(demand.layout.tokens), range(demand.heads)
+    return sum(demand.pattern.count(q, positions, heads) for q in demand.layout.shard(rank))
+
+
+def spread_ranks(ranks: int) -> list[int]:
+    """COUNTED evenly spaced ranks, or all of fewer."""
+    count = min(ranks, COUNTED)
+    return [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
+
+
+@cached
+def _merged_rows(demand: KeyDemand, rank: int, owner: int) -> int:
+    """The number of (query row, head) of a rank that see a key of the block of `owner`: a merge goes through them."""
+    rows = demand.layout.rows(rank) * demand.heads
+    if demand.pairs(rank, owner) == rows * demand.layout.rows(owner):
+        return rows
+    return QueryDemand(demand).count_needed((range(owner, owner + 1),), rank)
+
+
+class _RingEstimate:
+    """The estimate of a plan without Ulysses groups.
+
+    `crowd` ranks of a node stand for each rank of the plan: the members of a Ulysses group.
+    """
+
+    def __init__(self, plan: Plan, machine: Machine, demand: KeyDemand, crowd: int, most: int) -> None:
+        self.plan, self.machine, self.demand, self.crowd, self.most = plan, machine, demand, crowd, most
+        schedule = make_schedule(plan.schedule, demand)
+        self.gathers = isinstance(schedule, AllGatherSchedule)
+        route = DirectSchedule(demand) if self.gathers else schedule  # the same visits
+        if not isinstance(route, Route):
+            raise Unsupported(f"the schedule {plan.schedule} has no routes, from which auto estimates its time")
+        self.route: Route = route
+        self.row_bytes = plan.part_bytes(Part("kv", 0, ONE_ROW))
+        self.rates = Rates(plan, machine, backward=False)
+        self.edge_bytes: dict[Edge, int] = {}
+        #: By (rank, step): seconds that the rank works, and the edges to it that are in flight.
+        self.times: dict[tuple[int, int], tuple[float, list[Edge]]] = {}
+        #: By step, the most seconds of a rank, times the number of steps that the step stands for.
+        self.slowest: defaultdict[int, float] = defaultdict(float)
+
+    def make(self) -> tuple[Prediction, int, str]:
+        """(the time of the slowest rank that was looked at, the steps that the host starts, what was looked at)."""
+        chosen = self._choose_ranks()
+        arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in chosen}
+        few = max(map(len, arrivals.values())) <= self.most
+        last = max((edges[0].step for edges in arrivals.values() if edges), default=0)
+        sampled = self._sample_steps(last)
+        predictions, started = [], 0
+        for rank, edges in arrivals.items():
+            busy = {0, *(step for edge in edges for step in range(edge.post, edge.step + 1))}
+            steps = [(step, 1.0) for step in sorted(busy)] if few else sampled
+            predictions.append(self._predict_rank(rank, steps))
+            started = max(started, len({0, *(step for edge in edges for step in (edge.post, edge.step))}))
+        slowest = max(predictions, key=lambda prediction: prediction.seconds)
+        seconds = slowest.seconds
+        if few and len(chosen) == self.plan.ranks and not self.gathers:
+            seconds = self._run_together()
+        elif self.route.ranks_per_node > 1:  # the ranks of a node wait for the slowest message to any of them
+            seconds = sum(self.slowest.values())
+        slowest = replace(
+            slowest,
+            seconds=seconds,
+            bytes=max(prediction.bytes for prediction in predictions),
+            messages=max(prediction.messages for prediction in predictions),
         )
-    return plan.batch * flops / machine.flops
+        basis = (
+            _describe(len(chosen), self.plan.ranks, "rank"),
+            _describe(last + 1 if few else len(sampled), last + 1, "step"),
+        )
+        return slowest, 2 if self.gathers else started if few else last + 1, ", ".join(basis)
+
+    def _choose_ranks(self) -> list[int]:
+        """The ranks that are looked at, ascending: all of up to ALL ranks."""
+        ranks, inner = self.plan.ranks, self.machine.ranks_per_node
+        if ranks <= ALL:
+            return list(range(ranks))
+        busiest = max(spread_ranks(ranks), key=lambda rank: count_pairs(self.demand, rank))
+        # Ranks wait for each other, so that a link between nodes sets the pace of all ranks: look at its ends.
+        ends_of_links = (inner - 1, ranks - inner) if 1 < inner < ranks else ()
+        return sorted({0, busiest, ranks - 1, *ends_of_links})
+
+    def _sample_steps(self, last: int) -> list[tuple[int, float]]:
+        """(step, weight) of steps that stand for the steps 0 .. `last`."""
+        inner = self.route.ranks_per_node
+        if inner == 1:
+            return _spread(last + 1, self.most)
+        outside, inside = _spread(last // inner + 1, self.most // 4), _spread(inner, 4)
+        return [(t * inner + j, a * b) for (t, a), (j, b) in product(outside, inside)]
+
+    def _predict_rank(self, rank: int, steps: list[tuple[int, float]]) -> Prediction:
+        """The forward of a rank, from (step, weight) pairs."""
+        owners = [[rank] if not step else [edge.owner for edge in self.route.edges_at(rank, step)] for step, _ in steps]
+        pairs = [sum(self.demand.pairs(rank, owner) for owner in dict.fromkeys(met)) for met in owners]
+        weighted = sum(weight * count for (_, weight), count in zip(steps, pairs, strict=True))
+        per_pair = pair_seconds(self.plan, self.machine, False, FEWEST_RANKS, ENOUGH_TILES)
+        compute = per_pair * count_pairs(self.demand, rank)
+        gather, sent, messages = self._gather(rank) if self.gathers else (0.0, 0.0, 0.0)
+        if self.rates.one_gather:
+            return Prediction(gather + compute, compute, gather, round(sent), round(messages))
+        seconds = 0.0
+        for (step, weight), met, count in zip(steps, owners, pairs, strict=True):
+            visit = compute * count / weighted if weighted else 0.0
+            edges = [] if self.gathers else list(self._in_flight(rank, step))
+            by_link = (sum(self._message_seconds(e) for e in edges if self._near(e) == near) for near in (True, False))
+            received = max(*by_link, gather if step == 0 else 0.0)
+            posted = [edge for edge in edges if edge.post == step]
+            sent += weight * sum(map(self._edge_bytes, posted))
+            messages += weight * len(posted)
+            merged = (_merged_rows(self.demand, rank, owner) for owner in met if owner != rank)
+            merge = self.rates.merge(sum(merged)) if self.machine.merge is not None else 0.0
+            worked = visit + merge + self.rates.gamma * min(visit, received)
+            self.times[rank, step] = worked, edges
+            seconds += weight * max(worked, received)
+            self.slowest[step] = max(self.slowest[step], weight * max(worked, received))
+        return Prediction(seconds, compute, seconds - compute, round(sent), round(messages))
+
+    def _in_flight(self, rank: int, step: int) -> Iterator[Edge]:
+        """The edges to a rank that are in flight at a step and carry rows."""
+        inner = self.route.ranks_per_node
+        for arrival in {step + 1, step - step % inner + inner}:
+            for edge in self.route.edges_at(rank, arrival):
+                if edge.post <= step and self._edge_bytes(edge):
+                    yield edge
+
+    def _message_seconds(self, edge: Edge) -> float:
+        """Seconds of a message at each of its steps, an equal part."""
+        near, size = self._near(edge), self._edge_bytes(edge)
+        if not near and self.machine.shared_nic:
+            node = self.machine.node(edge.target, self.plan.ranks)
+            others = (other for member in node for other in self.route.edges_at(member, edge.step))
+            alike = (other for other in others if other.post == edge.post and not self._near(other))
+            size = sum(map(self._edge_bytes, alike))
+        return _seconds(self.machine, 1, size, near, self.crowd) / (edge.step - edge.post)
+
+    def _run_together(self) -> float:
+        """Seconds until all ranks have finished.
+
+        A message begins when its sender and its receiver have begun the step, and both of them wait for the message.
+        """
+        begun = [0.0] * self.plan.ranks
+        for step in sorted({step for _, step in self.times}):
+            after, edges = list(begun), []
+            for rank in range(self.plan.ranks):
+                worked, arriving = self.times.get((rank, step), (0.0, []))
+                after[rank] += worked
+                edges += arriving
+            # By (rank, within a node, receiving): messages of a rank in one direction over one link follow each other.
+            busy: defaultdict[tuple[int, bool, bool], float] = defaultdict(float)
+            for edge in edges:
+                busy[edge.target, self._near(edge), True] += self._message_seconds(edge)
+                busy[edge.source, self._near(edge), False] += self._message_seconds(edge)
+            for edge in edges:
+                near = self._near(edge)
+                seconds = max(busy[edge.target, near, True], busy[edge.source, near, False])
+                end = max(begun[edge.source], begun[edge.target]) + seconds
+                after[edge.source], after[edge.target] = max(after[edge.source], end), max(after[edge.target], end)
+            begun = after
+        return max(begun)
+
+    def _gather(self, rank: int) -> tuple[float, float, float]:
+        """(seconds, bytes, messages) of an all-gather: the block of a rank goes to each other rank."""
+        block = self.row_bytes * self.demand.block_heads * self.demand.layout.rows(rank)
+        inside = len(self.machine.node(rank, self.plan.ranks)) - 1
+        seconds = [0.0]
+        for near, count in ((True, inside), (False, self.plan.ranks - 1 - inside)):
+            if count:
+                start, share = self.rates.gather_factors(near, count)
+                crowd = self.crowd * self.machine.ranks_per_node
+                seconds.append(_seconds(self.machine, start * count, share * count * block, near, crowd))
+        return max(seconds), block * (self.plan.ranks - 1), self.plan.ranks - 1
+
+    def _near(self, edge: Edge) -> bool:
+        """Whether the edge lies within a node."""
+        return self.machine.link(edge.source, edge.target)[0]
+
+    def _edge_bytes(self, edge: Edge) -> int:
+        if edge not in self.edge_bytes:
+            self.edge_bytes[edge] = self.row_bytes * self.demand.count_needed(self.route.served(edge), edge.owner)
+        return self.edge_bytes[edge]
 
 
-def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, list[tuple[int, int]]]:
-    """The visits of a rank's step: the plan of the rank's heads, and (rank of the queries, rank of the keys) there.
+def _describe(some: int, every: int, noun: str) -> str:
+    """How many of some things were looked at."""
+    if every == 1:
+        return f"the only {noun}"
+    return f"{some:,} of {every:,} {noun}s" if some < every else f"all {every:,} {noun}s"
 
-    Visits to several parts of one owner's block count as one visit.
+
+def _spread(count: int, most: int) -> list[tuple[int, float]]:
+    """(number, weight) pairs that stand for 0 .. count - 1: all up to `most`, else first, last and some between.
+
+    The weights add up to `count`: each number between stands for an equal part of the numbers between.
     """
-    ring_plan, place = plan.ring_plan(rank)
-    # Where queries rotate, the queries of the owner visit the keys of this rank.
-    queries_arrive = backward and plan.rotates == "queries"
-    owners = sorted({part.owner for part in step.visits})
-    return ring_plan, [(owner, place) if queries_arrive else (place, owner) for owner in owners]
-
-
-def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
-    """The steps of a rank in one pass of a plan."""
-    return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)
-
-
-def _messages(plan: Plan, machine: Machine, rank: int, backward: bool) -> Iterator[tuple[int, str, bool, float, float]]:
-    """(step, direction, within a node, seconds beside its bytes, seconds of its bytes) of each of a rank's messages.
-
-    The seconds are split evenly over the steps of the message.
-    """
-    for index, step in enumerate(rank_steps(plan, rank, backward)):
-        for direction, hops in (("send", step.sends), ("recv", step.recvs)):
-            for hop in hops:
-                near, latency, bandwidth = machine.link(rank, hop.peer)
-                lasts = range(index, hop.until + 1)
-                transfer = sum(map(plan.part_bytes, hop.parts)) / bandwidth
-                for i in lasts:
-                    yield i, direction, near, latency / len(lasts), transfer / len(lasts)
+    if count <= max(most, 2):
+        return [(i, 1.0) for i in range(count)]
+    edges = [1 + (count - 2) * i // (most - 2) for i in range(most - 1)]
+    return [(0, 1.0), *(((a + b) // 2, float(b - a)) for a, b in pairwise(edges)), (count - 1, 1.0)]

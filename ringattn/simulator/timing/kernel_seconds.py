@@ -6,15 +6,50 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ...dtypes import ITEM_BYTES
 from ...errors import Unsupported
-from ...machine.kernel_times import BEYOND, BLOCK, KernelRates, KernelTimes
+from ...machine.kernel_times import BACKWARD, BEYOND, BLOCK, KernelRates, KernelTimes
+from ...machine.machine import Machine
 from ...pattern.tile import Tile
 from ...plan.plan import Plan
 from ...plan.work import Work
 
+#: Ranks of a plan that are sampled: at most MOST_RANKS, and fewer the more ranks there are, as the steps of one rank of
+#: a dense pattern are as many as the ranks; about PLANNED_STEPS steps in all, but never fewer than FEWEST_RANKS ranks.
+MOST_RANKS, FEWEST_RANKS, PLANNED_STEPS = 8, 3, 192
 #: The largest share of a plan's pairs that may lie in tiles more than `BEYOND` times larger than the measured ones.
 MOST_STRAY = 0.1
 #: Blocks of distant owners that are sampled per rank, beside its own block and its neighbours' blocks.
 SAMPLED_OWNERS = 8
+
+
+def sample_ranks(ranks: int, ranks_per_node: int = 1, most: int = MOST_RANKS) -> list[int]:
+    """A few ranks, ascending and evenly spaced from first to last; of nodes, the first and the last rank in turn."""
+    count = min(ranks, max(FEWEST_RANKS, min(most, PLANNED_STEPS // ranks)))
+    spaced = [(ranks - 1) * i // max(count - 1, 1) for i in range(count)]
+    if ranks_per_node == 1:
+        return sorted(set(spaced))
+    last = ranks_per_node - 1
+    at_node_ends = (rank - rank % ranks_per_node + last * (i % 2) for i, rank in enumerate(spaced))
+    return sorted({min(rank, ranks - 1) for rank in at_node_ends})
+
+
+def pair_seconds(
+    plan: Plan, machine: Machine, backward: bool, most: int = MOST_RANKS, enough: int | None = None
+) -> float:
+    """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
+
+    By measured kernel times where the machine has them, else by modelled rates, both averaged over the visits of at
+    most `most` sampled ranks (the rates over the first `enough` tiles of these visits), and else by its flops:
+    2 (D + Dv) FLOPs per pair in a forward.
+    """
+    flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
+    ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
+    if machine.kernel is not None:
+        return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
+    if machine.kernel_rates is not None:
+        gathered = machine.one_gather and plan.schedule == "allgather"
+        rates = machine.kernel_rates
+        return plan.batch * modelled_seconds_per_pair(plan, rates, gathered, backward, ring_ranks, enough)
+    return plan.batch * flops / machine.flops
 
 
 def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Sequence[int]) -> float:

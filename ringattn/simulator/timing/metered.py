@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from ...pattern import Pattern, Tile
-from ...pattern.base import ONE_HEAD, Run, Runs
+from ...pattern.base import ONE_HEAD
 from ...plan.key_demand import KeyDemand
 from ...plan.plan import Plan
 
@@ -21,6 +22,18 @@ WHOLE_RECTANGLE = 10
 
 class TooMany(Exception):
     """The budget of lookups is spent."""
+
+
+def _ask(name: str, cost: int) -> Any:
+    """A method that asks the pattern, for `cost` lookups; or that asks the metered tiles, as the pattern does."""
+
+    def ask(self: Metered, *arguments: Any) -> Any:
+        if cost == WHOLE_RECTANGLE and getattr(type(self.pattern), name) is getattr(Pattern, name):
+            return getattr(Pattern, name)(self, *arguments)
+        self._spend(cost)
+        return getattr(self.pattern, name)(*arguments)
+
+    return ask
 
 
 class Metered(Pattern):
@@ -53,41 +66,9 @@ class Metered(Pattern):
             self._spend(cost)
             yield tile
 
-    def key_run(self, first: int, last: int) -> Run | None:
-        self._spend(1)
-        return self.pattern.key_run(first, last)
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        self._spend(1)
-        return self.pattern.query_run(first, last)
-
-    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        self._spend(WHOLE_RECTANGLE)
-        return self.pattern.key_spans(first, last)
-
-    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        self._spend(WHOLE_RECTANGLE)
-        return self.pattern.query_spans(first, last)
-
-    def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
-        if type(self.pattern).count is Pattern.count:
-            return super().count(q, k, heads)  # by tiles, which are metered
-        self._spend(WHOLE_RECTANGLE)
-        return self.pattern.count(q, k, heads)
-
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        by_tiles = type(self.pattern).keys is Pattern.keys
-        yield from super().keys(q, k, heads) if by_tiles else self._rows(self.pattern.keys, q, k, heads)
-
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        by_tiles = type(self.pattern).queries is Pattern.queries
-        yield from super().queries(q, k, heads) if by_tiles else self._rows(self.pattern.queries, q, k, heads)
-
-    def _rows(
-        self, find: Callable[[range, range, range], Iterator[tuple[range, range]]], q: range, k: range, heads: range
-    ) -> Iterator[tuple[range, range]]:
-        self._spend(WHOLE_RECTANGLE)
-        return find(q, k, heads)
+    key_run, query_run = _ask("key_run", 1), _ask("query_run", 1)
+    key_spans, query_spans = _ask("key_spans", WHOLE_RECTANGLE), _ask("query_spans", WHOLE_RECTANGLE)
+    count, keys, queries = (_ask(name, WHOLE_RECTANGLE) for name in ("count", "keys", "queries"))
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head, tokens)

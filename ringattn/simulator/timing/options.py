@@ -8,7 +8,7 @@ from typing import TypeGuard
 from ...errors import InvalidInput
 from ...plan.plan import Plan
 from ...text import did_you_mean
-from .solvers import REMOVED, SOLVERS
+from .solvers import SOLVERS
 from .solvers.recurrence import Stall
 
 #: More passes than this are a mistake: even at a microsecond each they would take 30 years.
@@ -21,22 +21,23 @@ def check_options(
     """Raise InvalidInput where an argument of `simulate` has a wrong type or an impossible value."""
     if not isinstance(plan, Plan):
         raise InvalidInput(f"simulate: expected a Plan, as make_plan gives it, got {plan!r}")
-    if not isinstance(solver, str) or (solver != "auto" and solver not in SOLVERS):
-        if isinstance(solver, str) and solver in REMOVED:
-            raise InvalidInput(
-                f"solver={solver} was removed: solver={REMOVED[solver]} gives the same times, for nodes too; try "
-                "solver=auto, which takes the quickest that is exact"
-            )
-        choices = ("auto", *SOLVERS)
+    choices = ("auto", *SOLVERS)
+    if not isinstance(solver, str) or solver not in choices:
         raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}")
     if not isinstance(backward, bool):
         raise InvalidInput(f"backward={backward!r}: expected True or False")
     if not plan.batch:
         raise InvalidInput("batch=0: without a sequence there is nothing to simulate; try batch=1")
-    if passes is not None:
-        _check_passes(passes)
+    if passes is not None and (not _is_integer(passes) or not 1 <= passes <= MOST_PASSES):
+        shown = "" if _is_integer(passes) and passes > 0 else f"={passes!r}"  # a number may have thousands of digits
+        raise InvalidInput(
+            f"passes{shown}: expected how often the job makes the pass, from 1 to {MOST_PASSES:.0e}, or None for no job"
+        )
     check_seed(seed)
-    _check_stalls(stalls, plan.ranks)
+    if isinstance(stalls, str) or not isinstance(stalls, Sequence):
+        raise InvalidInput(f"stalls={stalls!r}: expected a list of Stall(rank, step, seconds)")
+    for stall in stalls:
+        _check_stall(stall, plan.ranks)
 
 
 def check_seed(seed: object) -> None:
@@ -45,26 +46,12 @@ def check_seed(seed: object) -> None:
         raise InvalidInput(f"seed={seed!r}: expected an integer >= 0; try seed=0")
 
 
-def _check_passes(passes: object) -> None:
-    if not _is_integer(passes) or passes < 1:
-        raise InvalidInput(
-            f"passes={passes!r}: expected how often the job makes the pass, an integer >= 1, or None for no job"
-        )
-    if passes > MOST_PASSES:  # the message leaves the number out, which may have thousands of digits
-        raise InvalidInput(
-            f"passes: expected how often the job makes the pass, at most {MOST_PASSES:.0e}, and this is more"
-        )
-
-
-def _check_stalls(stalls: object, ranks: int) -> None:
-    if isinstance(stalls, str) or not isinstance(stalls, Sequence):
-        raise InvalidInput(f"stalls={stalls!r}: expected a list of Stall(rank, step, seconds)")
-    for stall in stalls:
-        if not isinstance(stall, Stall):
-            raise InvalidInput(f"stalls: {stall!r} is no Stall(rank, step, seconds)")
-        numbers = _is_integer(stall.rank) and _is_integer(stall.step) and isinstance(stall.seconds, int | float)
-        if not numbers or not (0 <= stall.rank < ranks and stall.step >= 0 and 0 <= stall.seconds < float("inf")):
-            raise InvalidInput(f"{stall}: expected a rank 0 .. {ranks - 1}, a step >= 0 and seconds >= 0")
+def _check_stall(stall: object, ranks: int) -> None:
+    if not isinstance(stall, Stall):
+        raise InvalidInput(f"stalls: {stall!r} is no Stall(rank, step, seconds)")
+    numbers = _is_integer(stall.rank) and _is_integer(stall.step) and isinstance(stall.seconds, int | float)
+    if not numbers or not (0 <= stall.rank < ranks and stall.step >= 0 and 0 <= stall.seconds < float("inf")):
+        raise InvalidInput(f"{stall}: expected a rank 0 .. {ranks - 1}, a step >= 0 and seconds >= 0")
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

@@ -12,8 +12,7 @@ from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.kernel_times import BACKWARD
 from ...machine.machine import Machine
-from .forecast import pair_seconds
-from .kernel_seconds import visit_seconds
+from .kernel_seconds import pair_seconds, visit_seconds
 from .solvers.recurrence import Stall
 
 if TYPE_CHECKING:
@@ -64,36 +63,24 @@ def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray 
     if factors is None:
         return None
     if isinstance(factors, Mapping):
-        by_rank = _fill_in(name, factors, ranks)
+        for rank in factors:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+                raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}; try {{0: 1.5}}")
     elif not isinstance(factors, list | tuple | np.ndarray):
-        raise InvalidInput(
-            f"{name}={factors!r}: expected factors by rank such as {{0: 1.5}}, or one factor for each rank"
-        )
-    else:
-        try:
+        raise InvalidInput(f"{name}={factors!r}: expected factors by rank such as {{0: 1.5}}, or one for each rank")
+    try:
+        if isinstance(factors, Mapping):
+            by_rank = np.ones(ranks)
+            by_rank[list(factors)] = list(factors.values())
+        else:
             by_rank = np.asarray(factors, dtype=np.float64)
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(f"{name}: a factor is not a number ({error}); try {{0: 1.5}}") from error
-        if by_rank.shape != (ranks,):
-            raise InvalidInput(
-                f"{name}: expected a factor for each of {ranks:,} ranks or a dict such as {{0: 1.5}}, "
-                f"got shape {by_rank.shape}"
-            )
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{name}: a factor is not a number ({error}); try {{0: 1.5}}") from error
+    if by_rank.shape != (ranks,):
+        raise InvalidInput(f"{name}: expected a factor for each of {ranks:,} ranks, got shape {by_rank.shape}")
     if not (np.isfinite(by_rank) & (by_rank > 0)).all():
         raise InvalidInput(f"{name}: factors must be finite and > 0; the factor 1.5 takes half as long again")
     return None if (by_rank == 1.0).all() else by_rank
-
-
-def _fill_in(name: str, factors: Mapping[int, float], ranks: int) -> np.ndarray:
-    """The factors of all ranks from the factors of some ranks, with 1 for all others."""
-    by_rank = np.ones(ranks)
-    for rank, factor in factors.items():
-        if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise InvalidInput(f"{name}: the factor {factor!r} of rank {rank!r} is not a number; try {{0: 1.5}}")
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
-            raise InvalidInput(f"{name}: rank {rank!r} is not one of 0 .. {ranks - 1}; try {{0: 1.5}}")
-        by_rank[rank] = factor
-    return by_rank
 
 
 def own_bytes(plan: Plan) -> int:

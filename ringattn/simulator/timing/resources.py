@@ -90,7 +90,7 @@ class Traffic:
 
 def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
     """The loads of the ranks of a ring, of one rank where all are alike, and the traffic of `copies` such rings."""
-    alike = isinstance(ring.phases, tuple) and not ring.stalls and all(_is_uniform(phase) for phase in ring.phases)
+    alike = isinstance(ring.phases, tuple) and not ring.stalls and not any(phase.arrays for phase in ring.phases)
     loads = Loads.none(1 if alike else ring.ranks)
     carried: dict[int, np.ndarray] = {}
     direct: list[np.ndarray] = []
@@ -107,9 +107,3 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
     neighbours = np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)])
     traffic = Traffic.of(neighbours, messages, np.concatenate([*direct, np.zeros(0, dtype=np.int64)]))
     return loads, replace(traffic, total=copies * traffic.total, links=copies * traffic.links)
-
-
-def _is_uniform(phase: Phase) -> bool:
-    """Whether all ranks do the same in a phase."""
-    values = (phase.compute, phase.merge, *(lane.seconds for lane in phase.messages))
-    return not any(isinstance(value, np.ndarray) for value in values)

@@ -12,20 +12,19 @@ from ...machine.machine import Machine
 from ...machine.presets import get_machine
 from ...plan.plan import Plan
 from .costs import cost, energy, failures, memory
-from .forecast import rank_steps, sample_ranks
+from .forecast import host_seconds
+from .kernel_seconds import sample_ranks
 from .notes import note_assumptions
 from .options import check_options
-from .problem import RingProblem, TimingProblem, make_timing_problem
+from .problem import TimingProblem, make_timing_problem
 from .rates import Factors, Faults, Rates, parse_factors
 from .solvers import SOLVERS
 from .solvers.base import Solved
-from .solvers.event_loop import simulate_events
+from .solvers.event_loop import rank_steps, simulate_events
 from .solvers.jitter import SampledTime, sample_ring, sample_runs
 from .solvers.recurrence import Stall
+from .solvers.stencil import MOST_COUNTED, check_size
 from .timeline import Timeline
-
-#: The most ranks x steps whose visits differ and are sampled with jitter.
-MOST_WITH_JITTER = 1 << 28
 
 
 def simulate(
@@ -56,8 +55,8 @@ def simulate(
     link_factors = parse_factors("slow_links", slow_links, plan.ranks)
     problem = make_timing_problem(Rates(plan, machine, backward), Faults(slow_factors, link_factors, tuple(stalls)))
     ring = None if solver == "events" else problem.ring
-    if ring is not None:
-        _check_jitter(ring, problem)
+    if machine.jitter and ring is not None and ring.counts is not None:
+        check_size(ring, MOST_COUNTED, "jitter and visits that differ")
     solved = _solve(problem, solver)
     sample: SampledTime | None = None
     if machine.jitter:
@@ -87,17 +86,6 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
     raise Unsupported(f"solver={solver} needs {needs}, {obstacle}; try solver=auto")
 
 
-def _check_jitter(ring: RingProblem, problem: TimingProblem) -> None:
-    """Raise Unsupported for more jitter than can be sampled."""
-    ranks = problem.rates.plan.ranks
-    too_many = ring.counts is not None and ranks * ring.steps > MOST_WITH_JITTER
-    if problem.rates.machine.jitter and too_many:
-        raise Unsupported(
-            f"jitter on {ranks:,} ranks whose visits differ is too much to sample; leave machine.jitter out, or take "
-            "fewer ranks"
-        )
-
-
 def _sample_events(problem: TimingProblem, seed: int) -> SampledTime:
     """The time of runs of every step and message with the machine's jitter."""
     generator = np.random.default_rng(seed)
@@ -116,7 +104,7 @@ def _host_seconds(problem: TimingProblem) -> float:
         steps = problem.ring.steps
     else:
         steps = max(len(rank_steps(plan, rank, problem.rates.backward)) for rank in sample_ranks(plan.ranks))
-    return (machine.host_call or 0.0) + steps * (machine.host or 0.0)
+    return host_seconds(machine, steps)
 
 
 def _make_timeline(

@@ -19,7 +19,7 @@ from ringattn import Causal, Documents, Full, Machine, Plan, Stall, Strided, Uns
 from ringattn.simulator.timing.rates import Faults
 from ringattn.simulator.timing.solvers import delay, event_loop
 from ringattn.simulator.timing.solvers.recurrence import NeighborMessages, Phase, Ring
-from ringattn.simulator.timing.solvers.shared_cards import CardUse, share_evenly
+from ringattn.simulator.timing.solvers.sharing import CardUse, share_evenly
 
 CLOSE = 1e-9
 

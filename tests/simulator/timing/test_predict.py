@@ -16,10 +16,9 @@ from strategies import problems
 
 import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Machine, Pattern, Plan, Window, make_plan, predict
-from ringattn.machine.kernel_times import BACKWARD
 from ringattn.machine.presets import MACHINES, get_machine
 from ringattn.simulator.timing.auto import EQUAL
-from ringattn.simulator.timing.forecast import sample_ranks
+from ringattn.simulator.timing.kernel_seconds import sample_ranks
 
 #: Numbers that are easy to multiply: 1 flop takes 1 s, a message 10 s, a byte 1/16 s.
 SLOW = Machine(flops=1.0, latency=10.0, bandwidth=16.0)
@@ -38,9 +37,6 @@ def test_two_ranks_by_hand() -> None:
         assert (found.bytes, found.messages) == (32, 1)
     # Ten times the latency: 100 + 2 s of messages, of which the first visit hides 32.
     assert predict(tiny("ring"), replace(SLOW, latency=100.0)).exposed == 70.0
-    # The backward: own gradients move under a visit of 80 s; no K/V has to.
-    back = predict(tiny("ring"), SLOW, backward=True)
-    assert back.compute == BACKWARD * 64.0 and back.exposed == 0.0
 
 
 def test_four_ranks_by_hand() -> None:
@@ -54,22 +50,10 @@ def test_four_ranks_by_hand() -> None:
     assert predict(tiny("ring", 4), nodes).seconds == 3 * 100 + 32
 
 
-def test_pairs_of_ulysses_groups_and_of_rotating_queries_are_those_of_the_plan() -> None:
+def test_pairs_of_ulysses_groups_are_those_of_the_plan() -> None:
     machine = Machine(flops=1.0, latency=0.0, bandwidth=1e30)
-    options = {"tokens": 64, "ranks": 4, "heads": 4, "head_dim": 1, "value_dim": 1}
-    split_ulysses = make_plan(Causal(), schedule="ulysses(2)", **options)  # type: ignore[arg-type]
-    busiest = max(map(split_ulysses.pairs, range(4)))
-    assert predict(split_ulysses, machine).compute == 4 * busiest
-    assert predict(split_ulysses, machine, backward=True).compute == pytest.approx(4 * BACKWARD * busiest)
-    for rotate in ("keys", "queries"):  # with the keys that it owns rank 0 meets the queries of all
-        plan = make_plan(Causal(), schedule="ring", rotate=rotate, **options)  # type: ignore[arg-type]
-        mask = Causal().mask(64)[0]
-        sums = [
-            int((mask[16 * r : 16 * r + 16] if rotate == "keys" else mask[:, 16 * r : 16 * r + 16]).sum())
-            for r in range(4)
-        ]
-        found = predict(plan, machine, backward=True).compute
-        assert found == pytest.approx(4 * 4 * BACKWARD * max(sums))
+    plan = make_plan(Causal(), tokens=64, ranks=4, heads=4, head_dim=1, value_dim=1, schedule="ulysses(2)")
+    assert predict(plan, machine).compute == 4 * max(map(plan.pairs, range(4)))
 
 
 def test_a_shared_way_out_by_hand() -> None:
@@ -82,14 +66,14 @@ def test_a_shared_way_out_by_hand() -> None:
     assert [predict(tiny("allgather", 4), m).seconds for m in (machine, shared)] == pytest.approx([296, 300])
 
 
-@given(problems(), st.sampled_from(["ring", "direct", "allgather"]), st.booleans())
-def test_better_machines_are_not_slower(case: tuple[Pattern, int, int, str], schedule: str, backward: bool) -> None:
+@given(problems(), st.sampled_from(["ring", "direct", "allgather"]))
+def test_better_machines_are_not_slower(case: tuple[Pattern, int, int, str], schedule: str) -> None:
     pattern, tokens, ranks, layout = case
     plan = make_plan(pattern, tokens=tokens, ranks=ranks, layout=layout, schedule=schedule)
     machine = Machine(flops=1e6, latency=1e-4, bandwidth=1e6)
-    slow = predict(plan, machine, backward=backward)
+    slow = predict(plan, machine)
     for better in ({"flops": 1e7}, {"bandwidth": 1e7}, {"latency": 1e-5}):
-        fast = predict(plan, replace(machine, **better), backward=backward)
+        fast = predict(plan, replace(machine, **better))
         assert fast.seconds <= slow.seconds * EQUAL and fast.bytes == slow.bytes
     assert slow.seconds == pytest.approx(slow.compute + slow.exposed) and slow.exposed >= -1e-9 * slow.seconds
 

@@ -10,8 +10,6 @@ from ....registry import Registry
 if TYPE_CHECKING:
     from .base import Solver
 
-#: Solvers of former versions, and the solver that gives the same times.
-REMOVED = {"closed_form": "periodic", "perturbation": "stencil"}
 #: `simulate` asks its own solvers in this order. A solver that an installed package adds runs where `solver=` names it.
 SOLVERS: Registry[Callable[[], Solver]] = Registry(
     "solvers",

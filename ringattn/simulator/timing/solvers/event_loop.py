@@ -1,7 +1,7 @@
 """The steps of all ranks of a plan, message by message: for any schedule, and for nodes whose ranks share a card.
 
 A message begins when both of its ends have posted it. The messages that a rank posts in one step over one kind of link
-follow each other, so that all of them end together; a node's shared card is split evenly, as in `shared_cards`. So the
+follow each other, so that all of them end together; a node's shared card is split evenly, as in `sharing`. So the
 seconds of a message follow from the plan, and a rank begins its next step when its visits are done and the messages
 that are due have ended at both ends: a largest sum of seconds, which never shrinks where one of them grows.
 """
@@ -18,20 +18,19 @@ import numpy as np
 from ....errors import InvalidInput, Unsupported
 from ....plan.steps import Step
 from ...progress import track
-from ..forecast import rank_steps, visits
 from ..rates import Faults, Rates
 from ..resources import Loads, Traffic
 from .base import Solved
 from .jitter import draw_factors
-from .shared_cards import CardUse, share_evenly
-from .shared_cores import share_cores
+from .sharing import CardUse, share_cores, share_evenly
 
 if TYPE_CHECKING:
+    from ....plan.plan import Plan
     from ....plan.steps import Hop
 
-#: The most ranks, and the most steps and messages over all ranks: each step and each message is an object of Python.
+#: The most ranks, and about the most steps and messages of all ranks: each of them is an object of Python.
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
-#: Ranks whose steps are counted before the steps of all ranks are planned.
+#: Ranks whose steps are counted, before the steps of all ranks are planned.
 RANKS_COUNTED_FIRST = 8
 #: The step of a rank that does nothing.
 IDLE = Step()
@@ -193,15 +192,12 @@ def _check_size(rates: Rates, why: str) -> None:
         )
     counted = sorted({plan.ranks * i // RANKS_COUNTED_FIRST for i in range(RANKS_COUNTED_FIRST)})
     sizes = [sum(1 + len(step.sends) for step in rank_steps(plan, rank, rates.backward)) for rank in counted]
-    if sum(sizes) * plan.ranks > 2 * MOST_EVENTS * len(counted):  # far too many: the other ranks need no plan
-        raise Unsupported(_too_many_events(f"about {sum(sizes) * plan.ranks // len(counted):,}"))
-
-
-def _too_many_events(count: str) -> str:
-    return (
-        f"{count} steps and messages are more than the {MOST_EVENTS:,} that are simulated; try fewer ranks, or a "
-        "narrower mask"
-    )
+    events = sum(sizes) * plan.ranks // len(counted)
+    if events > MOST_EVENTS:
+        raise Unsupported(
+            f"about {events:,} steps and messages are more than the {MOST_EVENTS:,} that are simulated; try fewer "
+            "ranks, or a narrower mask"
+        )
 
 
 def _prepare(
@@ -282,7 +278,7 @@ def _share_cores(
 def _list_steps(rates: Rates) -> tuple[int, list[tuple[Step, ...]], dict[int, int]]:
     """(messages, the steps of each rank, the step of the pass by clock): the clocks at which any rank has a step."""
     plan = rates.plan
-    message_count = events = 0
+    message_count = 0
     steps_of_ranks = []
     for index in track(range(plan.ranks), plan.ranks, "ranks"):
         steps = rank_steps(plan, index, rates.backward)
@@ -290,9 +286,6 @@ def _list_steps(rates: Rates) -> tuple[int, list[tuple[Step, ...]], dict[int, in
             gather, call, *home = steps
             steps = (replace(gather, visits=()), replace(call, visits=(*gather.visits, *call.visits)), *home)
         message_count += sum(len(step.sends) for step in steps)
-        events += sum(1 + len(step.sends) for step in steps)
-        if events > MOST_EVENTS:
-            raise Unsupported(_too_many_events(f"more than {MOST_EVENTS:,}"))
         steps_of_ranks.append(steps)
     clocks = sorted({step.clock for steps in steps_of_ranks for step in steps})
     return message_count, steps_of_ranks, {clock: number for number, clock in enumerate(clocks)}
@@ -356,3 +349,20 @@ def _post_messages(
             message.seconds = max(message.seconds, latencies[near] + gaps[near])
             posted.append(_Post(message, sends, hop.until, latencies[near], gap))
     return posted
+
+
+def visits(plan: Plan, rank: int, step: Step, backward: bool) -> tuple[Plan, list[tuple[int, int]]]:
+    """The visits of a rank's step: the plan of the rank's heads, and (rank of the queries, rank of the keys) there.
+
+    Visits to several parts of one owner's block count as one visit.
+    """
+    ring_plan, place = plan.ring_plan(rank)
+    # Where queries rotate, the queries of the owner visit the keys of this rank.
+    queries_arrive = backward and plan.rotates == "queries"
+    owners = sorted({part.owner for part in step.visits})
+    return ring_plan, [(owner, place) if queries_arrive else (place, owner) for owner in owners]
+
+
+def rank_steps(plan: Plan, rank: int, backward: bool) -> tuple[Step, ...]:
+    """The steps of a rank in one pass of a plan."""
+    return plan.for_rank(rank).backward if backward else plan.forward_steps(rank)

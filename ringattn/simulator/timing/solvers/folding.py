@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....layout.regular import Contiguous
-from ..forecast import rank_steps
 from ..rates import Faults, Rates
 from ..resources import Loads, Traffic
 from .base import Solved
-from .event_loop import MOST_RANKS, simulate_events
+from .event_loop import MOST_RANKS, rank_steps, simulate_events
 
 if TYPE_CHECKING:
     from ....plan.plan import Plan

@@ -23,9 +23,6 @@ from .recurrence import Ring, Value
 
 #: All ranks are counted at a step at which more ranks change.
 MANY = 4096
-#: The most numbers of changes that wait for a run without the times of messages, 64 MB. A pass without waits, and with
-#: no more changes, needs no such run.
-MOST_WAITING = 1 << 23
 #: Ranks on either side whose numbers a rank's coefficients depend on: a message of a neighbor ends with the other
 #: messages of the neighbor, which go to the neighbor's neighbors.
 NEAR = np.arange(-2, 3)
@@ -35,39 +32,17 @@ def solve_incremental(counts: BandCounts, compared: str = "") -> Solved:
     """The solved timing problem of a band with one receive slot; `compared` as in Solved."""
     steps = IncrementalSteps(counts)
     state, instant = (DelayState(steps.ring, counts.rates.machine.ranks_per_node) for _ in range(2))
-    postponed = _Postponed(instant)
     for changes in steps:
         state.advance_changes(changes.timed())
-        postponed.add(changes)
     finish = state.finish()
     seconds = float(finish.max())
     loads, traffic = _sum_resources(counts, steps)
     peers = loads.busiest
     if loads.waits(seconds):
-        postponed.catch_up()
+        for changes in IncrementalSteps(counts):  # counted again: the changes of a long pass do not fit into memory
+            instant.advance_changes(changes.instant())
         peers = float(instant.finish().max())
     return Solved("stencil", seconds, finish, "every rank at every step", loads, traffic, compared, peers)
-
-
-class _Postponed:
-    """The run in which messages take no time: begun where it is asked for, or where its steps no longer fit into
-    memory."""
-
-    def __init__(self, state: DelayState) -> None:
-        self.state, self.waiting, self.numbers = state, list[CoefficientChanges](), 0
-
-    def add(self, changes: CoefficientChanges) -> None:
-        """Add further steps of the pass."""
-        self.waiting.append(changes)
-        self.numbers += changes.values.size + sum(row.size for row in changes.initial or ())
-        if self.numbers > MOST_WAITING:
-            self.catch_up()
-
-    def catch_up(self) -> None:
-        """Run all steps that were added."""
-        for changes in self.waiting:
-            self.state.advance_changes(changes.instant())
-        self.waiting.clear()
 
 
 @dataclass(frozen=True)

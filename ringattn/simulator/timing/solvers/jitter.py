@@ -54,12 +54,7 @@ def sample_ring(ring: Ring, jitter: float, seed: int) -> SampledTime:
     if steps is None or ring.ranks * steps <= MOST_RUN:
         return sample_runs(lambda: _run_once(ring, jitter, generator), f"runs of the ring itself, seed {seed}")
     assert isinstance(ring.phases, tuple)
-    values = [
-        value
-        for phase in ring.phases
-        for value in (phase.compute, phase.merge, *(x for sent in phase.messages for x in (sent.seconds, sent.gap)))
-    ]
-    if ring.stalls or any(isinstance(value, np.ndarray) for value in values):
+    if ring.stalls or any(phase.arrays for phase in ring.phases):
         raise Unsupported(
             f"jitter on {ring.ranks:,} ranks x {steps:,} steps: more than {MOST_RUN:,} are extrapolated from smaller "
             "rings, which needs all ranks and links alike; try a machine with ranks_per_node=1 and no slow ranks, or "

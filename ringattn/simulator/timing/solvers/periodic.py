@@ -7,7 +7,6 @@ Baccelli, Cohen, Olsder, Quadrat, Synchronization and Linearity, section 3.7).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -56,17 +55,11 @@ def solve_periodic(ring: Ring) -> RingTimes | None:
 def _find_period(ring: Ring) -> int | None:
     """The smallest number of ranks after which all numbers repeat."""
     assert not callable(ring.phases)
-    arrays = [value for phase in ring.phases for value in _phase_values(phase) if isinstance(value, np.ndarray)]
+    arrays = [array for phase in ring.phases for array in phase.arrays]
     for size in range(1, min(max(ring.ranks // 2, 1), LONGEST_PERIOD) + 1):
         if ring.ranks % size == 0 and all(bool((a.reshape(-1, size) == a[:size]).all()) for a in arrays):
             return size
     return None
-
-
-def _phase_values(phase: Phase) -> Iterator[Value]:
-    yield from (phase.compute, phase.merge)
-    for sent in phase.messages:
-        yield from (sent.seconds, sent.gap, sent.bytes)
 
 
 def _take_ranks(phase: Phase, size: int) -> Phase:

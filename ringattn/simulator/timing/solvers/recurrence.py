@@ -89,6 +89,12 @@ class Phase:
     direct: DirectMessages | None = None
     longest_direct: tuple[Value, Value] = (0.0, 0.0)
 
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The numbers that differ from rank to rank."""
+        sent = (value for lane in self.messages for value in (lane.seconds, lane.gap, lane.bytes))
+        return [value for value in (self.compute, self.merge, *sent) if isinstance(value, np.ndarray)]
+
 
 @dataclass(frozen=True)
 class Stall:

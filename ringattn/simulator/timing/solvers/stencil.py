@@ -24,14 +24,14 @@ class StencilSolver(RingSolver):
         ring = problem.ring
         if ring is None or ring.counts is None or ring.ring.buffers > 1:
             return super().solve(problem)
-        _check_size(ring, MOST)
+        check_size(ring, MOST)
         return solve_incremental(ring.counts, ring.compared)
 
     def solve_ring(self, problem: RingProblem) -> RingTimes:
         if problem.counts is not None:
-            _check_size(problem, MOST_COUNTED)
+            check_size(problem, MOST_COUNTED)
         else:
-            _check_size(problem, MOST if problem.ring.buffers == 1 else MOST_WITH_SLOTS)
+            check_size(problem, MOST if problem.ring.buffers == 1 else MOST_WITH_SLOTS)
         return solve_stencil(problem.ring)
 
 
@@ -44,10 +44,12 @@ def solve_stencil(ring: Ring) -> RingTimes:
     return RingTimes(float(finish.max()), finish, "every rank at every step")
 
 
-def _check_size(problem: RingProblem, most: int) -> None:
+def check_size(problem: RingProblem, most: int, what: str = "") -> None:
+    """Raise Unsupported for more than `most` ranks x steps with `what`, or else with the receive slots of the ring."""
+    what = what or f"{problem.ring.buffers} receive slots"
     ranks = problem.ring.ranks
     if ranks * problem.steps > most:
         raise Unsupported(
-            f"{ranks:,} ranks x {problem.steps:,} steps with {problem.ring.buffers} receive slots are more than "
-            f"{most:,}, the most that solver stencil goes through; try fewer ranks, or leave machine.buffers out"
+            f"{ranks:,} ranks x {problem.steps:,} steps with {what} are more than {most:,}, the most that solver "
+            "stencil goes through; try fewer ranks, or leave machine.buffers and machine.jitter out"
         )

@@ -1,9 +1,9 @@
-"""Seconds of messages that share a card: a fixed even split, which needs no clock.
+"""Seconds of messages that share a node's card, and of visits that share its cores: by the plan, without a clock.
 
 A card that served its messages in the order of their arrival, or all that are on it at a time, would give some message
 less where another one arrives earlier, so that a faster machine could take longer. Here the plan alone says which
-messages share a card: those whose steps overlap. Each takes as long as if all of them began together and were served
-evenly, which grows with the seconds of each message and depends on nothing else.
+messages share a card: those whose steps overlap, as if all of them began together and were served evenly. The visits
+that share cores are those of one step. So seconds grow with those of each other work, and depend on nothing else.
 """
 
 from __future__ import annotations
@@ -47,3 +47,19 @@ def share_evenly(uses: Sequence[CardUse]) -> np.ndarray:
         served = np.concatenate([[0.0], np.cumsum(ascending)])[shorter]
         seconds[indices] = served + gaps[indices] * (len(ascending) - shorter)
     return seconds
+
+
+def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
+    """When each of several visits ends that begin at 0 and would take `seconds` on a core of their own.
+
+    While n of them last, each runs at min(1, cores / n) of its speed.
+    """
+    if len(seconds) <= cores:
+        return list(seconds)
+    ends = [0.0] * len(seconds)
+    now = served = 0.0
+    ascending = sorted(range(len(seconds)), key=seconds.__getitem__)
+    for ended, index in enumerate(ascending):
+        now += (seconds[index] - served) * max(1.0, (len(seconds) - ended) / cores)
+        ends[index], served = now, seconds[index]
+    return ends
