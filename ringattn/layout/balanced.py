@@ -35,7 +35,7 @@ class Balanced(Layout):
     adjacent chunks unless a rank then has more than 1.05 of the mean pairs; see `deal`.
 
     Counted on 8 ranks with documents of lognormal lengths: this layout reduces the imbalance from 1.67 (contiguous) to
-    1.01 for 0.98 of a full ring's bytes, and striping to 1.05 for 1.00. A window stays contiguous, for 0.12 of the bytes.
+    1.01 for 0.98 of a full ring's bytes, and striping to 1.05 for all of them. A window stays contiguous, for 0.12.
 
     `runs` are (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to make one for a pattern.
     Raises InvalidInput for runs that are not a partition of the chunks.

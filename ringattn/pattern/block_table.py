@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern, check_integer
+from .base import ONE_HEAD, Pattern, Side, check_integer
 from .ranges import ceil_div, clip, intersect, join_runs
 from .tile import Tile, make_tile
 
@@ -50,29 +50,30 @@ class BlockTable(Pattern):
                     if tile is not None:
                         yield tile
 
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        if not q or not k:
+            return
         for group in self.equal_heads(heads):
-            first = k[0] // self.block if k else 0
-            seen = np.zeros(k[-1] // self.block + 1 - first if k else 0, dtype=bool)
-            for row, _ in self._query_rows(q, k):
-                for run in self._key_runs(group, row, k):
-                    seen[run.start - first : run.stop - first] = True
-                if seen.all():
-                    break  # many query blocks together often attend every key block
-            for start, stop in _runs_of_true(seen):
-                rows = self._clip(k, range(first + start, first + stop))
-                if rows:
-                    yield group, rows
+            found = (self._paired_keys if side == "keys" else self._paired_queries)(q, k, group)
+            rows = k if side == "keys" else q
+            yield from ((group, inside) for blocks in found if (inside := self._clip(rows, blocks)))
 
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for group in self.equal_heads(heads):
-            attending = (
-                range(row, row + 1)
-                for row, _ in self._query_rows(q, k)
-                if any(self._clip(k, run) for run in self._key_runs(group, row, k))
-            )
-            for run in join_runs(attending):
-                yield group, self._clip(q, run)
+    def _paired_keys(self, q: range, k: range, heads: range) -> Iterator[range]:
+        """The key blocks that a query of `q` attends, as runs."""
+        first = k[0] // self.block
+        seen = np.zeros(k[-1] // self.block + 1 - first, dtype=bool)
+        for row, _ in self._query_rows(q, k):
+            for run in self._key_runs(heads, row, k):
+                seen[run.start - first : run.stop - first] = True
+            if seen.all():
+                break  # many query blocks together often attend every key block
+        return (range(first + start, first + stop) for start, stop in _runs_of_true(seen))
+
+    def _paired_queries(self, q: range, k: range, heads: range) -> Iterator[range]:
+        """The query blocks that attend a key of `k`, as runs."""
+        rows = (row for row, _ in self._query_rows(q, k))
+        attending = (row for row in rows if any(self._clip(k, run) for run in self._key_runs(heads, row, k)))
+        return join_runs(range(row, row + 1) for row in attending)
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         total = 0

@@ -13,10 +13,8 @@ from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout
 from ..pattern import Pattern, parse_pattern
 from ..pattern.head_slice import HeadSlice
-from .block_demand import ANSWERS
-from .key_demand import KeyDemand
+from .demand import ANSWERS, KeyDemand, QueryDemand
 from .message_sizes import PlanSizes, check_sizes
-from .query_demand import QueryDemand
 from .rotation import Rotation
 from .row_sets import RowSet
 from .schedules import make_schedule, resolve, split_ulysses
@@ -82,7 +80,8 @@ class Plan(Value):
     def with_choice(self, choice: Choice) -> Plan:
         """The same plan with the choice that led to it. Both plans share the answers of their demands."""
         plan, asked, size = replace(self, choice=choice), self.ring_plan(0)[0].demand, self.ulysses_size
-        for member in range(size if size > 1 and asked.needed_run(0, 0) is not None else 1):  # one run: heads are alike
+        alike = asked.pattern.run("keys", 0, 0) is not None  # where each query attends one run, all heads are alike
+        for member in range(size if alike else 1):
             plan.ring_plan(member)[0].demand.share_answers(asked)
         return plan
 

@@ -10,8 +10,7 @@ from math import prod
 import torch
 
 from ..plan.plan import Plan
-from ..plan.row_overlap import RowCopy
-from ..plan.row_sets import RowSet
+from ..plan.row_sets import RowCopy, RowSet
 from ..plan.steps import BLOCKS, SUMS, Batch, Hop, Part, Step
 from .rank_run import ALL, BatchPost, BatchWait, Copy, Memory, Numbers, RowIndex, Tensors, View
 

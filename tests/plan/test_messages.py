@@ -16,9 +16,8 @@ from strategies import head_counts, problems, schedules
 
 from ringattn import Causal, Dilated, InvalidInput, Pattern, Plan, Window, make_layout, make_plan  # fmt: skip
 from ringattn.kernels import get_kernel
-from ringattn.plan.key_demand import KeyDemand
-from ringattn.plan.row_overlap import find_copies
-from ringattn.plan.row_sets import ALL_ROWS, RowSet, count_rows, subtract, to_numbers, to_ranges, union
+from ringattn.plan.demand import KeyDemand
+from ringattn.plan.row_sets import ALL_ROWS, RowSet, count_rows, find_copies, subtract, to_numbers, to_ranges, union
 from ringattn.plan.steps import Part
 from ringattn.runtime.executor import Job, forward
 from ringattn.transport.virtual import Virtual

@@ -17,7 +17,7 @@ from strategies import problems
 from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Plan, Sinks, Window, make_plan
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.layout.regular import make_layout
-from ringattn.plan.key_demand import KeyDemand
+from ringattn.plan.demand import KeyDemand
 from ringattn.plan.steps import Step
 from ringattn.plan.work import Work
 

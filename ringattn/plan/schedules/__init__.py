@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ...errors import InvalidInput
 from ...registry import Registry
 from ...text import did_you_mean
-from ..block_demand import BlockDemand
+from ..demand import BlockDemand
 from .base import Schedule
 
 #: Schedules without Ulysses groups. Each is made of a `BlockDemand`, and of a number where its class says `numbered`.

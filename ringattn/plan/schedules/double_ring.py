@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..block_demand import BlockDemand
+from ..demand import BlockDemand
 from .base import EXACT, representatives
 from .relay import Way, rows_along, runs
 from .route import Edge, Route

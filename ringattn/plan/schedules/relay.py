@@ -11,7 +11,7 @@ import numpy as np
 
 from ...cache import cached
 from ...layout.regular import Layout
-from ..block_demand import BlockDemand, sampled
+from ..demand import BlockDemand, sampled
 from ..row_sets import RowSets
 from .route import Edge, MovedRows, Route
 

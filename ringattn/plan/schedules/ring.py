@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import merge
 
-from ..block_demand import BlockDemand
+from ..demand import BlockDemand
 from ..row_sets import WHOLE_BLOCK, RowSets
 from .relay import RouteAlongWays, Way, choose_ways, halve_way, passing, ranks_beyond, reach, row_counts
 from .route import Edge

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TypeVar
 
 from ...errors import InvalidInput
-from ...plan.key_demand import KeyDemand
+from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 from ...plan.row_sets import ALL_ROWS, WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ...plan.steps import Part, RankPlan, Step

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from ...pattern import Pattern, Tile
-from ...pattern.base import ONE_HEAD, Run, Runs
-from ...plan.key_demand import KeyDemand
+from ...pattern.base import ONE_HEAD, Position, Run, Side
+from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 
 #: The budget of `count_lookups`: about a second.
@@ -53,21 +53,9 @@ class Metered(Pattern):
             self._spend(cost)
             yield tile
 
-    def key_run(self, first: int, last: int) -> Run | None:
-        self._spend(1)
-        return self.pattern.key_run(first, last)
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        self._spend(1)
-        return self.pattern.query_run(first, last)
-
-    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        self._spend(WHOLE_RECTANGLE)
-        return self.pattern.key_spans(first, last)
-
-    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        self._spend(WHOLE_RECTANGLE)
-        return self.pattern.query_spans(first, last)
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        self._spend(WHOLE_RECTANGLE if isinstance(first, np.ndarray) else 1)
+        return self.pattern.run(side, first, last)
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         if type(self.pattern).count is Pattern.count:
@@ -75,19 +63,12 @@ class Metered(Pattern):
         self._spend(WHOLE_RECTANGLE)
         return self.pattern.count(q, k, heads)
 
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        by_tiles = type(self.pattern).keys is Pattern.keys
-        yield from super().keys(q, k, heads) if by_tiles else self._rows(self.pattern.keys, q, k, heads)
-
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        by_tiles = type(self.pattern).queries is Pattern.queries
-        yield from super().queries(q, k, heads) if by_tiles else self._rows(self.pattern.queries, q, k, heads)
-
-    def _rows(
-        self, find: Callable[[range, range, range], Iterator[tuple[range, range]]], q: range, k: range, heads: range
-    ) -> Iterator[tuple[range, range]]:
-        self._spend(WHOLE_RECTANGLE)
-        return find(q, k, heads)
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        if type(self.pattern).paired is Pattern.paired:
+            yield from super().paired(side, q, k, heads)
+        else:
+            self._spend(WHOLE_RECTANGLE)
+            yield from self.pattern.paired(side, q, k, heads)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head, tokens)
