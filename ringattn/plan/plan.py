@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..cache import Cache, Value, cached, estimate_bytes
+from ..cache import Cache, cached, estimate_bytes
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout
 from ..pattern import Pattern, parse_pattern
 from ..pattern.head_slice import HeadSlice
 from .demand import ANSWERS, KeyDemand, QueryDemand
-from .message_sizes import PlanSizes, check_sizes
+from .message_sizes import PlanSizes
 from .rotation import Rotation
 from .row_sets import RowSet
 from .schedules import make_schedule, resolve, split_ulysses
@@ -28,21 +28,13 @@ if TYPE_CHECKING:
 FORMAT = 4
 
 
-@dataclass(frozen=True)
-class Plan(Value):
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlanSizes):
     """The inputs of a plan; everything else is derived, lazily and per rank. Make a plan with `make_plan`."""
 
     pattern: Pattern
     layout: Layout
     schedule: str
-    heads: int = 1
-    kv_heads: int = 1
-    head_dim: int = 64
-    value_dim: int = 64
-    dtype: str = "float32"
-    batch: int = 1
-    comm_dtype: str | None = None
-    rotate: str = "auto"
     #: What `auto` compared, and why it took this plan; None where layout and schedule were named.
     choice: Choice | None = field(default=None, compare=False, repr=False)
 
@@ -53,11 +45,6 @@ class Plan(Value):
     @property
     def ranks(self) -> int:
         return self.layout.ranks
-
-    @cached_property
-    def sizes(self) -> PlanSizes:
-        """The sizes and names of the plan, from which the bytes of messages follow."""
-        return PlanSizes(*(getattr(self, name) for name in PlanSizes._fields))
 
     @cached_property
     def cache(self) -> Cache:
@@ -148,7 +135,7 @@ class Plan(Value):
     def _ring_plans(self) -> list[Plan]:
         """By place in a group, the plan between the members of all groups at this place."""
         size, schedule = split_ulysses(self.schedule)
-        (heads, kv_heads), layout = self.sizes.member_heads(size), self.layout.grouped(size)
+        (heads, kv_heads), layout = self.member_heads(size), self.layout.grouped(size)
         members = (HeadSlice(self.pattern, i * heads) for i in range(size))
         return [
             replace(self, pattern=member, layout=layout, schedule=schedule, heads=heads, kv_heads=kv_heads)
@@ -166,27 +153,15 @@ class Plan(Value):
     def _input_bytes(self) -> int:
         return estimate_bytes([getattr(self, entry.name) for entry in fields(self)])
 
-    def part_dtype(self, part: Part, *, as_sent: bool = True) -> str:
-        """The dtype of a part of a block or of its sums: in a message (`as_sent`), or where a rank computes with it."""
-        return self.sizes.dtype_of(part.kind, as_sent=as_sent)
-
-    def part_heads(self, kind: Kind) -> int:
-        """The number of heads of a block or of its sums."""
-        return self.sizes.heads_of(kind)
-
-    def part_widths(self, kind: Kind) -> tuple[int, ...]:
-        """The last dims of the tensors of a block or of its sums."""
-        return self.sizes.widths_of(kind)
-
     def part_bytes(self, part: Part, *, as_sent: bool = True) -> int:
         """Bytes of a part of a message; without `as_sent`, of a block or of its sums where a rank computes with it."""
         if part.kind not in BLOCKS and part.kind not in SUMS:
-            return self.sizes.exchange_bytes(part.kind, self.layout.rows(part.owner), self.ulysses_size)
+            return self.exchange_bytes(part.kind, self.layout.rows(part.owner), self.ulysses_size)
         if self.ulysses_size > 1:  # the part travels between the groups
             return self.ring_plan(0)[0].part_bytes(part, as_sent=as_sent)
         rows, heads = part.row_set, self.part_heads(part.kind)
         count = rows.size if isinstance(rows, RowSet) else heads * self.layout.rows(part.owner)
-        return self.sizes.block_bytes(part.kind, count, as_sent=as_sent)
+        return self.block_bytes(part.kind, count, as_sent=as_sent)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
@@ -202,7 +177,7 @@ class Plan(Value):
         kinds: tuple[Kind, ...] = ("kv",)
         if backward:
             kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
-        blocks = (self.sizes.block_bytes(kind, self.part_heads(kind) * self.tokens, as_sent=True) for kind in kinds)
+        blocks = (self.block_bytes(kind, self.part_heads(kind) * self.tokens) for kind in kinds)
         return (self.ranks - 1) * sum(blocks)
 
     def pairs(self, rank: int | None = None) -> int:
@@ -285,22 +260,16 @@ class Plan(Value):
             "ranks": self.ranks,
             "layout": layout.name,
             "schedule": self.schedule,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "value_dim": self.value_dim,
-            "dtype": self.dtype,
+            **self.sizes,
             "batch": self.batch * self.layout.stacked,
-            "comm_dtype": self.comm_dtype,
-            "rotate": self.rotate,
         }
 
 
 def build_plan(
     pattern: Pattern, *, tokens: int, ranks: int, schedule: str, layout: str | Layout = DEFAULT_LAYOUT, **sizes: Any
 ) -> Plan:
-    """The plan with a named layout and schedule, and sizes as `check_sizes` takes them. Raises InvalidInput."""
-    checked = check_sizes(**sizes)
+    """The plan with a named layout and schedule, and `PlanSizes`. Raises InvalidInput."""
+    checked = PlanSizes(**sizes)
     pattern.check(tokens, checked.heads)
     partition = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=checked.heads)
     name = resolve(schedule, ranks, checked.heads, checked.kv_heads)
@@ -316,14 +285,11 @@ def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes) -> 
     for a batch of another size.
     """
     rows = bound.rows
-    if rows is None:
-        return Plan(bound, layout, schedule, *sizes)
-    if rows != sizes.batch:
-        raise InvalidInput(
-            f"the pattern has {rows} rows of documents, and the batch has {sizes.batch}; give one list of lengths for "
-            f"each element of the batch, or try batch={rows}"
-        )
-    from ..layout.stacked import stack_rows  # few batches have rows with patterns of their own
-    from ..pattern.stacked import RowByRow
+    if rows is not None:
+        if rows != sizes.batch:
+            raise InvalidInput(f"the pattern has {rows} rows of documents, and the batch has {sizes.batch} rows")
+        from ..layout.stacked import stack_rows  # few batches have rows with patterns of their own
+        from ..pattern.stacked import RowByRow
 
-    return Plan(RowByRow(bound, layout.tokens), stack_rows(layout, rows), schedule, *sizes._replace(batch=1))
+        bound, layout, sizes = RowByRow(bound, layout.tokens), stack_rows(layout, rows), replace(sizes, batch=1)
+    return Plan(pattern=bound, layout=layout, schedule=schedule, **sizes.sizes)
