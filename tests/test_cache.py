@@ -205,7 +205,7 @@ def test_rows_along_a_ring_counted_at_once_are_those_of_the_search(name: str, la
                 searched = row_counts(wanted, owner, way)
                 hops = [b - a for a, b in zip([0, *[d for d, _ in searched]], [d for d, _ in searched], strict=False)]
                 searched_rows = sum(hop * rows for hop, (_, rows) in zip(hops, searched, strict=True))
-                assert rows_along(wanted, owner, way) == searched_rows == brute(demand, wanted, owner, way)
+                assert rows_along(wanted, [owner], way) == searched_rows == brute(demand, wanted, owner, way)
 
 
 def brute(demand: KeyDemand, wanted: BlockDemand, owner: int, way: Way) -> int:
