@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 BOUND = 105
 #: Chunks per rank if the layout's name gives no chunk; a chunk longer than ALIGNED tokens is a multiple of ALIGNED.
 CHUNKS, ALIGNED = 8, 128
-DEFAULT_CHUNK_HINT = "try balanced(128), or balanced for about 8 chunks per rank"
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,7 @@ class Balanced(Layout):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chunk < 1:
-            raise InvalidInput(
-                f"balanced: the chunk is a number of tokens >= 1, got {self.chunk}; {DEFAULT_CHUNK_HINT}"
-            )
+            raise InvalidInput(f"balanced: the chunk is a number of tokens >= 1, got {self.chunk}; try balanced(128)")
         runs = tuple(
             next(same_owner)
             for _, same_owner in groupby(((i, owner) for i, owner in self.runs), key=lambda run: run[1])
@@ -57,17 +54,12 @@ class Balanced(Layout):
         self._normalize(runs=runs)
         firsts = [first for first, _ in self.runs]
         last = (self.tokens - 1) // self.chunk
+        shown = shorten(repr(self.runs), 100)
         ascending = all(a < b for a, b in pairwise(firsts))
         if firsts[:1] != [0][: self.tokens] or not ascending or firsts[-1:] > [last]:
-            raise InvalidInput(
-                f"balanced: the runs must begin at chunk 0, ascend and end by chunk {last}, got "
-                f"{shorten(repr(self.runs), 100)}; make the layout with make_layout"
-            )
+            raise InvalidInput(f"balanced: the runs must begin at chunk 0, ascend and end by chunk {last}, got {shown}")
         if not all(0 <= owner < self.ranks for _, owner in self.runs):
-            raise InvalidInput(
-                f"balanced: an owner is one of the {self.ranks} ranks, got {shorten(repr(self.runs), 100)}; make the "
-                "layout with make_layout"
-            )
+            raise InvalidInput(f"balanced: an owner is one of the {self.ranks} ranks, got {shown}")
 
     def __hash__(self) -> int:
         return self._hash  # cached: every call looks its plan up by layout

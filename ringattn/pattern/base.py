@@ -215,9 +215,7 @@ class BandPattern(Pattern):
 
 def _check_pattern(value: object, operation: str) -> Pattern:
     if not isinstance(value, Pattern):
-        raise InvalidInput(
-            f"{operation} combines two patterns, got {type(value).__name__} {value!r}; try Causal() & Window(4096)"
-        )
+        raise InvalidInput(f"{operation} combines two patterns, got {type(value).__name__} {value!r}; try Causal()")
     return value
 
 

@@ -139,10 +139,7 @@ class BlockSparse(BlockTable):
         if checked.ndim == 2:
             checked = checked[None]
         if checked.ndim != 3 or not len(checked) or checked.shape[1] != checked.shape[2]:
-            raise InvalidInput(
-                f"BlockSparse: the table has shape {checked.shape}, expected [heads or 1, blocks, blocks], as "
-                "queries and keys have the same blocks; try np.ones((1, 8, 8), bool)"
-            )
+            raise InvalidInput(f"BlockSparse: the table is {checked.shape}, expected [heads or 1, blocks, blocks]")
         checked.setflags(write=False)
         self._normalize(block=block, table=checked)
 
@@ -154,10 +151,7 @@ class BlockSparse(BlockTable):
                 f"tokens make {blocks:,} blocks; try a table of {blocks:,} x {blocks:,} blocks, or another block"
             )
         if len(self.table) not in (1, heads):
-            raise InvalidInput(
-                f"BlockSparse: the table is for {len(self.table)} heads, but there are {heads}; "
-                "give one table per head, or one for all"
-            )
+            raise InvalidInput(f"BlockSparse: the table is for {len(self.table)} heads, but there are {heads}")
 
     def equal_heads(self, heads: range) -> Iterator[range]:
         if len(self.table) == 1:
@@ -215,15 +209,10 @@ def _read_array(source: ArrayLike) -> np.ndarray:
     try:
         array = np.asarray(source)
     except (ValueError, TypeError) as error:
-        raise InvalidInput(
-            f"BlockSparse: the table is not a rectangular array ({error}); give rows of equal length"
-        ) from None
+        raise InvalidInput(f"BlockSparse: the table is not a rectangular array ({error}); try equal rows") from None
     binary = array.dtype == bool or (array.dtype.kind in "iu" and np.isin(array, (0, 1)).all())
     if array.size and not binary:
-        raise InvalidInput(
-            f"BlockSparse: the table must hold bools, or the integers 0 and 1, got dtype {array.dtype}; "
-            "try scores > threshold, or top_k(block, k, scores)"
-        )
+        raise InvalidInput(f"BlockSparse: the table must hold bools, or 0 and 1, got {array.dtype}; try scores > 0")
     return np.array(array, dtype=bool)
 
 
@@ -241,7 +230,5 @@ def _read_text(text: str) -> np.ndarray:
         if len(packed) != ceil_div(bits, 8) or not reader.eof:
             raise ValueError(f"it does not hold the {ceil_div(bits, 8)} bytes that the shape needs")
     except (ValueError, zlib.error) as error:
-        raise InvalidInput(
-            f"BlockSparse: the string {text[:40]!r} is not a table that repr printed: {error}; give an array instead"
-        ) from None
+        raise InvalidInput(f"BlockSparse: {text[:40]!r} is not a table that repr printed: {error}") from None
     return np.unpackbits(np.frombuffer(packed, np.uint8), count=bits).astype(bool).reshape(shape)

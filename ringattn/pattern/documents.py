@@ -89,11 +89,7 @@ class Documents(Pattern):
     def _of_all_rows(self) -> tuple[int, ...]:
         """The lengths, which are those of every row of a batch. Raises InvalidInput where rows differ."""
         if self.rows is not None:
-            raise InvalidInput(
-                f"Documents has {self.rows} rows of a batch, each with documents of its own, and this asks for one "
-                "sequence; take the pattern of one row, pattern.row(0), or a plan with batch="
-                f"{self.rows}"
-            )
+            raise InvalidInput(f"Documents of {self.rows} rows of a batch, where one sequence is asked; try .row(0)")
         return cast("tuple[int, ...]", self.lengths)
 
     def check(self, tokens: int, heads: int) -> None:

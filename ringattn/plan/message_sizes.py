@@ -42,18 +42,13 @@ class PlanSizes(Value):
             if getattr(self, name) < (least := int(name != "batch")):
                 raise InvalidInput(f"{name}={getattr(self, name)}: must be an integer >= {least}")
         if self.heads % self.kv_heads:
-            divisors = " or ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
-            raise InvalidInput(
-                f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly; try kv_heads={divisors}"
-            )
+            divisors = "kv_heads=" + " or ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            raise InvalidInput(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads; try {divisors}")
         if self.dtype not in ITEM_BYTES:
             raise InvalidInput(f"dtype {self.dtype} is not supported; expected one of {', '.join(ITEM_BYTES)}")
         fitting = [name for name in ("float32", "bfloat16") if ITEM_BYTES[name] <= ITEM_BYTES[self.dtype]]
         if self.comm_dtype is not None and self.comm_dtype not in fitting:  # float16 lacks the range of gradients
-            raise InvalidInput(
-                f"comm_dtype={self.comm_dtype}: K/V and gradients of {self.dtype} inputs may travel as "
-                f"{' or '.join(fitting)}; leave it out to send all bits"
-            )
+            raise InvalidInput(f"comm_dtype={self.comm_dtype}: {self.dtype} may travel as {' or '.join(fitting)}")
         check_rotate(self.rotate)
 
     @property

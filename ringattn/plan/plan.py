@@ -217,10 +217,7 @@ class Plan(PlanSizes):
         record, arguments = read_record(text, FORMAT)
         plan = build_plan(parse_pattern(record.pattern), **arguments)
         if plan.hash != record.hash:
-            raise InvalidInput(
-                f"the plan's inputs give hash {plan.hash}, the text says {record.hash}: it was edited; make the plan "
-                "anew"
-            )
+            raise InvalidInput(f"the plan has hash {plan.hash}, its text {record.hash}: it was edited; make it anew")
         return plan
 
     def picture(self, *, ascii: bool = False, width: int | None = None) -> str:
