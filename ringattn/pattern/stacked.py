@@ -65,7 +65,7 @@ class RowByRow(Pattern):
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
         """The run of the row of `first` from its start, to the end of the run of the row of `last`."""
-        if isinstance(first, np.ndarray) or isinstance(last, np.ndarray):
+        if isinstance(first, np.ndarray) and isinstance(last, np.ndarray):
             runs = [self.run(side, *ends) for ends in zip(first.tolist(), last.tolist(), strict=True)]
             return None if None in runs else tuple(np.array(runs, dtype=np.int64).reshape(-1, 2).T)
         (one, start), (other, end) = divmod(first, self.tokens), divmod(last, self.tokens)
