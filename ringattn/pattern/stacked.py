@@ -67,7 +67,10 @@ class RowByRow(Pattern):
         """The run of the row of `first` from its start, to the end of the run of the row of `last`."""
         if isinstance(first, np.ndarray) and isinstance(last, np.ndarray):
             runs = [self.run(side, *ends) for ends in zip(first.tolist(), last.tolist(), strict=True)]
-            return None if None in runs else tuple(np.array(runs, dtype=np.int64).reshape(-1, 2).T)
+            if None in runs:
+                return None
+            lows, highs = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+            return lows, highs
         (one, start), (other, end) = divmod(first, self.tokens), divmod(last, self.tokens)
         most = self.tokens - 1
         low = self._patterns[one].run(side, start, end if one == other else most)

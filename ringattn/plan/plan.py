@@ -78,28 +78,22 @@ class Plan(PlanSizes):
             raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
         if not self.batch:
             return RankPlan(rank, (), ())  # nothing to compute, nothing to send
-        return self._rank_plan(rank)
-
-    def forward_steps(self, rank: int) -> tuple[Step, ...]:
-        """The forward of `for_rank`, without planning a backward where that is possible."""
-        if not self.batch:
-            return self.for_rank(rank).forward
-        return self._forward_steps(rank)
-
-    @cached
-    def _rank_plan(self, rank: int) -> RankPlan:
         return self.plan_rank(rank)
 
     @cached
-    def _forward_steps(self, rank: int) -> tuple[Step, ...]:
+    def forward_steps(self, rank: int) -> tuple[Step, ...]:
+        """The forward of `for_rank`, without planning a backward where that is possible."""
+        if not self.batch:
+            return ()
         if self.ulysses_size == 1:
             return self._rotation.keys.forward(rank)
         ring_plan, place = self.ring_plan(rank)
         steps = RankPlan(place, ring_plan.forward_steps(place), ())
         return wrap_in_exchanges(steps, rank, self.ulysses_size, self.layout).forward
 
+    @cached
     def plan_rank(self, rank: int) -> RankPlan:
-        """The steps of one rank, made anew; `for_rank` keeps them."""
+        """The steps of one rank of a plan with a batch."""
         if self.ulysses_size == 1:
             return self._rotation.steps(rank)
         ring_plan, place = self.ring_plan(rank)
@@ -113,7 +107,9 @@ class Plan(PlanSizes):
         """The steps of ranks by what `demand` answers, for a plan without Ulysses groups."""
         query_demand = self.query_demand if demand is self.demand else QueryDemand(demand)
         keys, queries = (make_schedule(self.schedule, blocks) for blocks in (demand, query_demand))
-        return Rotation(keys, queries, self.rotate, self.part_bytes, rounds=self.comm_dtype is not None)
+        # Rounded queries would give other weights than the forward's.
+        rotate = "keys" if self.rotate == "auto" and self.comm_dtype is not None else self.rotate
+        return Rotation(keys, queries, rotate, self.part_bytes)
 
     @property
     def rotates(self) -> str:
