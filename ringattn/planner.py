@@ -9,7 +9,7 @@ from .layout.regular import DEFAULT_LAYOUT, Layout, make_layout
 from .machine.machine import Machine
 from .machine.presets import get_machine
 from .pattern import Pattern, as_pattern
-from .plan.message_sizes import check_sizes
+from .plan.message_sizes import PlanSizes
 from .plan.plan import Plan, arrange
 from .plan.schedules import resolve
 
@@ -55,16 +55,7 @@ def make_plan(
     Raises InvalidInput.
     """
     pattern = as_pattern(pattern)
-    sizes = check_sizes(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=dtype,
-        batch=batch,
-        comm_dtype=comm_dtype,
-        rotate=rotate,
-    )
+    sizes = PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate)  # type: ignore[arg-type]
     pattern.check(tokens, heads)
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
     names: tuple[str | Layout, ...] = (layout,)
@@ -89,5 +80,5 @@ def make_plan(
 
     choosing = choose_layout or schedule == "auto"
     make_it = make_chosen if choosing else make_named
-    key = tuple(layouts), schedule, on_machine if choosing else None, bound, *sizes
+    key = tuple(layouts), schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)

@@ -18,9 +18,8 @@ from ringattn.cache import ENTRY, Cache, estimate_bytes
 from ringattn.layout.regular import Layout, make_layout
 from ringattn.machine.presets import get_machine
 from ringattn.pattern import Pattern
-from ringattn.plan.block_demand import BlockDemand
-from ringattn.plan.key_demand import KeyDemand
-from ringattn.plan.query_demand import QueryDemand
+from ringattn.pattern.base import Side
+from ringattn.plan.demand import BlockDemand, KeyDemand, QueryDemand
 from ringattn.plan.schedules.relay import Way, choose_ways, row_counts, rows_along, sampled
 
 RANKS = 12
@@ -173,13 +172,17 @@ RUNS: dict[str, Pattern] = {
 def test_runs_of_keys_and_of_queries_are_those_of_the_mask(name: str) -> None:
     pattern, tokens = RUNS[name], 96
     mask = pattern.mask(tokens)[0] > 0
-    for find, seen in ((pattern.key_run, mask), (pattern.query_run, mask.T)):
+    sides: tuple[tuple[Side, np.ndarray], ...] = (("keys", mask), ("queries", mask.T))
+    for side, seen in sides:
+        every = np.arange(tokens)
+        lows, highs = (np.broadcast_to(x, every.shape) for x in pattern.run(side, every, every) or ())
         for first in range(0, tokens, 5):
             for last in range(first, tokens, 7):
-                run = find(first, last)
+                run = pattern.run(side, first, last)
                 assert run is not None
                 rows = np.flatnonzero(seen[first : last + 1].any(0))
                 assert rows.tolist() == list(range(max(run[0], 0), min(run[1], tokens - 1) + 1))
+            assert (lows[first], highs[first]) == pattern.run(side, first, first), "arrays hold the same answers"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ def test_runs_of_keys_and_of_queries_are_those_of_the_mask(name: str) -> None:
 )
 def test_patterns_with_holes_have_no_runs(pattern: Pattern) -> None:
     bound = pattern.bind(1, 96)
-    assert bound.key_run(3, 7) is None and bound.query_run(3, 7) is None
+    assert bound.run("keys", 3, 7) is None and bound.run("queries", 3, 7) is None
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped(4)", "balanced(4)"])
@@ -202,7 +205,7 @@ def test_rows_along_a_ring_counted_at_once_are_those_of_the_search(name: str, la
                 searched = row_counts(wanted, owner, way)
                 hops = [b - a for a, b in zip([0, *[d for d, _ in searched]], [d for d, _ in searched], strict=False)]
                 searched_rows = sum(hop * rows for hop, (_, rows) in zip(hops, searched, strict=True))
-                assert rows_along(wanted, owner, way) == searched_rows == brute(demand, wanted, owner, way)
+                assert rows_along(wanted, [owner], way) == searched_rows == brute(demand, wanted, owner, way)
 
 
 def brute(demand: KeyDemand, wanted: BlockDemand, owner: int, way: Way) -> int:

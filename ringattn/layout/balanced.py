@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from bisect import bisect_right, insort
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from heapq import heappop, heappush
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput
 from ..pattern.ranges import merge_runs
@@ -20,29 +19,22 @@ from .partition import MAX_RANGES, Layout
 if TYPE_CHECKING:
     from ..pattern import Pattern
 
-#: Largest accepted cost of a rank, in percent of the mean cost. A finer balance costs more bytes than it saves time.
+#: Largest cost of a rank, in percent of the mean cost, for which each rank keeps a run of adjacent chunks: a finer
+#: balance costs more bytes than it saves time.
 BOUND = 105
-#: Largest number of rounds in which heavy and light ranks exchange chunks.
-ROUNDS = 32
 #: Chunks per rank if the layout's name gives no chunk; a chunk longer than ALIGNED tokens is a multiple of ALIGNED.
 CHUNKS, ALIGNED = 8, 128
-DEFAULT_CHUNK_HINT = "try balanced(128), or balanced for about 8 chunks per rank"
-
-#: The chunks of each rank, ascending.
-Shares = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Balanced(Layout):
     """Chunks of `chunk` tokens, distributed so that the ranks compute about as many pairs of a pattern.
 
-    A rank owns at most ceil(chunks / ranks) chunks, so memory is balanced up to one chunk. A rank keeps a run of
-    adjacent chunks unless it has more than 1.05 of the mean pairs; then it exchanges the ends of its run with a light
-    rank.
+    A rank owns at most ceil(chunks / ranks) chunks, so memory is balanced up to one chunk. Each rank keeps a run of
+    adjacent chunks unless a rank then has more than 1.05 of the mean pairs; see `deal`.
 
     Counted on 8 ranks with documents of lognormal lengths: this layout reduces the imbalance from 1.67 (contiguous) to
-    1.04 and sends 0.61 of a full ring's bytes, where heaviest-chunk-first distribution gives 1.01 for 0.98 of the
-    bytes, and striping 1.05 for 1.00. A window stays contiguous, for 0.12 of the bytes.
+    1.01 for 0.98 of a full ring's bytes, and striping to 1.05 for all of them. A window stays contiguous, for 0.12.
 
     `runs` are (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to make one for a pattern.
     Raises InvalidInput for runs that are not a partition of the chunks.
@@ -54,9 +46,7 @@ class Balanced(Layout):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chunk < 1:
-            raise InvalidInput(
-                f"balanced: the chunk is a number of tokens >= 1, got {self.chunk}; {DEFAULT_CHUNK_HINT}"
-            )
+            raise InvalidInput(f"balanced: the chunk is a number of tokens >= 1, got {self.chunk}; try balanced(128)")
         runs = tuple(
             next(same_owner)
             for _, same_owner in groupby(((i, owner) for i, owner in self.runs), key=lambda run: run[1])
@@ -64,17 +54,12 @@ class Balanced(Layout):
         self._normalize(runs=runs)
         firsts = [first for first, _ in self.runs]
         last = (self.tokens - 1) // self.chunk
+        shown = shorten(repr(self.runs), 100)
         ascending = all(a < b for a, b in pairwise(firsts))
         if firsts[:1] != [0][: self.tokens] or not ascending or firsts[-1:] > [last]:
-            raise InvalidInput(
-                f"balanced: the runs must begin at chunk 0, ascend and end by chunk {last}, got "
-                f"{shorten(repr(self.runs), 100)}; make the layout with make_layout"
-            )
+            raise InvalidInput(f"balanced: the runs must begin at chunk 0, ascend and end by chunk {last}, got {shown}")
         if not all(0 <= owner < self.ranks for _, owner in self.runs):
-            raise InvalidInput(
-                f"balanced: an owner is one of the {self.ranks} ranks, got {shorten(repr(self.runs), 100)}; make the "
-                "layout with make_layout"
-            )
+            raise InvalidInput(f"balanced: an owner is one of the {self.ranks} ranks, got {shown}")
 
     def __hash__(self) -> int:
         return self._hash  # cached: every call looks its plan up by layout
@@ -158,117 +143,28 @@ def balance(tokens: int, ranks: int, chunk: int | None, pattern: Pattern, heads:
     return Balanced(tokens, ranks, chunk, tuple((i, owners[i]) for i in firsts))
 
 
-def deal(costs: list[int], ranks: int) -> Shares:
-    """The chunks of each rank, at most ceil(chunks / ranks), with about equal sums of `costs` (cost of each chunk).
+def deal(costs: list[int], ranks: int) -> list[list[int]]:
+    """The chunks of each rank, ascending, at most ceil(chunks / ranks), with about equal sums of `costs`.
 
-    The ranks start with runs of equally many adjacent chunks. Only a rank with more than 1.05 of the mean cost
-    exchanges chunks with a light rank, so that neighbours stay together. If that does not reach the bound, the chunks
-    are dealt heaviest first to the least loaded rank instead, provided that this lowers the maximum by more than a
-    percent.
+    Runs of equally many adjacent chunks, where no rank then has more than 1.05 of the mean cost. Else the chunks are
+    dealt heaviest first, each to the least loaded rank that has room for it, unless the runs are as good.
     """
-    chunks = len(costs)
+    chunks, most = len(costs), -(-len(costs) // ranks)
     runs = [list(range(chunks * r // ranks, chunks * (r + 1) // ranks)) for r in range(ranks)]
-    local = _exchange_all(costs, runs)
-    local_maximum = _maximum(costs, local)
-    if _within_bound(local_maximum, ranks, sum(costs)):
-        return local
-    greedy = _exchange_all(costs, _deal_greedily(costs, ranks))
-    return greedy if 101 * _maximum(costs, greedy) < 100 * local_maximum else local
-
-
-def _maximum(costs: list[int], shares: Shares) -> int:
-    """The cost of the most loaded rank."""
-    return max(sum(costs[i] for i in share) for share in shares)
-
-
-def _within_bound(load: int, ranks: int, total: int) -> bool:
-    return 100 * ranks * load <= BOUND * total
-
-
-def _deal_greedily(costs: list[int], ranks: int) -> Shares:
-    """Shares from dealing the heaviest chunk first, each chunk to the least loaded rank that has room for it."""
-    most = -(-len(costs) // ranks)
+    if 100 * ranks * _maximum(costs, runs) <= BOUND * sum(costs):
+        return runs
     heap = [(0, 0, rank) for rank in range(ranks)]
-    shares: Shares = [[] for _ in range(ranks)]
-    for chunk in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for chunk in sorted(range(chunks), key=lambda i: -costs[i]):
         load, count, rank = heappop(heap)
         insort(shares[rank], chunk)
         if count + 1 < most:
             heappush(heap, (load + costs[chunk], count + 1, rank))
     # Number the ranks by their first chunk, so that neighbours in the ring hold chunks near to each other.
-    return sorted(shares, key=lambda share: share or [len(costs)])
+    shares.sort(key=lambda share: share or [chunks])
+    return min(runs, shares, key=lambda shares: _maximum(costs, shares))
 
 
-def _exchange_all(costs: list[int], shares: Shares) -> Shares:
-    """The shares after rounds of exchanges: the heaviest rank with the lightest, the second with the second, ..."""
-    shares, ranks, total = list(shares), len(shares), sum(costs)
-    loads = [sum(costs[i] for i in share) for share in shares]
-    for _ in range(ROUNDS):
-        order = sorted(range(ranks), key=lambda rank: loads[rank])
-        changed = False
-        for light, heavy in zip(order[: ranks // 2], reversed(order), strict=False):
-            if _within_bound(loads[heavy], ranks, total):
-                break
-            parts = _exchange(costs, shares[heavy], shares[light], -(-BOUND * total // (100 * ranks)))
-            if parts is not None:
-                shares[heavy], shares[light] = (sorted(part) for part in parts)
-                for rank in (heavy, light):
-                    loads[rank] = sum(costs[i] for i in shares[rank])
-                changed = True
-        if not changed:
-            break
-    return shares
-
-
-class _Swap(NamedTuple):
-    """`chunks` chunks from index `i` of the heavy share for as many from index `j` of the light share."""
-
-    cost: int  # by which the heavy share becomes lighter
-    chunks: int
-    i: int
-    j: int
-
-
-def _exchange(costs: list[int], heavy: list[int], light: list[int], bound: int) -> Shares | None:
-    """Both shares after the swap with the lowest maximum; None if no swap lowers it.
-
-    Of the swaps with a maximum of at most `bound`, the swap of the fewest chunks is taken.
-    """
-    high, low = (sum(costs[i] for i in share) for share in (heavy, light))
-
-    def rank(swap: _Swap) -> tuple[int, int]:
-        return max(high - swap.cost, low + swap.cost, bound), swap.chunks
-
-    swaps = [swap for swap in _end_swaps(costs, heavy, light) if rank(swap)[0] < high]
-    best = min(swaps, key=rank, default=None)
-    if best is None or rank(best)[0] > bound:
-        single = _single_swaps(costs, heavy, light, (high - low) // 2)
-        swaps = [*swaps, *(swap for swap in single if rank(swap)[0] < high)]
-        best = min(swaps, key=rank, default=None)
-    if best is None:
-        return None
-    i, j, chunks = best.i, best.j, best.chunks
-    return [
-        heavy[:i] + heavy[i + chunks :] + light[j : j + chunks],
-        light[:j] + light[j + chunks :] + heavy[i : i + chunks],
-    ]
-
-
-def _end_swaps(costs: list[int], heavy: list[int], light: list[int]) -> Iterator[_Swap]:
-    """Swaps of equally many chunks at an end of each share, which keep runs together."""
-    heavy_sums, light_sums = (list(accumulate((costs[i] for i in share), initial=0)) for share in (heavy, light))
-    for count in range(1, min(len(heavy), len(light)) + 1):
-        for i in (0, len(heavy) - count):
-            for j in (0, len(light) - count):
-                cost = heavy_sums[i + count] - heavy_sums[i] - light_sums[j + count] + light_sums[j]
-                yield _Swap(cost, count, i, j)
-
-
-def _single_swaps(costs: list[int], heavy: list[int], light: list[int], target: int) -> Iterator[_Swap]:
-    """Swaps of each chunk of `heavy` for the two chunks of `light` that bring the swap's cost nearest to `target`."""
-    order = sorted(range(len(light)), key=lambda j: costs[light[j]])
-    ascending = [costs[light[j]] for j in order]
-    for i, chunk in enumerate(heavy):
-        place = bisect_left(ascending, costs[chunk] - target)
-        for nearest in range(max(place - 1, 0), min(place + 1, len(order))):
-            yield _Swap(costs[chunk] - ascending[nearest], 1, i, order[nearest])
+def _maximum(costs: list[int], shares: list[list[int]]) -> int:
+    """The cost of the most loaded rank."""
+    return max(sum(costs[i] for i in share) for share in shares)

@@ -35,20 +35,13 @@ class Layout(Value, ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, int | np.integer) or not isinstance(self.ranks, int | np.integer):
-            raise InvalidInput(
-                f"a layout needs whole numbers, got tokens={self.tokens!r} and ranks={self.ranks!r}; "
-                "try tokens=4096, ranks=8"
-            )
+            raise InvalidInput(f"a layout needs whole numbers, got tokens={self.tokens!r}, ranks={self.ranks!r}")
         if self.tokens < 0 or self.ranks < 1:
             raise InvalidInput(
-                f"a layout needs tokens >= 0 and ranks >= 1, got tokens={self.tokens} and ranks={self.ranks}; "
-                "try tokens=4096, ranks=8"
+                f"a layout needs tokens >= 0 and ranks >= 1, got tokens={self.tokens}, ranks={self.ranks}"
             )
         if max(self.tokens, self.ranks) > MOST:
-            raise InvalidInput(
-                f"a layout of {self.tokens:.3g} tokens on {self.ranks:.3g} ranks: positions are 64-bit integers, so "
-                f"the largest number is {MOST:.3g}; try tokens=1e12"
-            )
+            raise InvalidInput(f"{self.tokens:.3g} tokens on {self.ranks:.3g} ranks: the largest number is {MOST:.3g}")
 
     @property
     @abstractmethod
@@ -132,8 +125,7 @@ class Layout(Value, ABC):
         """
         if len(shards) != self.ranks:
             raise InvalidInput(
-                f"unshard_tensor needs one shard of each of the {self.ranks} ranks, got {len(shards)}; "
-                "pass the shards of all ranks in rank order"
+                f"unshard_tensor: give the shards of {self.ranks} ranks in rank order, got {len(shards)}"
             )
         shape = list(shards[0].shape)
         shape[dim] = self.tokens

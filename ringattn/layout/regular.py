@@ -156,10 +156,8 @@ def _read_name(name: str) -> tuple[str, int | None]:
     size_allowed = size is None or (expected_keyword and keyword in (None, expected_keyword))
     if not valid_kind or not size_allowed or (size == "auto" and kind != "balanced"):
         hint = did_you_mean(kind, [*_FORMULAS, "balanced", "auto"])
-        raise InvalidInput(
-            f"unknown layout {name!r}; {hint}expected contiguous, zigzag, striped, striped(block), balanced or "
-            "balanced(chunk)"
-        )
+        expected = "contiguous, zigzag, striped, striped(block), balanced or balanced(chunk)"
+        raise InvalidInput(f"unknown layout {name!r}; {hint}expected {expected}")
     return kind, None if size in (None, "auto") else int(size)
 
 
@@ -196,9 +194,7 @@ def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[i
     """
     kind, chunk = _read_name(name)
     if kind != "balanced" or chunk is None:
-        raise InvalidInput(
-            f"layout {name!r} has no partition beside its name; expected balanced(chunk), or leave out the partition"
-        )
+        raise InvalidInput(f"layout {name!r} has no partition beside its name; expected balanced(chunk)")
     return Balanced(tokens, ranks, chunk, tuple((int(first), int(owner)) for first, owner in runs))
 
 

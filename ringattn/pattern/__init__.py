@@ -84,8 +84,5 @@ def as_pattern(pattern: Pattern | str) -> Pattern:
     if isinstance(pattern, str):
         return parse_pattern(pattern)
     if not isinstance(pattern, Pattern):
-        raise InvalidInput(
-            f"pattern must be a ringattn pattern such as Causal(), or its text, such as 'Causal() & Window(4096)', "
-            f"got {pattern!r}"
-        )
+        raise InvalidInput(f"pattern must be a ringattn pattern such as Causal(), or its text, got {pattern!r}")
     return pattern

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from math import lcm
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,10 +17,12 @@ from ..errors import InvalidInput
 from .tile import Tile, intersect_tiles, make_tile, subtract_tile
 
 ONE_HEAD = range(1)
-#: First and last position of a run of adjacent positions.
-Run = tuple[int, int]
-#: First and last positions of many runs: int64 [runs] each.
-Runs = tuple[np.ndarray, np.ndarray]
+#: What a question about pairs asks for.
+Side = Literal["keys", "queries"]
+#: A position, or ascending positions of many runs: int64 [runs].
+Position = int | np.ndarray
+#: First and last position of a run of adjacent positions, or of many runs.
+Run = tuple[Position, Position]
 #: The end of a run without a bound; beyond every position of a sequence.
 FAR = 1 << 62
 #: Every pattern by its number, which stands for the pattern in a graph of torch.compile. From 2 on: torch.compile takes
@@ -116,16 +118,10 @@ class Pattern(Value, ABC):
         """The exact number of query-key pairs in `q` x `k`, summed over `heads` and branches; closed form per tile."""
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
 
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        """All rows of `k` that at least one query of `q` attends, as (heads, rows); items may overlap."""
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        """All keys of `k`, or queries of `q`, that are in a pair of both, as (heads, rows); items may overlap."""
         for tile in self.tiles(q, k, heads):
-            for rows in tile.key_rows():
-                yield tile.heads, rows
-
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        """All rows of `q` that attend at least one key of `k`, as (heads, rows); items may overlap."""
-        for tile in self.tiles(q, k, heads):
-            for rows in tile.query_rows():
+            for rows in tile.rows(side):
                 yield tile.heads, rows
 
     @property
@@ -137,26 +133,15 @@ class Pattern(Value, ABC):
         """
         return None
 
-    def key_run(self, first: int, last: int) -> Run | None:
-        """The first and last key that the queries first .. last attend together; both may lie outside the sequence.
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        """The first and last key that the queries first .. last attend together, or query that attends a key of these.
 
-        None unless, in every head, each query attends one run of adjacent keys that contains its own position, and from
-        one query to the next neither end of the run moves left. Adjacent queries then attend one run together, which
-        needs no tiles.
+        Both may lie outside the sequence. For arrays of ascending positions, arrays or numbers that hold for all. None
+        unless, in every head, each query attends one run of adjacent keys that contains its own position, and from one
+        query to the next neither end of the run moves left. Adjacent queries then attend one run together, which needs
+        no tiles.
         """
         return None
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        """The first and last query that attend at least one of the keys first .. last; None if `key_run` is None."""
-        return None
-
-    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        """The answers of `key_run` for ascending positions, int64 [runs] each."""
-        return _ask_each(self.key_run, first, last)
-
-    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        """The answers of `query_run` for ascending positions, int64 [runs] each."""
-        return _ask_each(self.query_run, first, last)
 
     def mask(self, tokens: int, heads: int = 1) -> np.ndarray:
         """Which pairs are seen, bool [heads, tokens, tokens]; with branches how often each pair counts, int64.
@@ -221,30 +206,16 @@ class BandPattern(Pattern):
         if tile is not None:
             yield tile
 
-    def key_run(self, first: int, last: int) -> Run:
+    def run(self, side: Side, first: Position, last: Position) -> Run:
         lo, hi = self.bounds
+        if side == "queries":
+            lo, hi = None if hi is None else -hi, None if lo is None else -lo
         return -FAR if hi is None else first - hi, FAR if lo is None else last - lo
-
-    def query_run(self, first: int, last: int) -> Run:
-        lo, hi = self.bounds
-        return -FAR if lo is None else first + lo, FAR if hi is None else last + hi
-
-    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
-        lo, hi = self.bounds
-        far = np.broadcast_to(np.int64(FAR), first.shape)
-        return -far if hi is None else first - hi, far if lo is None else last - lo
-
-    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
-        lo, hi = self.bounds
-        far = np.broadcast_to(np.int64(FAR), first.shape)
-        return -far if lo is None else first + lo, far if hi is None else last + hi
 
 
 def _check_pattern(value: object, operation: str) -> Pattern:
     if not isinstance(value, Pattern):
-        raise InvalidInput(
-            f"{operation} combines two patterns, got {type(value).__name__} {value!r}; try Causal() & Window(4096)"
-        )
+        raise InvalidInput(f"{operation} combines two patterns, got {type(value).__name__} {value!r}; try Causal()")
     return value
 
 
@@ -310,25 +281,16 @@ class And(Combination):
                 if tile is not None:
                     yield tile
 
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
         deciding = self._deciding_operand(q, k, heads)
-        yield from super().keys(q, k, heads) if deciding is None else deciding.keys(q, k, heads)
+        yield from super().paired(side, q, k, heads) if deciding is None else deciding.paired(side, q, k, heads)
 
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        deciding = self._deciding_operand(q, k, heads)
-        yield from super().queries(q, k, heads) if deciding is None else deciding.queries(q, k, heads)
-
-    def key_run(self, first: int, last: int) -> Run | None:
-        return _intersect_runs(self.a.key_run(first, last), self.b.key_run(first, last))
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        return _intersect_runs(self.a.query_run(first, last), self.b.query_run(first, last))
-
-    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return _intersect_all(self.a.key_spans(first, last), self.b.key_spans(first, last))
-
-    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return _intersect_all(self.a.query_spans(first, last), self.b.query_spans(first, last))
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        a, b = self.a.run(side, first, last), self.b.run(side, first, last)
+        if a is None or b is None:
+            return None
+        larger, smaller = _extremes(first)
+        return larger(a[0], b[0]), smaller(a[1], b[1])
 
     def _deciding_operand(self, q: range, k: range, heads: range) -> Pattern | None:
         """The operand that alone decides, because the other one contains every pair of the rectangle; else None."""
@@ -363,19 +325,19 @@ class Union(Combination):
     def output_scale(self) -> float:
         return self.operands[0].output_scale
 
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
         for operand in self.operands:
-            yield from operand.keys(q, k, heads)
+            yield from operand.paired(side, q, k, heads)
 
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        larger, smaller = _extremes(first)
+        union: Run | None = None
         for operand in self.operands:
-            yield from operand.queries(q, k, heads)
-
-    def key_run(self, first: int, last: int) -> Run | None:
-        return _span_runs(operand.key_run(first, last) for operand in self.operands)
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        return _span_runs(operand.query_run(first, last) for operand in self.operands)
+            run = operand.run(side, first, last)
+            if run is None:
+                return None
+            union = run if union is None else (smaller(union[0], run[0]), larger(union[1], run[1]))
+        return union
 
 
 @dataclass(frozen=True)
@@ -463,34 +425,6 @@ def mix(*patterns: Pattern) -> Mix:
     return Mix(tuple(_check_pattern(part, "mix") for part in patterns))
 
 
-def _intersect_runs(a: Run | None, b: Run | None) -> Run | None:
-    """The common positions of two runs that overlap, because both contain the same queries; None if one is unknown."""
-    return None if a is None or b is None else (max(a[0], b[0]), min(a[1], b[1]))
-
-
-def _intersect_all(a: Runs | None, b: Runs | None) -> Runs | None:
-    """As `_intersect_runs`, for arrays."""
-    return None if a is None or b is None else (np.maximum(a[0], b[0]), np.minimum(a[1], b[1]))
-
-
-def _ask_each(run: Callable[[int, int], Run | None], first: np.ndarray, last: np.ndarray) -> Runs | None:
-    """The answers of `run`; None where it does not know one."""
-    runs = []
-    for a, b in zip(first.tolist(), last.tolist(), strict=True):
-        answer = run(a, b)
-        if answer is None:
-            return None
-        runs.append(answer)
-    starts, ends = np.array(runs, dtype=np.int64).reshape(-1, 2).T
-    return starts, ends
-
-
-def _span_runs(runs: Iterable[Run | None]) -> Run | None:
-    """The union of runs that overlap, because all contain the same queries; None if a run is unknown."""
-    starts, ends = [], []
-    for run in runs:
-        if run is None:
-            return None
-        starts.append(run[0])
-        ends.append(run[1])
-    return min(starts), max(ends)
+def _extremes(position: Position) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(larger, smaller) of two positions, or of each two."""
+    return (np.maximum, np.minimum) if isinstance(position, np.ndarray) else (max, min)

@@ -40,34 +40,20 @@ def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
     """
     missing = [name for name in ATTRIBUTES if not hasattr(mask, name)]
     if missing:
-        raise InvalidInput(
-            f"from_block_mask: {type(mask).__name__} has no {missing[0]}; "
-            "give the result of torch.nn.attention.flex_attention.create_block_mask"
-        )
+        raise InvalidInput(f"from_block_mask: {type(mask).__name__} has no {missing[0]}; give a BlockMask")
     q_block, k_block = mask.BLOCK_SIZE
     if q_block != k_block:
-        raise InvalidInput(
-            f"from_block_mask: blocks of {q_block} x {k_block} are not square; try create_block_mask(..., "
-            f"BLOCK_SIZE={max(q_block, k_block)})"
-        )
+        raise InvalidInput(f"from_block_mask: blocks of {q_block} x {k_block} are not square; try BLOCK_SIZE={q_block}")
     tokens, keys = mask.seq_lengths
     if tokens != keys:
-        raise InvalidInput(
-            f"from_block_mask: {tokens:,} queries but {keys:,} keys; a pattern relates a sequence to itself, so make a "
-            "mask with Q_LEN == KV_LEN"
-        )
+        raise InvalidInput(f"from_block_mask: {tokens:,} queries but {keys:,} keys; make a mask with Q_LEN == KV_LEN")
     elements, heads = mask.kv_num_blocks.shape[:2]
     if not 0 <= batch < elements:
-        raise InvalidInput(
-            f"from_block_mask: batch={batch} is not one of the {elements} batch elements of the mask; try batch=0"
-        )
+        raise InvalidInput(f"from_block_mask: batch={batch} is not one of the {elements} elements of the mask; try 0")
     patterns = [_read_element(mask, element, heads, int(q_block), int(tokens)) for element in range(elements)]
     for element, pattern in enumerate(patterns):
         if pattern != patterns[batch]:
-            raise InvalidInput(
-                f"from_block_mask: the masks of batch elements {batch} and {element} differ, and a pattern holds for "
-                "the whole batch; make one pattern per element, from masks made with B=1"
-            )
+            raise InvalidInput(f"from_block_mask: batch elements {batch} and {element} differ; make masks with B=1")
     return patterns[batch]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput
-from .base import ONE_HEAD, Pattern, check_integer
+from .base import ONE_HEAD, Pattern, Side, check_integer
 from .ranges import ceil_div, clip, intersect, join_runs
 from .tile import Tile, make_tile
 
@@ -50,29 +50,30 @@ class BlockTable(Pattern):
                     if tile is not None:
                         yield tile
 
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        if not q or not k:
+            return
         for group in self.equal_heads(heads):
-            first = k[0] // self.block if k else 0
-            seen = np.zeros(k[-1] // self.block + 1 - first if k else 0, dtype=bool)
-            for row, _ in self._query_rows(q, k):
-                for run in self._key_runs(group, row, k):
-                    seen[run.start - first : run.stop - first] = True
-                if seen.all():
-                    break  # many query blocks together often attend every key block
-            for start, stop in _runs_of_true(seen):
-                rows = self._clip(k, range(first + start, first + stop))
-                if rows:
-                    yield group, rows
+            found = (self._paired_keys if side == "keys" else self._paired_queries)(q, k, group)
+            rows = k if side == "keys" else q
+            yield from ((group, inside) for blocks in found if (inside := self._clip(rows, blocks)))
 
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for group in self.equal_heads(heads):
-            attending = (
-                range(row, row + 1)
-                for row, _ in self._query_rows(q, k)
-                if any(self._clip(k, run) for run in self._key_runs(group, row, k))
-            )
-            for run in join_runs(attending):
-                yield group, self._clip(q, run)
+    def _paired_keys(self, q: range, k: range, heads: range) -> Iterator[range]:
+        """The key blocks that a query of `q` attends, as runs."""
+        first = k[0] // self.block
+        seen = np.zeros(k[-1] // self.block + 1 - first, dtype=bool)
+        for row, _ in self._query_rows(q, k):
+            for run in self._key_runs(heads, row, k):
+                seen[run.start - first : run.stop - first] = True
+            if seen.all():
+                break  # many query blocks together often attend every key block
+        return (range(first + start, first + stop) for start, stop in _runs_of_true(seen))
+
+    def _paired_queries(self, q: range, k: range, heads: range) -> Iterator[range]:
+        """The query blocks that attend a key of `k`, as runs."""
+        rows = (row for row, _ in self._query_rows(q, k))
+        attending = (row for row in rows if any(self._clip(k, run) for run in self._key_runs(heads, row, k)))
+        return join_runs(range(row, row + 1) for row in attending)
 
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         total = 0
@@ -138,10 +139,7 @@ class BlockSparse(BlockTable):
         if checked.ndim == 2:
             checked = checked[None]
         if checked.ndim != 3 or not len(checked) or checked.shape[1] != checked.shape[2]:
-            raise InvalidInput(
-                f"BlockSparse: the table has shape {checked.shape}, expected [heads or 1, blocks, blocks], as "
-                "queries and keys have the same blocks; try np.ones((1, 8, 8), bool)"
-            )
+            raise InvalidInput(f"BlockSparse: the table is {checked.shape}, expected [heads or 1, blocks, blocks]")
         checked.setflags(write=False)
         self._normalize(block=block, table=checked)
 
@@ -153,10 +151,7 @@ class BlockSparse(BlockTable):
                 f"tokens make {blocks:,} blocks; try a table of {blocks:,} x {blocks:,} blocks, or another block"
             )
         if len(self.table) not in (1, heads):
-            raise InvalidInput(
-                f"BlockSparse: the table is for {len(self.table)} heads, but there are {heads}; "
-                "give one table per head, or one for all"
-            )
+            raise InvalidInput(f"BlockSparse: the table is for {len(self.table)} heads, but there are {heads}")
 
     def equal_heads(self, heads: range) -> Iterator[range]:
         if len(self.table) == 1:
@@ -214,15 +209,10 @@ def _read_array(source: ArrayLike) -> np.ndarray:
     try:
         array = np.asarray(source)
     except (ValueError, TypeError) as error:
-        raise InvalidInput(
-            f"BlockSparse: the table is not a rectangular array ({error}); give rows of equal length"
-        ) from None
+        raise InvalidInput(f"BlockSparse: the table is not a rectangular array ({error}); try equal rows") from None
     binary = array.dtype == bool or (array.dtype.kind in "iu" and np.isin(array, (0, 1)).all())
     if array.size and not binary:
-        raise InvalidInput(
-            f"BlockSparse: the table must hold bools, or the integers 0 and 1, got dtype {array.dtype}; "
-            "try scores > threshold, or top_k(block, k, scores)"
-        )
+        raise InvalidInput(f"BlockSparse: the table must hold bools, or 0 and 1, got {array.dtype}; try scores > 0")
     return np.array(array, dtype=bool)
 
 
@@ -240,7 +230,5 @@ def _read_text(text: str) -> np.ndarray:
         if len(packed) != ceil_div(bits, 8) or not reader.eof:
             raise ValueError(f"it does not hold the {ceil_div(bits, 8)} bytes that the shape needs")
     except (ValueError, zlib.error) as error:
-        raise InvalidInput(
-            f"BlockSparse: the string {text[:40]!r} is not a table that repr printed: {error}; give an array instead"
-        ) from None
+        raise InvalidInput(f"BlockSparse: {text[:40]!r} is not a table that repr printed: {error}") from None
     return np.unpackbits(np.frombuffer(packed, np.uint8), count=bits).astype(bool).reshape(shape)

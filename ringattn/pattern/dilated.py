@@ -53,10 +53,7 @@ class Dilated(Pattern):
     def __post_init__(self) -> None:
         self._normalize(segments=_check_integers("segments", self.segments), rates=_check_integers("rates", self.rates))
         if len(self.segments) != len(self.rates):
-            raise InvalidInput(
-                f"Dilated: {len(self.segments)} segments but {len(self.rates)} rates; give one rate per segment, "
-                "such as Dilated((2048, 4096), (1, 2))"
-            )
+            raise InvalidInput(f"Dilated: {len(self.segments)} segments but {len(self.rates)} rates; give equally many")
         if self.offsets is None:
             self._normalize(offsets="group" if self.mix == "group" else "per_head")
         for name, options in OPTIONS.items():
@@ -84,10 +81,7 @@ class Dilated(Pattern):
 
     def check(self, tokens: int, heads: int) -> None:
         if self.mix == "group" and self.heads is not None and heads > self.heads:
-            raise InvalidInput(
-                f"Dilated(mix='group', heads={self.heads}) deals {self.heads} heads, but there are {heads}; "
-                f"try heads={heads}, or leave it out"
-            )
+            raise InvalidInput(f"Dilated(mix='group', heads={self.heads}): there are {heads}; try heads={heads}")
 
     @property
     def period(self) -> int | None:
@@ -153,10 +147,7 @@ class Dilated(Pattern):
     def _heads_of(self, branch: int) -> range:
         """The heads of a branch under mix="group"."""
         if self.heads is None:
-            raise InvalidInput(
-                "Dilated(mix='group') deals the heads to its branches and must know how many there are; "
-                "a plan knows, elsewhere write Dilated(..., mix='group', heads=8)"
-            )
+            raise InvalidInput("Dilated(mix='group') must know how many heads there are; try Dilated(..., heads=8)")
         share, extra = divmod(self.heads, len(self.segments))
         start = branch * share + min(branch, extra)
         return range(start, start + share + (branch < extra))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..text import shorten
-from .base import ONE_HEAD, Pattern, Run, Runs, check_integer
+from .base import ONE_HEAD, Pattern, Position, Run, Side, check_integer
 from .ranges import clip
 from .tile import Tile, make_tile
 
@@ -89,11 +89,7 @@ class Documents(Pattern):
     def _of_all_rows(self) -> tuple[int, ...]:
         """The lengths, which are those of every row of a batch. Raises InvalidInput where rows differ."""
         if self.rows is not None:
-            raise InvalidInput(
-                f"Documents has {self.rows} rows of a batch, each with documents of its own, and this asks for one "
-                "sequence; take the pattern of one row, pattern.row(0), or a plan with batch="
-                f"{self.rows}"
-            )
+            raise InvalidInput(f"Documents of {self.rows} rows of a batch, where one sequence is asked; try .row(0)")
         return cast("tuple[int, ...]", self.lengths)
 
     def check(self, tokens: int, heads: int) -> None:
@@ -124,21 +120,14 @@ class Documents(Pattern):
             if tile is not None:
                 yield tile
 
-    def key_run(self, first: int, last: int) -> Run:
+    def run(self, side: Side, first: Position, last: Position) -> Run:
         starts = self.starts
-        return starts[bisect_right(starts, first) - 1], starts[bisect_right(starts, last)] - 1
-
-    def query_run(self, first: int, last: int) -> Run:
-        return self.key_run(first, last)
-
-    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
-        starts = np.array(self.starts)
+        if not isinstance(first, np.ndarray):
+            return starts[bisect_right(starts, first) - 1], starts[bisect_right(starts, last)] - 1
+        edges = np.array(starts)
         # There may be many more positions than documents: search the documents among the positions, which ascend.
-        firsts, lasts = (np.diff(np.searchsorted(positions, starts)) for positions in (first, last))
-        return np.repeat(starts[:-1], firsts), np.repeat(starts[1:] - 1, lasts)
-
-    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs:
-        return self.key_spans(first, last)
+        firsts, lasts = (np.diff(np.searchsorted(positions, edges)) for positions in (first, last))
+        return np.repeat(edges[:-1], firsts), np.repeat(edges[1:] - 1, lasts)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         document = np.repeat(np.arange(len(self.lengths)), self._of_all_rows)

@@ -38,8 +38,7 @@ class Family(BlockTable):
             width = getattr(self, self.width_field)
             if width is not None:
                 raise InvalidInput(
-                    f"{self.spelling}: {self.width_field}={width!r} and density={self.density!r} both set the width; "
-                    "give one"
+                    f"{self.spelling}: {self.width_field}={width!r} and density={self.density!r}; give one"
                 )
             self._normalize(density=check_density(self.density, self.spelling))
         if self.total is not None:
@@ -77,8 +76,7 @@ class Family(BlockTable):
         """(key blocks that a query block keeps, key blocks of the sequence) under `density`."""
         if self.density is None or self.total is None:
             raise InvalidInput(
-                f"{self!r}: a density is a number of blocks only where the length of the sequence is known; a plan "
-                f"knows it, elsewhere write .bind(heads, tokens), or {self.width_field}= instead of density="
+                f"{self!r}: a density needs the tokens; try .bind(heads, tokens), or {self.width_field}="
             )
         return kept_blocks(self.density, self.total), self.total
 

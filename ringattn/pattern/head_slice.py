@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .base import ONE_HEAD, Pattern, Run, Runs
+from .base import ONE_HEAD, Pattern, Position, Run, Side
 from .ranges import shift_range
 from .tile import Tile
 
@@ -34,25 +34,12 @@ class HeadSlice(Pattern):
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         return self.pattern.count(q, k, shift_range(heads, self.first))
 
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for original_heads, rows in self.pattern.keys(q, k, shift_range(heads, self.first)):
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+        for original_heads, rows in self.pattern.paired(side, q, k, shift_range(heads, self.first)):
             yield shift_range(original_heads, -self.first), rows
 
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for original_heads, rows in self.pattern.queries(q, k, shift_range(heads, self.first)):
-            yield shift_range(original_heads, -self.first), rows
-
-    def key_run(self, first: int, last: int) -> Run | None:
-        return self.pattern.key_run(first, last)
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        return self.pattern.query_run(first, last)
-
-    def key_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return self.pattern.key_spans(first, last)
-
-    def query_spans(self, first: np.ndarray, last: np.ndarray) -> Runs | None:
-        return self.pattern.query_spans(first, last)
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        return self.pattern.run(side, first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head + self.first, tokens)

@@ -32,9 +32,7 @@ class _Parser:
             tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, RecursionError, MemoryError) as error:
             reason = getattr(error, "msg", None) or "the text is nested too deep"
-            raise InvalidInput(
-                f"pattern {shorten(self.text, SHOWN)!r} does not parse: {reason}; try 'Causal() & Window(4096)'"
-            ) from None
+            raise self._error(f"it does not parse: {reason}; try 'Causal() & Window(4096)'") from None
         try:
             return self._build(tree)
         except RecursionError:
@@ -53,10 +51,7 @@ class _Parser:
         if isinstance(node, ast.Name):
             node = ast.Call(node, [], [])
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            raise self._error(
-                f"{ast.unparse(node)!r} is not a pattern; patterns are calls joined by & and |, such as "
-                "'Causal() & Window(4096)'"
-            )
+            raise self._error(f"{ast.unparse(node)!r} is not a pattern; try 'Causal() & Window(4096)'")
         return self._call(node, node.func.id)
 
     def _call(self, node: ast.Call, name: str) -> Pattern:
@@ -66,10 +61,7 @@ class _Parser:
         keywords: dict[str, object] = {}
         for keyword in node.keywords:
             if keyword.arg is None:
-                raise self._error(
-                    f"** is not understood in {ast.unparse(node)}; write the arguments out, such as "
-                    "Window(4096, right=0)"
-                )
+                raise self._error(f"** is not understood in {ast.unparse(node)}; write the arguments out")
             if keyword.arg in keywords:
                 raise self._error(f"{ast.unparse(node)} gives {keyword.arg} twice; give it once")
             keywords[keyword.arg] = self._argument(keyword.value)
@@ -87,6 +79,4 @@ class _Parser:
         try:
             return ast.literal_eval(node)
         except ValueError:
-            raise self._error(
-                f"the argument {ast.unparse(node)!r} is not a plain value; write numbers, strings, tuples or lists"
-            ) from None
+            raise self._error(f"the argument {ast.unparse(node)!r} is not a plain value, such as a number") from None

@@ -52,16 +52,11 @@ def _read_scores(scores: ArrayLike) -> np.ndarray:
     try:
         array = np.asarray(scores)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise InvalidInput(
-            f"top_k: numpy cannot read the scores ({error}); try scores.detach().float().cpu().numpy()"
-        ) from None
+        raise InvalidInput(f"top_k: numpy cannot read the scores ({error}); try scores.float().cpu()") from None
     if array.ndim == 2:
         array = array[None]
     if array.ndim != 3 or not len(array) or array.shape[1] != array.shape[2]:
-        raise InvalidInput(
-            f"top_k: scores of shape {array.shape}, expected [heads or 1, blocks, blocks] or [blocks, blocks]; "
-            "give one score per query block and key block"
-        )
+        raise InvalidInput(f"top_k: scores of shape {array.shape}, expected [heads or 1, blocks, blocks]")
     if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and np.isnan(array).any()):
         content = "NaN" if array.dtype.kind == "f" else f"dtype {array.dtype}"
         raise InvalidInput(f"top_k: the scores hold {content}, which has no order; give real numbers (-inf is allowed)")

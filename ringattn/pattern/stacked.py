@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .base import ONE_HEAD, Pattern, Run
+from .base import ONE_HEAD, Pattern, Position, Run, Side
 from .ranges import clip, shift_range
 from .tile import Tile
 
@@ -58,31 +58,23 @@ class RowByRow(Pattern):
     def count(self, q: range, k: range, heads: range = ONE_HEAD) -> int:
         return sum(pattern.count(mine, block, heads) for pattern, _, mine, block in self._parts(q, k))
 
-    def keys(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
+    def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
         for pattern, first, mine, block in self._parts(q, k):
-            for some, rows in pattern.keys(mine, block, heads):
+            for some, rows in pattern.paired(side, mine, block, heads):
                 yield some, shift_range(rows, first)
 
-    def queries(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        for pattern, first, mine, block in self._parts(q, k):
-            for some, rows in pattern.queries(mine, block, heads):
-                yield some, shift_range(rows, first)
-
-    def key_run(self, first: int, last: int) -> Run | None:
-        return self._run(first, last, keys=True)
-
-    def query_run(self, first: int, last: int) -> Run | None:
-        return self._run(first, last, keys=False)
-
-    def _run(self, first: int, last: int, *, keys: bool) -> Run | None:
-        """The run of the first row from its start, and of the last row to its end."""
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        """The run of the row of `first` from its start, to the end of the run of the row of `last`."""
+        if isinstance(first, np.ndarray) and isinstance(last, np.ndarray):
+            runs = [self.run(side, *ends) for ends in zip(first.tolist(), last.tolist(), strict=True)]
+            if None in runs:
+                return None
+            lows, highs = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+            return lows, highs
         (one, start), (other, end) = divmod(first, self.tokens), divmod(last, self.tokens)
         most = self.tokens - 1
-        a, b = self._patterns[one], self._patterns[other]
-        left, right = start, end if one == other else most
-        low = a.key_run(left, right) if keys else a.query_run(left, right)
-        left = start if one == other else 0
-        high = b.key_run(left, end) if keys else b.query_run(left, end)
+        low = self._patterns[one].run(side, start, end if one == other else most)
+        high = self._patterns[other].run(side, start if one == other else 0, end)
         if low is None or high is None:
             return None
         return one * self.tokens + max(low[0], 0), other * self.tokens + min(high[1], most)

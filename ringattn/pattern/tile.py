@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import Literal
 
 from .ranges import ceil_div, clip, count_at_most, intersect, subtract, union
 
@@ -55,13 +56,9 @@ class Tile:
                 if tile is not None:
                     yield tile
 
-    def key_rows(self) -> tuple[range, ...]:
-        """The key positions that at least one query row of the tile attends, as disjoint ranges."""
-        return union(tile.k for tile in self.refine())
-
-    def query_rows(self) -> tuple[range, ...]:
-        """The query positions that attend at least one key of the tile, as disjoint ranges."""
-        return union(tile.q for tile in self.refine())
+    def rows(self, side: Literal["keys", "queries"]) -> tuple[range, ...]:
+        """The key positions, or the query positions, that are in at least one pair, as disjoint ranges."""
+        return union(tile.k if side == "keys" else tile.q for tile in self.refine())
 
 
 def make_tile(

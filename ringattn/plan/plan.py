@@ -8,15 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..cache import Cache, Value, cached, estimate_bytes
+from ..cache import Cache, cached, estimate_bytes
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Balanced, Layout, make_layout
 from ..pattern import Pattern, parse_pattern
 from ..pattern.head_slice import HeadSlice
-from .block_demand import ANSWERS
-from .key_demand import KeyDemand
-from .message_sizes import PlanSizes, check_sizes
-from .query_demand import QueryDemand
+from .demand import ANSWERS, KeyDemand, QueryDemand
+from .message_sizes import PlanSizes
 from .rotation import Rotation
 from .row_sets import RowSet
 from .schedules import make_schedule, resolve, split_ulysses
@@ -30,21 +28,13 @@ if TYPE_CHECKING:
 FORMAT = 4
 
 
-@dataclass(frozen=True)
-class Plan(Value):
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlanSizes):
     """The inputs of a plan; everything else is derived, lazily and per rank. Make a plan with `make_plan`."""
 
     pattern: Pattern
     layout: Layout
     schedule: str
-    heads: int = 1
-    kv_heads: int = 1
-    head_dim: int = 64
-    value_dim: int = 64
-    dtype: str = "float32"
-    batch: int = 1
-    comm_dtype: str | None = None
-    rotate: str = "auto"
     #: What `auto` compared, and why it took this plan; None where layout and schedule were named.
     choice: Choice | None = field(default=None, compare=False, repr=False)
 
@@ -55,11 +45,6 @@ class Plan(Value):
     @property
     def ranks(self) -> int:
         return self.layout.ranks
-
-    @cached_property
-    def sizes(self) -> PlanSizes:
-        """The sizes and names of the plan, from which the bytes of messages follow."""
-        return PlanSizes(*(getattr(self, name) for name in PlanSizes._fields))
 
     @cached_property
     def cache(self) -> Cache:
@@ -82,7 +67,8 @@ class Plan(Value):
     def with_choice(self, choice: Choice) -> Plan:
         """The same plan with the choice that led to it. Both plans share the answers of their demands."""
         plan, asked, size = replace(self, choice=choice), self.ring_plan(0)[0].demand, self.ulysses_size
-        for member in range(size if size > 1 and asked.needed_run(0, 0) is not None else 1):  # one run: heads are alike
+        alike = asked.pattern.run("keys", 0, 0) is not None  # where each query attends one run, all heads are alike
+        for member in range(size if alike else 1):
             plan.ring_plan(member)[0].demand.share_answers(asked)
         return plan
 
@@ -92,28 +78,22 @@ class Plan(Value):
             raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
         if not self.batch:
             return RankPlan(rank, (), ())  # nothing to compute, nothing to send
-        return self._rank_plan(rank)
-
-    def forward_steps(self, rank: int) -> tuple[Step, ...]:
-        """The forward of `for_rank`, without planning a backward where that is possible."""
-        if not self.batch:
-            return self.for_rank(rank).forward
-        return self._forward_steps(rank)
-
-    @cached
-    def _rank_plan(self, rank: int) -> RankPlan:
         return self.plan_rank(rank)
 
     @cached
-    def _forward_steps(self, rank: int) -> tuple[Step, ...]:
+    def forward_steps(self, rank: int) -> tuple[Step, ...]:
+        """The forward of `for_rank`, without planning a backward where that is possible."""
+        if not self.batch:
+            return ()
         if self.ulysses_size == 1:
             return self._rotation.keys.forward(rank)
         ring_plan, place = self.ring_plan(rank)
         steps = RankPlan(place, ring_plan.forward_steps(place), ())
         return wrap_in_exchanges(steps, rank, self.ulysses_size, self.layout).forward
 
+    @cached
     def plan_rank(self, rank: int) -> RankPlan:
-        """The steps of one rank, made anew; `for_rank` keeps them."""
+        """The steps of one rank of a plan with a batch."""
         if self.ulysses_size == 1:
             return self._rotation.steps(rank)
         ring_plan, place = self.ring_plan(rank)
@@ -127,7 +107,9 @@ class Plan(Value):
         """The steps of ranks by what `demand` answers, for a plan without Ulysses groups."""
         query_demand = self.query_demand if demand is self.demand else QueryDemand(demand)
         keys, queries = (make_schedule(self.schedule, blocks) for blocks in (demand, query_demand))
-        return Rotation(keys, queries, self.rotate, self.part_bytes, rounds=self.comm_dtype is not None)
+        # Rounded queries would give other weights than the forward's.
+        rotate = "keys" if self.rotate == "auto" and self.comm_dtype is not None else self.rotate
+        return Rotation(keys, queries, rotate, self.part_bytes)
 
     @property
     def rotates(self) -> str:
@@ -149,7 +131,7 @@ class Plan(Value):
     def _ring_plans(self) -> list[Plan]:
         """By place in a group, the plan between the members of all groups at this place."""
         size, schedule = split_ulysses(self.schedule)
-        (heads, kv_heads), layout = self.sizes.member_heads(size), self.layout.grouped(size)
+        (heads, kv_heads), layout = self.member_heads(size), self.layout.grouped(size)
         members = (HeadSlice(self.pattern, i * heads) for i in range(size))
         return [
             replace(self, pattern=member, layout=layout, schedule=schedule, heads=heads, kv_heads=kv_heads)
@@ -167,27 +149,15 @@ class Plan(Value):
     def _input_bytes(self) -> int:
         return estimate_bytes([getattr(self, entry.name) for entry in fields(self)])
 
-    def part_dtype(self, part: Part, *, as_sent: bool = True) -> str:
-        """The dtype of a part of a block or of its sums: in a message (`as_sent`), or where a rank computes with it."""
-        return self.sizes.dtype_of(part.kind, as_sent=as_sent)
-
-    def part_heads(self, kind: Kind) -> int:
-        """The number of heads of a block or of its sums."""
-        return self.sizes.heads_of(kind)
-
-    def part_widths(self, kind: Kind) -> tuple[int, ...]:
-        """The last dims of the tensors of a block or of its sums."""
-        return self.sizes.widths_of(kind)
-
     def part_bytes(self, part: Part, *, as_sent: bool = True) -> int:
         """Bytes of a part of a message; without `as_sent`, of a block or of its sums where a rank computes with it."""
         if part.kind not in BLOCKS and part.kind not in SUMS:
-            return self.sizes.exchange_bytes(part.kind, self.layout.rows(part.owner), self.ulysses_size)
+            return self.exchange_bytes(part.kind, self.layout.rows(part.owner), self.ulysses_size)
         if self.ulysses_size > 1:  # the part travels between the groups
             return self.ring_plan(0)[0].part_bytes(part, as_sent=as_sent)
         rows, heads = part.row_set, self.part_heads(part.kind)
         count = rows.size if isinstance(rows, RowSet) else heads * self.layout.rows(part.owner)
-        return self.sizes.block_bytes(part.kind, count, as_sent=as_sent)
+        return self.block_bytes(part.kind, count, as_sent=as_sent)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
@@ -203,7 +173,7 @@ class Plan(Value):
         kinds: tuple[Kind, ...] = ("kv",)
         if backward:
             kinds = ("kv", "grad") if self.rotates == "keys" else ("q", "row", "dq")
-        blocks = (self.sizes.block_bytes(kind, self.part_heads(kind) * self.tokens, as_sent=True) for kind in kinds)
+        blocks = (self.block_bytes(kind, self.part_heads(kind) * self.tokens) for kind in kinds)
         return (self.ranks - 1) * sum(blocks)
 
     def pairs(self, rank: int | None = None) -> int:
@@ -243,10 +213,7 @@ class Plan(Value):
         record, arguments = read_record(text, FORMAT)
         plan = build_plan(parse_pattern(record.pattern), **arguments)
         if plan.hash != record.hash:
-            raise InvalidInput(
-                f"the plan's inputs give hash {plan.hash}, the text says {record.hash}: it was edited; make the plan "
-                "anew"
-            )
+            raise InvalidInput(f"the plan has hash {plan.hash}, its text {record.hash}: it was edited; make it anew")
         return plan
 
     def picture(self, *, ascii: bool = False, width: int | None = None) -> str:
@@ -286,22 +253,16 @@ class Plan(Value):
             "ranks": self.ranks,
             "layout": layout.name,
             "schedule": self.schedule,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "value_dim": self.value_dim,
-            "dtype": self.dtype,
+            **self.sizes,
             "batch": self.batch * self.layout.stacked,
-            "comm_dtype": self.comm_dtype,
-            "rotate": self.rotate,
         }
 
 
 def build_plan(
     pattern: Pattern, *, tokens: int, ranks: int, schedule: str, layout: str | Layout = DEFAULT_LAYOUT, **sizes: Any
 ) -> Plan:
-    """The plan with a named layout and schedule, and sizes as `check_sizes` takes them. Raises InvalidInput."""
-    checked = check_sizes(**sizes)
+    """The plan with a named layout and schedule, and `PlanSizes`. Raises InvalidInput."""
+    checked = PlanSizes(**sizes)
     pattern.check(tokens, checked.heads)
     partition = make_layout(layout, tokens=tokens, ranks=ranks, pattern=pattern, heads=checked.heads)
     name = resolve(schedule, ranks, checked.heads, checked.kv_heads)
@@ -317,14 +278,11 @@ def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes) -> 
     for a batch of another size.
     """
     rows = bound.rows
-    if rows is None:
-        return Plan(bound, layout, schedule, *sizes)
-    if rows != sizes.batch:
-        raise InvalidInput(
-            f"the pattern has {rows} rows of documents, and the batch has {sizes.batch}; give one list of lengths for "
-            f"each element of the batch, or try batch={rows}"
-        )
-    from ..layout.stacked import stack_rows  # few batches have rows with patterns of their own
-    from ..pattern.stacked import RowByRow
+    if rows is not None:
+        if rows != sizes.batch:
+            raise InvalidInput(f"the pattern has {rows} rows of documents, and the batch has {sizes.batch} rows")
+        from ..layout.stacked import stack_rows  # few batches have rows with patterns of their own
+        from ..pattern.stacked import RowByRow
 
-    return Plan(RowByRow(bound, layout.tokens), stack_rows(layout, rows), schedule, *sizes._replace(batch=1))
+        bound, layout, sizes = RowByRow(bound, layout.tokens), stack_rows(layout, rows), replace(sizes, batch=1)
+    return Plan(pattern=bound, layout=layout, schedule=schedule, **sizes.sizes)

@@ -15,21 +15,18 @@ class Rotation:
 
     `keys` is the schedule of blocks of keys, `queries` the schedule of blocks of queries, and `size` gives the bytes of
     a part of a message. `rotate="auto"` takes the form that sends fewer bytes, and keys where both send as many; for a
-    double ring, which is there to spare the links between nodes, it compares the bytes on these links first. Where
-    messages are rounded (`rounds`), it takes keys: rounded queries would give other weights than the forward's.
+    double ring, which is there to spare the links between nodes, it compares the bytes on these links first.
     """
 
-    def __init__(
-        self, keys: Schedule, queries: Schedule, rotate: str, size: Callable[[Part], int], *, rounds: bool
-    ) -> None:
-        self.keys, self.queries, self.rotate, self.size, self.rounds = keys, queries, rotate, size, rounds
+    def __init__(self, keys: Schedule, queries: Schedule, rotate: str, size: Callable[[Part], int]) -> None:
+        self.keys, self.queries, self.rotate, self.size = keys, queries, rotate, size
 
     @cached_property
     def chosen(self) -> str:
         """What travels: "keys" or "queries"."""
         if self.rotate != "auto":
             return self.rotate
-        if self.rounds or self.keys.demand.layout.ranks == 1:
+        if self.keys.demand.layout.ranks == 1:
             return "keys"
         keys, queries = self.count_bytes()
         return "queries" if queries < keys else "keys"

@@ -7,14 +7,14 @@ off these tables.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..cache import Cache
 from ..layout.regular import Layout, Striped
-from ..pattern.base import Runs
+from ..pattern.base import Pattern, Run, Side
 from ..pattern.ranges import join_runs
 from .row_sets import NO_ROWS, WHOLE_BLOCK, Ranges, RowSet, RowSets, to_numbers, to_ranges
 
@@ -144,11 +144,12 @@ class RunReach(RowReach):
     A rank whose rows lie left of a run needs rows from the start of the run, a rank to the right rows up to its end.
     """
 
-    def __init__(self, layout: Layout, runs: _Runs, needed: Runs, heads: int) -> None:
+    def __init__(self, layout: Layout, runs: _Runs, needed: Run, heads: int) -> None:
         super().__init__(layout, runs.blocks, heads)
+        lows, highs = (np.broadcast_to(x, runs.first.shape) for x in needed)
         # A later run needs as much or more to its right, so that the nearest of the runs of a rank decides.
-        first = np.append(needed[1] + 1, 0).take(runs.left) - runs.begin
-        last = runs.begin + runs.length - np.append(needed[0], layout.tokens).take(runs.right)
+        first = np.append(highs + 1, 0).take(runs.left) - runs.begin
+        last = runs.begin + runs.length - np.append(lows, layout.tokens).take(runs.right)
         #: How many of the first and of the last rows of a run a rank needs, by distance: int64 [2, runs, ranks].
         self._ends = np.maximum(np.minimum((first, last), runs.length), 0)
         self._runs, ranks = runs, layout.ranks
@@ -293,24 +294,17 @@ def _find_runs(mask: np.ndarray) -> Ranges:
     return tuple(map(range, edges[::2], edges[1::2]))
 
 
-def find_row_reach(
-    layout: Layout,
-    owners: Sequence[int],
-    heads: int,
-    find_needed: Callable[[np.ndarray, np.ndarray], Runs | None],
-    find_readers: Callable[[np.ndarray], Runs | None],
-) -> RowReach | None:
+def find_row_reach(pattern: Pattern, side: Side, layout: Layout, owners: Sequence[int], heads: int) -> RowReach | None:
     """The reach of the blocks of `owners`, or of all blocks; None where ranks do not need runs of rows.
 
-    Also None where tables would be too large. `heads` are the heads of a block. The functions are `needed_runs` and
-    `reader_runs` of a `BlockDemand`.
+    Also None where tables would be too large. The blocks hold keys or queries (`side`) of `heads` heads.
     """
     ranks, tokens = layout.ranks, layout.tokens
     if isinstance(layout, Striped) and 0 < tokens <= MOST_TOKENS and ranks <= MOST_RANKS:
         up, down = np.empty((2, tokens), dtype=np.int16)
         for part in _parts(tokens):
             positions = np.arange(part.start, part.stop)
-            readers = find_readers(positions)
+            readers = pattern.run("queries" if side == "keys" else "keys", positions, positions)
             if readers is None:
                 return None
             places = np.maximum(readers[0], 0), positions, np.minimum(readers[1], tokens - 1)
@@ -321,5 +315,5 @@ def find_row_reach(
         return None
     owners = range(ranks) if ranks <= TABLE_ALL else tuple(owners)
     runs = _layouts.answer((layout, owners), lambda: _list_runs(layout, owners))
-    needed = None if runs is None else find_needed(runs.first, runs.last)
+    needed = None if runs is None else pattern.run(side, runs.first, runs.last)
     return None if runs is None or needed is None else RunReach(layout, runs, needed, heads)

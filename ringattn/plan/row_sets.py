@@ -1,9 +1,9 @@
-"""Sets of rows of a block: which local rows of which heads travel, without the rows that no rank needs."""
+"""Sets of rows of a block: which local rows of which heads travel, and which rows two sets share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Final, final
@@ -12,8 +12,9 @@ import numpy as np
 
 from ..cache import Value
 from ..pattern.ranges import merge_runs
-from .work import Work
 
+#: A copy of rows is written as slices up to this many, as an index list above.
+MAX_SLICES = 16
 #: Numbers in ascending order, as ranges of which none begins before the range before it has ended.
 Ranges = tuple[range, ...]
 
@@ -182,74 +183,6 @@ def to_numbers(ranges: Ranges) -> np.ndarray:
     return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
-class RowPlaces:
-    """Where rows of a block are in the tensor of a row set, kept from work to work."""
-
-    def __init__(self, row_set: RowSet) -> None:
-        self.index = row_set.index
-        self._numbers = tuple(map(to_numbers, row_set.rows))
-        self._located: dict[tuple[int, Ranges], Ranges] = {}
-
-    def locate(self, head: int, runs: Ranges) -> Ranges:
-        """The indices among the rows of a head of the members of `runs`, as ranges in the same order."""
-        key = 0 if len(self._numbers) == 1 else self.index[head], runs
-        if key not in self._located:
-            numbers = self._numbers[key[0]]
-            self._located[key] = tuple(part for run in runs for part in _locate_run(numbers, run))
-        return self._located[key]
-
-
-def _locate_run(numbers: np.ndarray, run: range) -> Ranges:
-    """The indices among ascending `numbers` of the members of `run`."""
-    first, last = np.searchsorted(numbers, (run[0], run[-1])).tolist()
-    assert last < len(numbers) and numbers[last] == run[-1], "a work needs rows that the row set does not hold"
-    if last - first == len(run) - 1:
-        return (range(first, last + 1),)
-    return to_ranges(np.searchsorted(numbers, np.arange(run.start, run.stop, run.step)))
-
-
-def restrict_works(works: Iterable[Work], row_set: RowSet, group: int) -> Iterator[Work]:
-    """Works on a whole block as works on the tensor of `row_set`, which must hold the key rows that they need.
-
-    `group` query heads share a key/value head. Heads whose rows have different places in the tensor become works of
-    their own.
-    """
-    places = RowPlaces(row_set)
-    for work in works:
-        whole_groups = len(work.heads) != len(work.kv)  # else one query head for each key/value head
-        chain: list[tuple[int, int, Ranges]] = []
-        for place, head in enumerate(work.kv):
-            if head not in row_set.index:
-                continue
-            link = (place, row_set.index[head], places.locate(head, work.k))
-            if chain and not _continues(chain, link, whole_groups):
-                yield _restrict(work, chain, group if whole_groups else 0)
-                chain = []
-            chain.append(link)
-        if chain:
-            yield _restrict(work, chain, group if whole_groups else 0)
-
-
-def _continues(chain: list[tuple[int, int, Ranges]], link: tuple[int, int, Ranges], consecutive: bool) -> bool:
-    """Whether a head has the rows of the chain, and equal distances in the work and in the row set.
-
-    A link is (index of the head in the work, index of the head in the row set, rows).
-    """
-    step = link[0] - chain[-1][0], link[1] - chain[-1][1]
-    if link[2] != chain[-1][2] or step[1] < 1 or (consecutive and step[0] != 1):
-        return False
-    return len(chain) == 1 or step == (chain[1][0] - chain[0][0], chain[1][1] - chain[0][1])
-
-
-def _restrict(work: Work, chain: list[tuple[int, int, Ranges]], group: int) -> Work:
-    """The work for the key/value heads of a chain; `group` = 0: one query head for each key/value head."""
-    (first, place, runs), (last, end, _) = chain[0], chain[-1]
-    kv = range(place, end + 1, (end - place) // max(len(chain) - 1, 1) or 1)
-    step = (last - first) // max(len(chain) - 1, 1) or 1
-    heads = work.heads[first * group : (last + 1) * group] if group else work.heads[first : last + 1 : step]
-    return replace(work, heads=heads, kv=kv, k=runs)
-
-
 def _mask(row_sets: RowSets, head: int, rows: int) -> np.ndarray:
     """Which rows of one head the sets hold: bool [rows]."""
     mask = np.zeros(rows, dtype=bool)
@@ -326,3 +259,71 @@ def group_heads(per_head: list[Ranges], rows: int) -> RowSets:
         shared = len(set(rows_of_heads)) == 1
         row_sets.append(RowSet(tuple(heads), (rows_of_heads[0],) if shared else tuple(rows_of_heads)))
     return tuple(row_sets)
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """Rows that are in the tensors of two row sets: the indices of their heads and rows in either tensor."""
+
+    to_heads: range
+    to_rows: range | np.ndarray
+    from_heads: range
+    from_rows: range | np.ndarray
+
+
+def find_copies(target: RowSet | AllRows, source: RowSet | AllRows, heads: int, rows: int) -> tuple[RowCopy, ...]:
+    """The copies that bring all shared rows from the tensor of `source` to the tensor of `target`.
+
+    Both are row sets of one block of `heads` heads and `rows` rows.
+    """
+    whole = RowSet(tuple(range(heads)), ((range(rows),),))
+    to, of = (row_set if isinstance(row_set, RowSet) else whole for row_set in (target, source))
+    shared_heads = [head for head in to.heads if head in of.index]
+    if len(to.rows) == len(of.rows) == 1 and shared_heads:
+        to_heads, of_heads = (as_range([side.index[head] for head in shared_heads]) for side in (to, of))
+        if to_heads is not None and of_heads is not None:
+            return tuple(RowCopy(to_heads, a, of_heads, b) for a, b in _shared_rows(to.rows[0], of.rows[0]))
+    copies: list[RowCopy] = []
+    for head in shared_heads:
+        x, y = to.index[head], of.index[head]
+        rows_of_head = _shared_rows(to.rows_of(head), of.rows_of(head))
+        copies += [RowCopy(range(x, x + 1), a, range(y, y + 1), b) for a, b in rows_of_head]
+    return tuple(copies)
+
+
+def _shared_rows(to: Ranges, of: Ranges) -> Iterator[tuple[range | np.ndarray, range | np.ndarray]]:
+    """(indices in `to`, indices in `of`) of the members that both ascending lists of rows share."""
+    if to == of:
+        yield range(sum(map(len, to))), range(sum(map(len, of)))
+        return
+    if _indexes_itself(of, to):
+        yield from _index(to)
+        return
+    if _indexes_itself(to, of):
+        yield from ((b, a) for a, b in _index(of))
+        return
+    _, a, b = np.intersect1d(to_numbers(to), to_numbers(of), assume_unique=True, return_indices=True)
+    x, y = to_ranges(a), to_ranges(b)
+    if max(len(x), len(y)) > MAX_SLICES:
+        yield a, b
+        return
+    # Split both at the ends of the ranges of either, so that each slice of `to` is one slice of `of`.
+    ends = sorted({0, *np.cumsum([len(r) for r in x]).tolist(), *np.cumsum([len(r) for r in y]).tolist()})
+    for start, stop in pairwise(ends):
+        yield to_ranges(a[start:stop])[0], to_ranges(b[start:stop])[0]
+
+
+def _indexes_itself(rows: Ranges, others: Ranges) -> bool:
+    """Whether `rows` are 0, 1, 2 ... up to the last of `others` at least, so that each of `others` is its own index."""
+    return len(rows) == 1 and (rows[0].start, rows[0].step) == (0, 1) and others[-1][-1] < len(rows[0])
+
+
+def _index(rows: Ranges) -> Iterator[tuple[range | np.ndarray, range | np.ndarray]]:
+    """(indices among `rows`, rows), in slices or as index lists."""
+    if len(rows) > MAX_SLICES:
+        yield np.arange(sum(map(len, rows))), to_numbers(rows)
+        return
+    first = 0
+    for run in rows:
+        yield range(first, first + len(run)), run
+        first += len(run)

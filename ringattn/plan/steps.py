@@ -63,22 +63,14 @@ class Step:
         return bool(self.sends or self.recvs or self.visits)
 
     @property
-    def posts(self) -> tuple[Batch, ...]:
-        """The messages of the step, in batches that are waited for together."""
+    def posts(self) -> list[tuple[int, tuple[Hop, ...], tuple[Hop, ...]]]:
+        """(`Hop.until`, sends, receives) of the messages that are posted, and waited for, together."""
+
+        def due(hops: tuple[Hop, ...], end: int) -> tuple[Hop, ...]:
+            return tuple([hop for hop in hops if hop.until == end])
+
         ends = sorted({hop.until for hop in (*self.sends, *self.recvs)})
-        return tuple(
-            Batch(end, *(tuple(hop for hop in hops if hop.until == end) for hops in (self.sends, self.recvs)))
-            for end in ends
-        )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Messages of one step that are in flight until the end of step `until`."""
-
-    until: int
-    sends: tuple[Hop, ...]
-    recvs: tuple[Hop, ...]
+        return [(end, due(self.sends, end), due(self.recvs, end)) for end in ends]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..plan.plan import Plan
-from ..plan.row_overlap import RowCopy
-from ..plan.row_sets import as_range
+from ..plan.row_sets import RowCopy, as_range
 from ..plan.steps import Hop, Kind, Part, Step
 from .message_buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
 from .rank_run import BatchPost, BatchWait, Copy, Numbers

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..plan.plan import Plan
-from ..plan.row_overlap import find_copies
-from ..plan.row_sets import ALL_ROWS
+from ..plan.row_sets import ALL_ROWS, find_copies
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Post, Program, drive
 from .message_buffers import message_views

@@ -10,9 +10,8 @@ from math import prod
 import torch
 
 from ..plan.plan import Plan
-from ..plan.row_overlap import RowCopy
-from ..plan.row_sets import RowSet
-from ..plan.steps import BLOCKS, SUMS, Batch, Hop, Part, Step
+from ..plan.row_sets import RowCopy, RowSet
+from ..plan.steps import BLOCKS, SUMS, Hop, Part, Step
 from .rank_run import ALL, BatchPost, BatchWait, Copy, Memory, Numbers, RowIndex, Tensors, View
 
 #: Shape and dtype of one tensor of a part.
@@ -137,7 +136,7 @@ class StepMessages(ABC):
 
     def start(self, index: int) -> tuple[BatchPost, ...]:
         """The messages that step `index` posts."""
-        return tuple([self._post(batch) for batch in self.steps[index].posts])
+        return tuple([self._post(*due) for due in self.steps[index].posts])
 
     def wait(self, index: int) -> Iterator[BatchWait]:
         """The waits for messages that are due at the end of step `index`."""
@@ -164,18 +163,18 @@ class StepMessages(ABC):
     def unpack(self, hop: Hop, buffer: Buffer) -> None:
         """Take in a message that has arrived."""
 
-    def _post(self, batch: Batch) -> BatchPost:
-        packed: list[tuple[Buffer, list[Part]]] = []
-        for hop in batch.sends:  # before the receives: packing can free buffers for them
-            packed.append(self.pack(hop))
-            self.sending.append(packed[-1][0])
-        received = [(hop, self.make_room(hop)) for hop in batch.recvs]
+    def _post(self, until: int, sends: Sequence[Hop], recvs: Sequence[Hop]) -> BatchPost:
+        sent: list[tuple[Buffer, list[Part]]] = []
+        for hop in sends:  # before the receives: packing can free buffers for them
+            sent.append(self.pack(hop))
+            self.sending.append(sent[-1][0])
+        received = [self.make_room(hop) for hop in recvs]
         ticket = self.recorder.tickets
         self.recorder.tickets += 1
-        self._open.append(_OpenBatch(batch.until, ticket, packed, received))
-        sends = tuple((hop.peer, hop.tag, b.data) for hop, (b, _) in zip(batch.sends, packed, strict=True))
-        recvs = tuple((hop.peer, hop.tag, buffer.data) for hop, buffer in received)
-        return BatchPost(self.recorder.collect(), sends, recvs, ticket)
+        self._open.append(_OpenBatch(until, ticket, sent, list(zip(recvs, received, strict=True))))
+        numbered_sends = tuple((hop.peer, hop.tag, buffer.data) for hop, (buffer, _) in zip(sends, sent, strict=True))
+        numbered_recvs = tuple((hop.peer, hop.tag, buffer.data) for hop, buffer in zip(recvs, received, strict=True))
+        return BatchPost(self.recorder.collect(), numbered_sends, numbered_recvs, ticket)
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
     Shapes are [B, heads, rows, width], and [B, heads, rows] for lse of visited queries.
     """
     if part.kind in (*BLOCKS, *SUMS):
-        dtype: torch.dtype = getattr(torch, plan.part_dtype(part, as_sent=as_sent))
+        dtype: torch.dtype = getattr(torch, plan.part_dtype(part.kind, as_sent=as_sent))
         ring_plan, _ = plan.ring_plan(0)
         heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout.rows(part.owner)
         if isinstance(part.row_set, RowSet):
@@ -241,7 +240,7 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
         return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
     # The exchange of a Ulysses group: rows of one member for the heads of one member, in full precision.
     rows = plan.layout.rows(part.owner)
-    heads, kv_heads = plan.sizes.member_heads(plan.ulysses_size)
+    heads, kv_heads = plan.member_heads(plan.ulysses_size)
     own: torch.dtype = getattr(torch, plan.dtype)
     if part.kind in ("qkv", "dqkv"):
         sizes = ((heads, plan.head_dim), (kv_heads, plan.head_dim), (kv_heads, plan.value_dim))

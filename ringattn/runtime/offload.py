@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import Cache
+from ..cache import Cache, cached
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, OutOfMemory, Unsupported
 from ..kernels.base import Kernel, positive, wide
@@ -47,6 +47,7 @@ class StreamedPlan(Plan):
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
         return self.for_rank(rank).forward
 
+    @cached
     def plan_rank(self, rank: int) -> RankPlan:
         return PullSchedule(self.demand).steps(rank)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..plan.row_overlap import RowCopy
+from ..plan.row_sets import RowCopy
 from ..transport.base import Message, Post, Program, Tags, Wait
 from .memory import empty
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..plan.plan import Plan
-from ..plan.row_overlap import RowCopy, find_copies
+from ..plan.row_sets import RowCopy, find_copies
 from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
 from .message_buffers import Buffer, Recorder, StepMessages, tensor_specs
 from .rank_run import BatchWait, Numbers

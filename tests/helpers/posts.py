@@ -31,7 +31,7 @@ def planned_posts(plan: Plan, rank: int, *, backward: bool) -> list[Batch]:
         return [Op(sends, hop.peer, hop.tag, size) for hop, size in zip(hops, sizes, strict=True)]
 
     steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
-    return [read(batch.recvs, sends=False) + read(batch.sends, sends=True) for step in steps for batch in step.posts]
+    return [read(recvs, sends=False) + read(sends, sends=True) for step in steps for _, sends, recvs in step.posts]
 
 
 def find_violation(posts: Sequence[Sequence[Batch]]) -> str | None:

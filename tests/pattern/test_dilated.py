@@ -74,7 +74,7 @@ def test_a_plan_binds_the_heads() -> None:
     assert ra.Plan.from_json(plan.to_json()) == plan
     union = make_plan(pattern & Causal(), tokens=32, ranks=2, heads=3)
     assert union.pattern.branches == 1 and union.pattern.output_scale == 0.5
-    with pytest.raises(InvalidInput, match="must know how many there are"):
+    with pytest.raises(InvalidInput, match="must know how many heads there are"):
         pattern.count(range(4), range(4))
 
 

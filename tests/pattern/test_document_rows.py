@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ringattn import Causal, Documents, InvalidInput, Sinks, Window, parse_pattern
+from ringattn.pattern.base import Side
 from ringattn.pattern.stacked import RowByRow
 
 ROWS = Documents([[3, 5], [8], [1, 7]])
@@ -55,8 +56,10 @@ def test_rows_one_after_another_see_what_each_sees(pattern: Documents) -> None:
                         found[x, y] += 1
         assert (found == expected).all()
         assert stacked.count(q, k) == expected.sum()
-        assert {x for _, rows in stacked.keys(q, k) for x in rows} == set(np.flatnonzero(expected.any(0)).tolist())
-        assert {x for _, rows in stacked.queries(q, k) for x in rows} == set(np.flatnonzero(expected.any(1)).tolist())
+        sides: tuple[tuple[Side, int], ...] = (("keys", 0), ("queries", 1))
+        for side, axis in sides:
+            paired = {x for _, rows in stacked.paired(side, q, k) for x in rows}
+            assert paired == set(np.flatnonzero(expected.any(axis)).tolist())
 
 
 def test_runs_of_rows_end_with_the_row() -> None:
@@ -65,6 +68,6 @@ def test_runs_of_rows_end_with_the_row() -> None:
     for first in range(24):
         for last in range(first, 24):
             keys, queries = mask[first : last + 1].any(0).nonzero()[0], mask[:, first : last + 1].any(1).nonzero()[0]
-            assert stacked.key_run(first, last) == (keys[0], keys[-1])
-            assert stacked.query_run(first, last) == (queries[0], queries[-1])
-    assert RowByRow(ROWS & Sinks(2), 8).key_run(0, 9) is None
+            assert stacked.run("keys", first, last) == (keys[0], keys[-1])
+            assert stacked.run("queries", first, last) == (queries[0], queries[-1])
+    assert RowByRow(ROWS & Sinks(2), 8).run("keys", 0, 9) is None

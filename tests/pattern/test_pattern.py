@@ -11,6 +11,7 @@ from strategies import pairs, patterns, ranges
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Sinks, Strided, Window, mix, parse_pattern
 from ringattn.pattern import Tile
+from ringattn.pattern.base import Side
 from ringattn.pattern.ranges import clip
 
 sized = st.integers(0, 25).flatmap(lambda n: st.tuples(st.just(n), patterns(n)))
@@ -131,9 +132,10 @@ def test_rows_that_see_and_are_seen(case: tuple[int, Pattern], q: range, k: rang
     q, k = clip(q, 0, tokens - 1), clip(k, 0, tokens - 1)
     truth = pattern.mask(tokens, heads)
     pattern = pattern.bind(heads, tokens)
-    for find, rows, axis in ((pattern.queries, q, 1), (pattern.keys, k, 0)):
+    sides: tuple[tuple[Side, range, int], ...] = (("queries", q, 1), ("keys", k, 0))
+    for side, rows, axis in sides:
         found: list[set[int]] = [set() for _ in range(heads)]
-        for seeing, part in find(q, k, range(heads)):
+        for seeing, part in pattern.paired(side, q, k, range(heads)):
             for head in seeing:
                 found[head].update(part)
         for head in range(heads):

@@ -66,7 +66,7 @@ def test_trimmed_rows_all_see_a_key(raw: Tile) -> None:
 def test_needed_rows(raw: Tile) -> None:
     tile = trimmed(raw)
     if tile is not None:
-        for found, place in ((tile.query_rows(), 1), (tile.key_rows(), 2)):
+        for found, place in ((tile.rows("queries"), 1), (tile.rows("keys"), 2)):
             rows = [x for part in found for x in part]
             assert sorted(rows) == sorted({pair[place] for pair in pairs(raw)})
 

@@ -8,7 +8,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, Pattern, Sinks, Strided, Window, mix
-from ringattn.plan.steps import Batch
+from ringattn.plan.steps import Hop
 
 PATTERNS: tuple[Pattern, ...] = (
     Full(),
@@ -37,14 +37,16 @@ def posted(plan: ra.Plan, rank: int, backward: bool) -> list[Posted]:
     """The batches of a rank, in order."""
     steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
 
-    def names(batch: Batch) -> tuple[tuple[Name, ...], tuple[Name, ...]]:
-        sizes = [[sum(map(plan.part_bytes, hop.parts)) for hop in hops] for hops in (batch.sends, batch.recvs)]
-        return (
-            tuple((rank, hop.peer, hop.tag, size) for hop, size in zip(batch.sends, sizes[0], strict=True)),
-            tuple((hop.peer, rank, hop.tag, size) for hop, size in zip(batch.recvs, sizes[1], strict=True)),
-        )
+    def names(hops: tuple[Hop, ...], *, sends: bool) -> tuple[Name, ...]:
+        ends = [(rank, hop.peer) if sends else (hop.peer, rank) for hop in hops]
+        sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]
+        return tuple((*pair, hop.tag, size) for pair, hop, size in zip(ends, hops, sizes, strict=True))
 
-    return [Posted(index, *names(batch)) for index, step in enumerate(steps) for batch in step.posts]
+    return [
+        Posted(index, names(sends, sends=True), names(recvs, sends=False))
+        for index, step in enumerate(steps)
+        for _, sends, recvs in step.posts
+    ]
 
 
 def undone(batches: dict[int, list[Posted]]) -> dict[int, Posted]:

@@ -17,8 +17,8 @@ import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Full, InvalidInput, Pattern, Plan, Window, make_plan
 from ringattn.kernels.base import wide
 from ringattn.kernels.pad import EXTRA, delta, with_delta
-from ringattn.plan.query_demand import restrict_queries
-from ringattn.plan.row_sets import AllRows, RowPlaces, RowSet, to_numbers, to_ranges
+from ringattn.plan.lowering import restrict_queries
+from ringattn.plan.row_sets import AllRows, RowSet, to_numbers, to_ranges
 from ringattn.plan.steps import Part, RankPlan
 from ringattn.plan.work import Work
 from ringattn.runtime.message_buffers import message_views, place_parts
@@ -168,7 +168,7 @@ def test_a_work_is_split_where_a_cut_holds_its_rows_apart(
         cut = RowSet((0, 2, 3), (to_ranges(np.array(sorted(others | set(rows)))),))
         found = np.zeros((count, stop), dtype=int)
         index = {row: place for place, row in enumerate(to_numbers(cut.rows[0]))}
-        for part in restrict_queries(work, RowPlaces(cut)):
+        for part in restrict_queries([work], cut):
             assert (part.heads, part.kv) == (range(1, 3), range(1, 3))
             inside = np.zeros((1, cut.count, stop), dtype=int)
             mark_pairs(inside, replace(part, heads=range(1)), _All())  # type: ignore[arg-type]
@@ -305,7 +305,7 @@ def test_rounded_queries_are_exact_up_to_their_rounding() -> None:
     assert 1e-6 < max(errors(Result(out, oracle.lse, grads), oracle)) < 0.02
     plan = make_plan(Causal(), tokens=96, ranks=4, heads=2, head_dim=8, comm_dtype="bfloat16", rotate="queries")
     part = Part("row", 1)
-    assert plan.part_dtype(part) == "float32" and plan.part_bytes(part) == 24 * 2 * 2 * 4
+    assert plan.part_dtype(part.kind) == "float32" and plan.part_bytes(part) == 24 * 2 * 2 * 4
     assert plan.part_bytes(Part("q", 1)) == 24 * 2 * 16 * 2 and plan.part_bytes(Part("dq", 1)) == 24 * 2 * 8 * 2
 
 

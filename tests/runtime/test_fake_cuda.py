@@ -13,7 +13,7 @@ from fake_cuda import CUDA, NoMessages, Record, fake_cuda, recorded
 import ringattn as ra
 from ringattn.kernels.aten_cuda import AtenCuda
 from ringattn.nn import MultiheadRingAttention
-from ringattn.plan import row_overlap
+from ringattn.plan import row_sets
 from ringattn.planner import make_plan
 from ringattn.runtime.executor import Job, backward, forward
 from ringattn.transport.base import drive
@@ -105,7 +105,7 @@ def test_launches_devices_and_copies(name: str, monkeypatch: pytest.MonkeyPatch)
     """The first call of a plan may bring index lists to the device. No other call brings or fetches anything."""
     ring = RINGS[name]
     if name == "index lists":
-        monkeypatch.setattr(row_overlap, "MAX_SLICES", 0)
+        monkeypatch.setattr(row_sets, "MAX_SLICES", 0)
     with fake_cuda(monkeypatch):
         visits, *records = run(ring)
         if name in WITH_INDICES:

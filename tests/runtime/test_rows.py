@@ -68,11 +68,11 @@ def test_padding_and_learned_sinks_are_those_of_each_row() -> None:
 
 def test_what_a_pattern_of_rows_is_not() -> None:
     pattern, q = Causal() & ROWS, torch.zeros(2, 1, TOKENS, 8)
-    with pytest.raises(InvalidInput, match=r"3 rows of documents, and the batch has 2.*try batch=3"):
+    with pytest.raises(InvalidInput, match=r"3 rows of documents, and the batch has 2 rows"):
         ra.virtual_attention(q, q, q, pattern, ranks=2)
     with pytest.raises(InvalidInput, match="batch has 1"):
         ra.make_plan(pattern, tokens=TOKENS, ranks=2)
-    with pytest.raises(InvalidInput, match=r"one sequence; take the pattern of one row, pattern.row\(0\)"):
+    with pytest.raises(InvalidInput, match=r"one sequence is asked; try .row\(0\)"):
         pattern.mask(TOKENS)
     with pytest.raises(InvalidInput, match=r"batches of \['2', '3'\] rows"):
         ra.make_plan(pattern & Documents([[29], [28, 1]]), tokens=TOKENS, ranks=2, batch=3)

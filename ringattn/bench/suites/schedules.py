@@ -11,7 +11,7 @@ import torch
 from ...functional import attention, ring_attention
 from ...pattern import parse_pattern
 from ...plan.plan import Plan
-from ...plan.steps import Batch, Hop, Step
+from ...plan.steps import Hop, Step
 from ...planner import make_plan
 from ...transport.base import Message, Post, Transport
 from ..case import (
@@ -187,11 +187,11 @@ def _make_messages(schedule: str) -> Callable[[Context], Run]:
                 for hop in hops
             )
 
-        def make_posts(steps: tuple[Step, ...]) -> list[list[tuple[Batch, Post]]]:
+        def make_posts(steps: tuple[Step, ...]) -> list[list[tuple[int, Post]]]:
             return [
                 [
-                    (batch, Post(make_messages(batch.sends), make_messages(batch.recvs), f"step {i}"))
-                    for batch in step.posts
+                    (end, Post(make_messages(sends), make_messages(recvs), f"step {i}"))
+                    for end, sends, recvs in step.posts
                 ]
                 for i, step in enumerate(steps)
             ]
@@ -204,7 +204,7 @@ def _make_messages(schedule: str) -> Callable[[Context], Run]:
             for steps in programs:
                 tickets: list[tuple[int, Any]] = []
                 for index, step in enumerate(steps):
-                    tickets += [(batch.until, transport.post(post)) for batch, post in step]
+                    tickets += [(until, transport.post(post)) for until, post in step]
                     for until, ticket in tickets:
                         if until == index:
                             transport.wait(ticket)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ...errors import InvalidInput
 from ...registry import Registry
 from ...text import did_you_mean
-from ..block_demand import BlockDemand
+from ..demand import BlockDemand
 from .base import Schedule
 
 #: Schedules without Ulysses groups. Each is made of a `BlockDemand`, and of a number where its class says `numbered`.
@@ -45,10 +45,7 @@ def resolve(name: str, ranks: int | None = None, heads: int = 0, kv_heads: int =
     if ranks == 1 and number > 1:
         raise InvalidInput(f"schedule {name!r}: one rank cannot be nodes of {number}; try ring, or more ranks")
     if ranks is not None and (number < 1 or ranks % number):
-        raise InvalidInput(
-            f"schedule {name!r}: nodes of {number} ranks do not divide {ranks} ranks evenly; try {kind} with "
-            f"{_divisors(ranks)}"
-        )
+        raise InvalidInput(f"schedule {name!r}: nodes do not divide {ranks} ranks; try {kind} with {_divisors(ranks)}")
     return f"{kind}({number})"
 
 
@@ -81,15 +78,10 @@ def _check_ulysses(name: str, size: int, ranks: int | None, heads: int, kv_heads
             continue
         if number == 1 and size > 1:
             what = what.removesuffix("s")
-            raise InvalidInput(
-                f"schedule {name!r}: Ulysses groups of {size} ranks exchange tokens for heads, and there is only one "
-                f"{what}; try ring, or more {what}s"
-            )
+            raise InvalidInput(f"schedule {name!r}: Ulysses groups of {size} ranks, but only one {what}; try ring")
         if size < 1 or (number and number % size):
-            raise InvalidInput(
-                f"schedule {name!r}: Ulysses groups of {size} ranks do not divide {number} {what} evenly; try ulysses "
-                f"with {_divisors(number or 1)}, or ring"
-            )
+            divisors = _divisors(number or 1)
+            raise InvalidInput(f"schedule {name!r}: {size} does not divide {number} {what}; try sizes {divisors}")
 
 
 def _divisors(number: int) -> str:
@@ -104,10 +96,7 @@ def _parse(name: str) -> tuple[str, int | None]:
     kind = match[1] if match else name
     before = name.partition("(")[0].strip()
     if before in SCHEDULES and _numbered(before) and (match is None or not match[2]):
-        raise InvalidInput(
-            f"schedule {name!r}: {before} takes the number of ranks of a node and nothing else; try {before}(2) or "
-            f"{before}(ranks_per_node=2)"
-        )
+        raise InvalidInput(f"schedule {name!r}: {before} takes the number of ranks of a node; try {before}(2)")
     if match is None or kind not in SCHEDULES or _numbered(kind) != bool(match[2]):
         hint = did_you_mean(kind, [*SCHEDULES, "ulysses", "auto"]) if kind not in (*SCHEDULES, "ulysses") else ""
         raise InvalidInput(f"unknown schedule {name!r}; {hint}expected {', '.join(list_spellings())}")

@@ -7,7 +7,7 @@ from math import lcm
 from typing import ClassVar
 
 from ...layout.regular import Contiguous
-from ..block_demand import BlockDemand
+from ..demand import BlockDemand
 from ..steps import Part, Step
 
 #: Of up to EXACT ranks the bytes of all blocks are counted, of more the bytes of SAMPLED blocks.

@@ -7,7 +7,7 @@ from itertools import islice
 
 from .base import EXACT
 from .relay import runs, search
-from .route import LATEST, Edge, MovedRows, Route
+from .route import LATEST, Edge, Route
 
 
 class DirectSchedule(Route):
@@ -57,8 +57,8 @@ class DirectSchedule(Route):
     def served(self, edge: Edge) -> tuple[range, ...]:
         return (range(edge.target, edge.target + 1),)
 
-    def count_moved(self, owners: Sequence[int]) -> MovedRows:
-        return MovedRows(sum(map(self._count_sent, owners)))
+    def count_moved(self, owners: Sequence[int]) -> int:
+        return sum(map(self._count_sent, owners))
 
     def _count_sent(self, owner: int) -> int:
         """The number of rows of all heads that an owner sends.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..block_demand import BlockDemand
+from ..demand import BlockDemand
 from .base import EXACT, representatives
 from .relay import Way, rows_along, runs
 from .route import Edge, Route
@@ -73,15 +73,37 @@ class DoubleRingSchedule(Route):
         rows of all ranks.
         """
         if self.demand.layout.ranks <= EXACT:
-            return super().count_backward_bytes(block, sums, queries=queries)
+            _, every = super().count_backward_bytes(block, sums, queries=queries)
+            return self._count_between_nodes(block, sums, queries=queries), every
         demand = self.demand.on_layout(self.demand.layout.grouped(self.ranks_per_node))
         way = Way(+1, demand.layout.ranks - 1)
         sent = 0
         for owner in representatives(demand):
-            rows = rows_along(demand, owner, way)
+            rows = rows_along(demand, [owner], way)
             kept = 0 if queries else min(rows, demand.block_heads * demand.layout.rows(owner))
             sent += rows * (block + sums) - kept * block
         return sent, sent
+
+    def _count_between_nodes(self, block: int, sums: int, *, queries: bool) -> int:
+        """Bytes between nodes of a backward. Blocks or sums follow the edges, the others go from owner to reader."""
+        follows, skips = (block, sums) if queries else (sums, block)
+        sent = 0
+        for owner in range(self.demand.layout.ranks):
+            for edge, siblings in self.edges_of(owner):
+                if self._crosses(edge.source, edge.target):
+                    carried = self.carried(edge)
+                    sent += follows * self._count(owner, carried)
+                    if edge.source != owner:  # a row that two sibling edges carry comes back on one of them
+                        sent += skips * self._count(owner, self.returned(edge, carried, siblings))
+                if self._crosses(owner, edge.target):
+                    sent += skips * self._count(owner, self.stopping(edge))
+            if not queries:
+                kept = self.kept_rows(owner).items()
+                sent -= skips * sum(self._count(e.owner, rows) for e, rows in kept if self._crosses(e.owner, owner))
+        return sent
+
+    def _crosses(self, rank: int, other: int) -> bool:
+        return rank // self.ranks_per_node != other // self.ranks_per_node
 
     def _edge(self, owner: int, t: int, j: int) -> tuple[Edge, ...]:
         """The edge by which the block of `owner` gets to its step (t, j); () where no rank that it serves needs it."""

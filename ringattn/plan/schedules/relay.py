@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ...cache import cached
 from ...layout.regular import Layout
-from ..block_demand import BlockDemand, sampled
-from ..row_sets import RowSets
-from .route import Edge, MovedRows, Route
+from ..demand import BlockDemand, sampled
 
 
 class Way(NamedTuple):
@@ -181,7 +178,7 @@ def _count_all_carried(demand: BlockDemand, way: Way) -> np.ndarray | None:
 
 @cached
 def _rows_along_by_owner(demand: BlockDemand, way: Way) -> dict[int, int]:
-    """By owner, the answer of `rows_along`, for the blocks of `sampled_reach`; empty where there is no table."""
+    """By owner, the rows of `rows_along`, for the blocks of `sampled_reach`; empty where there is no table."""
     reach, carried = demand.sampled_reach, _count_carried(demand, way)
     if reach is None or carried is None:
         return {}
@@ -189,31 +186,24 @@ def _rows_along_by_owner(demand: BlockDemand, way: Way) -> dict[int, int]:
     return dict(zip(reach.blocks, rows.tolist(), strict=True))
 
 
-def rows_along(demand: BlockDemand, owner: int, way: Way) -> int:
-    """The number of rows of all heads that the block of `owner` sends along a way, summed over its hops."""
-    by_owner = _rows_along_by_owner(demand, way)
-    if owner in by_owner:
-        return by_owner[owner]
-    hops = moved = 0
-    for distance, rows in row_counts(demand, owner, way):
-        moved += (distance - hops) * rows
-        hops = distance
+def rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
+    """The number of rows of all heads that the blocks of `owners` send along a way, summed over their hops."""
+    by_owner, moved = _rows_along_by_owner(demand, way), 0
+    for owner in owners:
+        if owner in by_owner:
+            moved += by_owner[owner]
+            continue
+        hops = 0
+        for distance, rows in row_counts(demand, owner, way):
+            moved += (distance - hops) * rows
+            hops = distance
     return moved
-
-
-def sum_rows_along(demand: BlockDemand, owners: Sequence[int], way: Way) -> int:
-    """The sum of `rows_along` over the blocks of `owners`."""
-    carried = _count_all_carried(demand, way)
-    if carried is not None:
-        return int(carried[list(owners)].sum()) * demand.block_heads
-    by_owner = _rows_along_by_owner(demand, way)
-    return sum(by_owner[owner] if owner in by_owner else rows_along(demand, owner, way) for owner in owners)
 
 
 @lru_cache(maxsize=16)
 def _count_rows(layout: Layout) -> np.ndarray:
-    """The rows of each rank: int64 [ranks]."""
-    return np.array([layout.rows(rank) for rank in range(layout.ranks)])
+    """The rows of each rank: int64 [ranks, 1]."""
+    return np.array([[layout.rows(rank)] for rank in range(layout.ranks)])
 
 
 @cached
@@ -225,7 +215,7 @@ def kept_by_hop(demand: BlockDemand, way: Way) -> np.ndarray | None:
     carried, ranks = _count_all_carried(demand, way), demand.layout.ranks
     if carried is None:
         return None
-    rows = _count_rows(demand.layout)[:, None]
+    rows = _count_rows(demand.layout)
     stopping = np.diff(carried, axis=1, prepend=0)  # rows that arrive at a distance and go no further
     owners = (np.arange(ranks)[:, None] - way.sign * np.arange(way.limit, 0, -1)) % ranks
     size = stopping[owners, np.arange(way.limit)]
@@ -241,7 +231,7 @@ def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
     blocks = sampled(ranks)
     half = (Way(+1, ranks // 2), Way(-1, (ranks - 1) // 2))
     choices = [(Way(+1, ranks - 1),), (Way(-1, ranks - 1),), half]
-    totals = [sum(sum_rows_along(demand, blocks, way) for way in choice) for choice in choices]
+    totals = [sum(rows_along(demand, blocks, way) for way in choice) for choice in choices]
     full = sum(map(demand.layout.rows, blocks)) * demand.block_heads * ranks
     one_way = min(totals[:2])
     # On a tie a dense pattern takes one direction, which needs only two receive buffers; a local pattern takes the
@@ -249,52 +239,3 @@ def choose_ways(demand: BlockDemand) -> tuple[Way, ...]:
     if one_way < totals[2] or (one_way == totals[2] and 2 * one_way > full):
         return choices[totals.index(one_way)]
     return half
-
-
-class RouteAlongWays(Route):
-    """A route along `ways`, with a ring for each: what moves and what ranks keep is read from tables, where there are
-    any."""
-
-    ways: list[Way]
-
-    @abstractmethod
-    def edge(self, owner: int, ring: int, distance: int) -> Edge:
-        """The edge of the block of `owner` at a distance along the way `ring`."""
-
-    def arrival(self, rank: int, owner: int) -> Edge | None:
-        ranks = self.demand.layout.ranks
-        for ring, way in enumerate(self.ways):
-            distance = way.sign * (rank - owner) % ranks
-            if 0 < distance <= way.limit and distance <= reach(self.demand, owner, way):
-                return self.edge(owner, ring, distance)
-        return None
-
-    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
-        return carried  # a ring has no sibling edges
-
-    def count_moved(self, owners: Sequence[int]) -> MovedRows:
-        return MovedRows(sum(sum_rows_along(self.demand, owners, way) for way in self.ways))
-
-    def count_kept(self, ranks: Sequence[int]) -> tuple[int, int]:
-        tables = self._kept_by_ring
-        if tables is None:
-            return super().count_kept(ranks)
-        return sum(int(table.sum()) for table in tables) * self.demand.block_heads, 0
-
-    def is_kept(self, edge: Edge) -> bool:
-        tables = self._kept_by_ring
-        if tables is None:
-            return super().is_kept(edge)
-        return bool(tables[edge.ring][edge.target, -edge.step])
-
-    def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
-        if arrivals is not None or self._kept_by_ring is None:
-            return super().find_kept_rows(rank, arrivals)
-        return {edge: self.stopping(edge) for edge in self.arrivals(rank) if self.is_kept(edge)}
-
-    @cached_property
-    def _kept_by_ring(self) -> list[np.ndarray] | None:
-        """By ring, the answer of `kept_by_hop`; None where there is none."""
-        tables = [kept_by_hop(self.demand, way) for way in self.ways]
-        known = [table for table in tables if table is not None]
-        return known if len(known) == len(tables) else None

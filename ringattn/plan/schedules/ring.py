@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from heapq import merge
 
-from ..block_demand import BlockDemand
-from ..row_sets import WHOLE_BLOCK, RowSets
-from .relay import RouteAlongWays, Way, choose_ways, halve_way, passing, ranks_beyond, reach, row_counts
-from .route import Edge
+import numpy as np
 
-#: The schedule remembers of this many blocks how far they travel whole.
-REMEMBERED = 4096
+from ..demand import BlockDemand
+from ..row_sets import RowSets
+from .relay import choose_ways, halve_way, kept_by_hop, passing, ranks_beyond, reach, row_counts, rows_along
+from .route import Edge, Route
 
 
-class RingSchedule(RouteAlongWays):
-    """Every block goes along each way; the edge at distance d serves the ranks from d to the limit of the way."""
+class RingSchedule(Route):
+    """Every block goes along each way; the edge at distance d serves the ranks from d to the limit of the way.
+
+    What moves and what ranks keep is read from tables, where there are any.
+    """
 
     def __init__(self, demand: BlockDemand) -> None:
         super().__init__(demand)
         self.ways = [way for way in choose_ways(demand) if way.limit]
         self.rings = len(self.ways)
-        #: By (owner, way): a distance up to which the whole block travels.
-        self._whole_until: dict[tuple[int, int], int] = {}
-
-    def carried(self, edge: Edge) -> RowSets:
-        if self.demand.row_reach is not None:
-            return super().carried(edge)
-        # The rows that travel only shrink with the distance: a block that is whole at some distance was whole before.
-        key = edge.owner, edge.ring
-        if edge.step <= self._whole_until.get(key, 0):
-            return WHOLE_BLOCK
-        rows = super().carried(edge)
-        if rows == WHOLE_BLOCK:
-            if len(self._whole_until) >= REMEMBERED:
-                self._whole_until.pop(next(iter(self._whole_until)))
-            self._whole_until[key] = edge.step
-        return rows
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
         ranks = self.demand.layout.ranks
@@ -75,6 +62,42 @@ class RingSchedule(RouteAlongWays):
             yield self.edge((rank - way.sign * distance) % self.demand.layout.ranks, ring, distance)
 
     def edge(self, owner: int, ring: int, distance: int) -> Edge:
-        way: Way = self.ways[ring]
+        way = self.ways[ring]
         ranks, near = self.demand.layout.ranks, owner + way.sign * (distance - 1)
         return Edge(owner, near % ranks, (near + way.sign) % ranks, distance - 1, distance, ring)
+
+    def arrival(self, rank: int, owner: int) -> Edge | None:
+        ranks = self.demand.layout.ranks
+        for ring, way in enumerate(self.ways):
+            distance = way.sign * (rank - owner) % ranks
+            if 0 < distance <= way.limit and distance <= reach(self.demand, owner, way):
+                return self.edge(owner, ring, distance)
+        return None
+
+    def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
+        return carried  # a ring has no sibling edges
+
+    def count_moved(self, owners: Sequence[int]) -> int:
+        return sum(rows_along(self.demand, owners, way) for way in self.ways)
+
+    def count_kept(self, ranks: Sequence[int]) -> int:
+        tables = self._kept_by_ring
+        if tables is None:
+            return super().count_kept(ranks)
+        return sum(int(table.sum()) for table in tables) * self.demand.block_heads
+
+    def is_kept(self, edge: Edge) -> bool:
+        tables = self._kept_by_ring
+        return super().is_kept(edge) if tables is None else bool(tables[edge.ring][edge.target, -edge.step])
+
+    def find_kept_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
+        if arrivals is not None or self._kept_by_ring is None:
+            return super().find_kept_rows(rank, arrivals)
+        return {edge: self.stopping(edge) for edge in self.arrivals(rank) if self.is_kept(edge)}
+
+    @cached_property
+    def _kept_by_ring(self) -> list[np.ndarray] | None:
+        """By ring, the answer of `kept_by_hop`; None where there is none."""
+        tables = [kept_by_hop(self.demand, way) for way in self.ways]
+        known = [table for table in tables if table is not None]
+        return known if len(known) == len(tables) else None

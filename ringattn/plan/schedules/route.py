@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -36,19 +37,6 @@ class Edge(NamedTuple):
     post: int
     step: int
     ring: int = 0
-
-
-@dataclass(frozen=True)
-class MovedRows:
-    """How many rows of all heads the routes of some blocks move, summed over their edges."""
-
-    every: int
-    #: On edges between nodes.
-    outer: int = 0
-    #: On relayed edges between nodes; a row that two sibling edges carry counts once.
-    onward: int = 0
-    #: Rows that stop in another node than the node of their owner.
-    stopping: int = 0
 
 
 class Route(Schedule):
@@ -100,12 +88,16 @@ class Route(Schedule):
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
         """The edges of the block of `owner` on which rows arrive that go no further."""
-        todo = list(self.first_edges(owner))
+        return (edge for edge, _ in self.edges_of(owner) if self.stopping(edge) != NO_ROWS)
+
+    def edges_of(self, owner: int) -> Iterator[tuple[Edge, tuple[Edge, ...]]]:
+        """All edges of the block of `owner`, each with the edges on which its source passes the block on."""
+        todo: list[tuple[Edge, tuple[Edge, ...]]] = [(edge, ()) for edge in self.first_edges(owner)]
         while todo:
-            edge = todo.pop()
-            todo += self.next_edges(edge)
-            if self.stopping(edge) != NO_ROWS:
-                yield edge
+            edge, siblings = todo.pop()
+            next_edges = self.next_edges(edge)
+            todo += [(e, next_edges) for e in next_edges]
+            yield edge, siblings
 
     def returned(self, edge: Edge, carried: RowSets, siblings: Iterable[Edge] | None = None) -> RowSets:
         """Of the rows `carried` on a relayed edge those that the backward returns on it, and on no sibling before it.
@@ -253,53 +245,22 @@ class Route(Schedule):
         return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
-        """As in `Schedule`. Either blocks or sums follow all edges; the others go straight between owner and last
-        reader.
-
-        Where queries travel, blocks follow the edges. Where keys travel, sums do, and blocks skip rows that their
-        readers have kept since the forward.
-        """
-        follows, skips = (block, sums) if queries else (sums, block)
+        """As in `Schedule`. Where keys travel, blocks skip rows that their readers have kept since the forward."""
         owners = representatives(self.demand)
-        moved = self.count_moved(owners)
-        kept, kept_of_other_nodes = (0, 0) if queries else self.count_kept(owners)
-        every = moved.every * (block + sums) - kept * skips
-        if self.ranks_per_node == 1:
-            return every, every
-        return moved.outer * follows + (moved.onward + moved.stopping - kept_of_other_nodes) * skips, every
+        sent = self.count_moved(owners) * (block + sums) - (0 if queries else self.count_kept(owners) * block)
+        return sent, sent
 
-    def count_moved(self, owners: Sequence[int]) -> MovedRows:
-        """The rows that move on the edges of the blocks of `owners`."""
-        every = outer = onward = stopping = 0
-        for owner in owners:
-            todo: list[tuple[Edge, tuple[Edge, ...]]] = [(edge, ()) for edge in self.first_edges(owner)]
-            while todo:
-                edge, siblings = todo.pop()
-                next_edges = self.next_edges(edge)
-                todo += [(e, next_edges) for e in next_edges]
-                carried = self.carried(edge)
-                rows = self._count(owner, carried)
-                every += rows
-                if edge.source // self.ranks_per_node != edge.target // self.ranks_per_node:
-                    outer += rows
-                    onward += self._count(owner, self.returned(edge, carried, siblings)) if edge.source != owner else 0
-                if edge.target // self.ranks_per_node != owner // self.ranks_per_node:
-                    stopping += self._count(owner, self.stopping(edge))
-        return MovedRows(every, outer, onward, stopping)
+    def count_moved(self, owners: Sequence[int]) -> int:
+        """The rows of all heads that move on the edges of the blocks of `owners`, summed over the edges."""
+        return sum(self._count(owner, self.carried(edge)) for owner in owners for edge, _ in self.edges_of(owner))
 
-    def count_kept(self, ranks: Sequence[int]) -> tuple[int, int]:
-        """(rows, rows of other nodes) of all heads that `ranks` keep from the forward.
+    def count_kept(self, ranks: Sequence[int]) -> int:
+        """The rows of all heads that `ranks` keep from the forward.
 
         Of more than EXACT ranks, rows of the LATEST arrivals only: a rank where nothing stops has an arrival per rank.
         """
-        every = of_other_nodes = 0
-        for rank in ranks:
-            kept = self.kept_rows(rank) if self.demand.layout.ranks <= EXACT else self.find_kept_rows(rank, LATEST)
-            for edge, row_sets in kept.items():
-                rows = self._count(edge.owner, row_sets)
-                every += rows
-                of_other_nodes += rows if edge.owner // self.ranks_per_node != rank // self.ranks_per_node else 0
-        return every, of_other_nodes
+        find = self.kept_rows if self.demand.layout.ranks <= EXACT else partial(self.find_kept_rows, arrivals=LATEST)
+        return sum(self._count(edge.owner, row_sets) for rank in ranks for edge, row_sets in find(rank).items())
 
     @property
     def _cache(self) -> Cache:

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import InvalidInput
 from ...layout.regular import Layout
-from ...plan.key_demand import KeyDemand
+from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 from ...plan.row_sets import ALL_ROWS, AllRows, RowSet
 from ...plan.steps import Part

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...errors import InvalidInput
-from ...plan.key_demand import KeyDemand
+from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 from ...plan.steps import Hop, Part, RankPlan, Step
 from ...runtime.message_buffers import message_views

@@ -12,7 +12,7 @@ from ...layout.regular import MAX_RANGES, Layout
 from ...machine.machine import Machine
 from ...pattern.head_slice import HeadSlice
 from ...plan.choice import Candidate, Choice
-from ...plan.key_demand import KeyDemand
+from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 from ...text import duration
 from .costs import bound_memory

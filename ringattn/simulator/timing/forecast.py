@@ -16,8 +16,7 @@ from ...cache import cached
 from ...errors import Unsupported
 from ...machine.machine import Machine
 from ...plan.choice import Prediction
-from ...plan.key_demand import KeyDemand
-from ...plan.query_demand import QueryDemand
+from ...plan.demand import KeyDemand, QueryDemand
 from ...plan.row_sets import ONE_ROW
 from ...plan.schedules import make_schedule
 from ...plan.schedules.allgather import AllGatherSchedule

@@ -141,7 +141,7 @@ def modelled_seconds_per_pair(
         return seconds / pairs if pairs else 0.0
 
     # Plans that share their answers, with other schedules, share this one.
-    key = modelled_seconds_per_pair, rates, gathered, backward, enough, plan.sizes, *ranks
+    key = modelled_seconds_per_pair, rates, gathered, backward, enough, *plan.sizes.values(), *ranks
     return plan.ring_plan(0)[0].demand.cache.answer(key, compute)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...pattern import Pattern, Tile
-from ...pattern.base import ONE_HEAD
-from ...plan.key_demand import KeyDemand
+from ...pattern.base import ONE_HEAD, Position, Run, Side
+from ...plan.demand import KeyDemand
 from ...plan.plan import Plan
 
 #: The budget of `count_lookups`: about a second.
@@ -24,13 +24,13 @@ class TooMany(Exception):
     """The budget of lookups is spent."""
 
 
-def _ask(name: str, cost: int) -> Any:
-    """A method that asks the pattern, for `cost` lookups; or that asks the metered tiles, as the pattern does."""
+def _ask(name: str) -> Any:
+    """A method that asks the pattern where it answers for whole rectangles itself, else the metered tiles."""
 
     def ask(self: Metered, *arguments: Any) -> Any:
-        if cost == WHOLE_RECTANGLE and getattr(type(self.pattern), name) is getattr(Pattern, name):
+        if getattr(type(self.pattern), name) is getattr(Pattern, name):
             return getattr(Pattern, name)(self, *arguments)
-        self._spend(cost)
+        self._spend(WHOLE_RECTANGLE)
         return getattr(self.pattern, name)(*arguments)
 
     return ask
@@ -66,9 +66,11 @@ class Metered(Pattern):
             self._spend(cost)
             yield tile
 
-    key_run, query_run = _ask("key_run", 1), _ask("query_run", 1)
-    key_spans, query_spans = _ask("key_spans", WHOLE_RECTANGLE), _ask("query_spans", WHOLE_RECTANGLE)
-    count, keys, queries = (_ask(name, WHOLE_RECTANGLE) for name in ("count", "keys", "queries"))
+    count, paired = _ask("count"), _ask("paired")
+
+    def run(self, side: Side, first: Position, last: Position) -> Run | None:
+        self._spend(WHOLE_RECTANGLE if isinstance(first, np.ndarray) else 1)
+        return self.pattern.run(side, first, last)
 
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
         return self.pattern.visible(q, k, head, tokens)

@@ -1,0 +1,335 @@
+"""Which rank needs which rows of which block: range algebra on a pattern and a layout."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from ..cache import Cache, cached
+from ..layout.regular import Layout
+from ..pattern.base import Pattern, Side
+from ..pattern.ranges import locate
+from .lowering import is_dense, join_tiles, local_tiles, lower, restrict_keys, restrict_queries, split_heads
+from .row_sets import (
+    ALL_ROWS,
+    WHOLE_BLOCK,
+    AllRows,
+    RowSet,
+    RowSets,
+    count_rows,
+    count_union,
+    group_heads,
+    to_ranges,
+    union,
+)
+from .work import Work, join_keys, join_repetitions
+
+if TYPE_CHECKING:
+    from .row_reach import RowReach
+
+#: Bytes of the answers that a demand keeps.
+ANSWERS = 1 << 27
+#: The blocks of up to ALL_BLOCKS ranks are looked at for a choice. Of more ranks, about ALL_BLOCKS**2 / ranks blocks
+#: stand for all, at least FEWEST_BLOCKS.
+ALL_BLOCKS, FEWEST_BLOCKS = 32, 2
+#: Blocks of keys of more ranges are searched with a mask of their rows.
+MOST_RANGES = 4
+
+
+def sampled(ranks: int) -> list[int]:
+    """Ranks whose blocks stand for all blocks: all of up to ALL_BLOCKS ranks, of more ranks evenly spaced ones."""
+    count = min(ranks, max(FEWEST_BLOCKS, ALL_BLOCKS**2 // ranks))
+    return [ranks * (2 * i + 1) // (2 * count) for i in range(count)]
+
+
+class BlockDemand(ABC):
+    """Which rows of the blocks that ranks own are needed by which ranks of `layout` under `pattern`.
+
+    `KeyDemand` describes blocks of keys and values, `QueryDemand` blocks of queries. `heads` query heads share
+    `kv_heads` key/value heads. `ranks` and `owners` are runs of consecutive ranks. The functions marked `cached` keep
+    their answers in `cache`.
+    """
+
+    #: What the blocks hold.
+    side: ClassVar[Side]
+    #: Blocks of more ranges are searched with a mask of their rows.
+    most_ranges: ClassVar[int]
+
+    def __init__(self, pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> None:
+        self.pattern, self.layout, self.heads, self.kv_heads = pattern, layout, heads, kv_heads
+        #: Heads of a block.
+        self.block_heads = kv_heads if self.side == "keys" else heads
+        self.cache = Cache(ANSWERS)
+
+    @property
+    def group(self) -> int:
+        """The number of query heads that share a key/value head."""
+        return self.heads // self.kv_heads
+
+    @abstractmethod
+    def on_layout(self, layout: Layout) -> BlockDemand:
+        """The demand of the same pattern and heads on another layout."""
+
+    @abstractmethod
+    def needs(self, ranks: range, owners: range) -> bool:
+        """Whether some rank of `ranks` needs a row of some block of `owners`."""
+
+    @abstractmethod
+    def visits(self, rank: int, owner: int) -> bool:
+        """Whether `rank` needs a row of the block of `owner`."""
+
+    @cached_property
+    def sampled_reach(self) -> RowReach | None:
+        """What ranks need of all blocks, or of the `sampled` blocks, where this follows without tiles; else None."""
+        return self._find_reach()
+
+    @cached_property
+    def row_reach(self) -> RowReach | None:
+        """What ranks need of all blocks, where this follows without tiles; else None."""
+        reach = self.sampled_reach
+        return reach if reach is not None and len(reach.blocks) == self.layout.ranks else None
+
+    @cached
+    def _find_reach(self) -> RowReach | None:
+        from .row_reach import find_row_reach  # only plans load it
+
+        return find_row_reach(self.pattern, self.side, self.layout, sampled(self.layout.ranks), self.block_heads)
+
+    def all_needed(self, rank: int, owners: range) -> bool:
+        """A cheap sufficient test that `rank` needs a row of every block of `owners`; False means unknown."""
+        layout = self.layout
+        return layout.regular and any(
+            self._surely_needs_all(mine, block) for mine in layout.shard(rank) for block in layout.span(owners)[0]
+        )
+
+    def _surely_needs_all(self, mine: range, block: range) -> bool:
+        """A cheap sufficient test that `mine` needs every position of `block`; False means unknown."""
+        run = self.pattern.run(self.side, mine[0], mine[-1]) if mine.step == block.step == 1 else None
+        if run is not None:
+            return bool(run[0] <= block.start and block.stop - 1 <= run[1])
+        q, k = self._sides(mine, block)
+        return is_dense(self.pattern, (q,), (k,), self.heads)
+
+    @cached
+    def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
+        """The rows of the block of `owner` that some rank of `ranks` needs."""
+        if self.row_reach is not None:
+            return self.row_reach.needed(ranks, owner, self.most_ranges)
+        if len(self.layout.shard(owner)) > self.most_ranges:
+            return self._union_of_masks(ranks, owner)
+        return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
+
+    def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
+        """The number of rows of all heads in `needed_rows`, without making the row sets where possible."""
+        if self.row_reach is not None:
+            return self.row_reach.count(ranks, owner)
+        if len(self.layout.shard(owner)) > self.most_ranges:
+            return count_rows(self.needed_rows(ranks, owner), self.block_heads, self.layout.rows(owner))
+        return count_union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
+
+    def _local_pieces(self, ranks: tuple[range, ...], owner: int) -> Iterator[tuple[range, range]]:
+        """(heads of the block, local rows) of the block of `owner` that some rank of `ranks` needs."""
+        for run in ranks:
+            if not self.needs(run, range(owner, owner + 1)):
+                continue
+            positions, exact = self.layout.span(run)
+            if not exact:
+                half = len(run) // 2
+                yield from self._local_pieces((run[:half], run[half:]), owner)
+                continue
+            first = 0
+            for block in self.layout.shard(owner):
+                for mine in positions:
+                    for heads, rows in self._needed_pieces(mine, block):
+                        local = locate(rows, block)
+                        yield heads, range(local.start + first, local.stop + first, local.step)
+                first += len(block)
+
+    def _needed_pieces(self, mine: range, block: range) -> Iterator[tuple[range, range]]:
+        """(heads of the block, positions): all positions of `block` that `mine` needs; pieces may overlap."""
+        run = self.pattern.run(self.side, mine[0], mine[-1]) if mine.step == block.step == 1 else None
+        if run is not None:
+            inside = range(max(block.start, run[0]), min(block.stop, run[1] + 1))
+            if inside:
+                yield range(self.block_heads), inside
+            return
+        for heads, rows in self.pattern.paired(self.side, *self._sides(mine, block), range(self.heads)):
+            for block_heads in _kv_heads(heads, self.group) if self.side == "keys" else (heads,):
+                yield block_heads, rows
+
+    def _sides(self, mine: range, block: range) -> tuple[range, range]:
+        """(queries, keys) of the positions of a rank and of a block."""
+        return (mine, block) if self.side == "keys" else (block, mine)
+
+    def _union_of_masks(self, ranks: tuple[range, ...], owner: int) -> RowSets:
+        """`needed_rows` of a block of many ranges: the union of one mask of the block per rank."""
+        positions = self.layout.positions(owner)
+        mask = np.zeros((self.block_heads, len(positions)), dtype=bool)
+        for rank in (rank for run in ranks for rank in run):
+            if self.visits(rank, owner):
+                mask |= np.unpackbits(self._needed_bits(rank, owner), axis=1, count=len(positions)).view(bool)
+                if mask.all():
+                    return WHOLE_BLOCK
+        mask = mask[:, np.argsort(np.argsort(positions))]  # back from the order of positions to that of the shard
+        return group_heads([to_ranges(np.flatnonzero(row)) for row in mask], len(positions))
+
+    @cached
+    def _needed_bits(self, rank: int, owner: int) -> np.ndarray:
+        """Which rows of the block of `owner` `rank` needs, in the order of their positions: bits, [heads, rows / 8]."""
+        positions = np.sort(self.layout.positions(owner))
+        hull = range(int(positions[0]), int(positions[-1]) + 1)
+        mask = np.zeros((self.block_heads, len(positions)), dtype=bool)
+        for mine in to_ranges(np.sort(self.layout.positions(rank))):
+            for heads, rows in self._needed_pieces(mine, hull):
+                first, last = np.searchsorted(positions, (rows[0], rows[-1] + 1))
+                hit = True if rows.step == 1 else (positions[first:last] - rows[0]) % rows.step == 0
+                mask[heads.start : heads.stop : heads.step, first:last] |= hit
+        return np.packbits(mask, axis=1)
+
+
+class KeyDemand(BlockDemand):
+    """Which keys each rank needs, and the work of one visit of a rank to a block of keys."""
+
+    side = "keys"
+    most_ranges = MOST_RANGES
+
+    def __init__(self, pattern: Pattern, layout: Layout, heads: int = 1, kv_heads: int = 1) -> None:
+        super().__init__(pattern, layout, heads, kv_heads)
+
+    def on_layout(self, layout: Layout) -> KeyDemand:
+        return KeyDemand(self.pattern, layout, self.heads, self.kv_heads)
+
+    def share_answers(self, other: KeyDemand) -> None:
+        """Use the cache of `other`, whose layout, heads and visible pairs are equal to those of this demand."""
+        self.cache = other.cache
+
+    def needs(self, ranks: range, owners: range) -> bool:
+        """Whether some rank of `ranks` sees a key of some rank of `owners` (runs of consecutive ranks)."""
+        if not ranks or not owners:
+            return False
+        reach = self.row_reach
+        if reach is not None:
+            return reach.needs(ranks, owners)
+        q_rows, q_exact = self.layout.span(ranks)
+        k_rows, k_exact = self.layout.span(owners)
+        if not self._touch(q_rows, k_rows):
+            return False
+        if q_exact and k_exact:
+            return True
+        # A span that was widened proves absence only: halve the longer run until spans are exact.
+        if (len(ranks) >= len(owners) and not q_exact) or k_exact:
+            half = len(ranks) // 2
+            return self.needs(ranks[:half], owners) or self.needs(ranks[half:], owners)
+        half = len(owners) // 2
+        return self.needs(ranks, owners[:half]) or self.needs(ranks, owners[half:])
+
+    def _touch(self, q_rows: tuple[range, ...], k_rows: tuple[range, ...]) -> bool:
+        """Whether some query of `q_rows` sees some key of `k_rows`; none of these ranges is empty."""
+        for q in q_rows:
+            run = self.pattern.run("keys", q.start, q.stop - 1) if q.step == 1 else None
+            for k in k_rows:
+                if run is None or k.step != 1:
+                    if next(self.pattern.tiles(q, k, range(self.heads)), None) is not None:
+                        return True
+                elif run[0] < k.stop and k.start <= run[1]:
+                    return True
+        return False
+
+    def visits(self, rank: int, owner: int) -> bool:
+        """Whether `rank` sees a key of `owner`."""
+        reach = self.row_reach
+        return self._touches(rank, owner) if reach is None else bool(reach.visits[rank, owner])
+
+    @cached
+    def _touches(self, rank: int, owner: int) -> bool:
+        return self.needs(range(rank, rank + 1), range(owner, owner + 1))
+
+    @cached
+    def pairs(self, rank: int, owner: int) -> int:
+        """The exact number of (query, key, head, branch) pairs that `rank` computes against the block of `owner`."""
+        rows, keys = self.layout.shard(rank), self.layout.shard(owner)
+        return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
+
+    @cached
+    def batched(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+        """The pairs of `works` as few works: short runs of keys are joined, and equal works repeated."""
+        return tuple(join_repetitions(join_keys(self.works(rank, owner, row_set))))
+
+    @cached
+    def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+        """The visit of `rank` to rows of the block of `owner`, lowered to local rows, one work per tile.
+
+        Works of a `RowSet` hold the pairs of its heads, and index the tensor of the row set.
+        """
+        if isinstance(row_set, RowSet):
+            return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set, self.group))
+        q_rows, k_rows = self.layout.shard(rank), self.layout.shard(owner)
+        few = q_rows and k_rows and max(len(q_rows), len(k_rows)) <= MOST_RANGES
+        if few and is_dense(self.pattern, q_rows, k_rows, self.heads):
+            return self._dense_works(sum(map(len, q_rows)), sum(map(len, k_rows)))
+        tiles = list(local_tiles(self.pattern, q_rows, k_rows, self.heads))
+        return tuple(lower(join_tiles(tiles), self.group))
+
+    @cached
+    def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
+        """(`batched` works of the first `most` tiles of a visit, or of all tiles; whether these are all tiles)."""
+        if most is None:
+            return self.batched(rank, owner), True
+        tiles = local_tiles(self.pattern, self.layout.shard(rank), self.layout.shard(owner), self.heads)
+        first = list(islice(tiles, most + 1))
+        if len(first) <= most:
+            return self.batched(rank, owner), True
+        return tuple(join_repetitions(join_keys(lower(first[:most], self.group)))), False
+
+    @cached
+    def _dense_works(self, rows: int, keys: int) -> tuple[Work, ...]:
+        """The works of a visit in which every row sees every key."""
+        parts = split_heads(range(self.heads), self.group)
+        return tuple(Work(heads, kv, range(rows), (range(keys),)) for heads, kv in parts)
+
+
+class QueryDemand(BlockDemand):
+    """Which queries each rank needs for its keys: the demand `keys` the other way round."""
+
+    side = "queries"
+    most_ranges = 1 << 62
+
+    def __init__(self, keys: KeyDemand) -> None:
+        super().__init__(keys.pattern, keys.layout, keys.heads, keys.kv_heads)
+        self.keys = keys
+
+    def on_layout(self, layout: Layout) -> QueryDemand:
+        return QueryDemand(self.keys.on_layout(layout))
+
+    def needs(self, ranks: range, owners: range) -> bool:
+        return self.keys.needs(owners, ranks)
+
+    def visits(self, rank: int, owner: int) -> bool:
+        return self.keys.visits(owner, rank)
+
+    @cached
+    def batched(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+        """What `rank` computes with its keys for query rows of `owner`, as few works.
+
+        Works of a `RowSet` index its tensor by their query heads and rows.
+        """
+        works = self.keys.works(owner, rank, ALL_ROWS)
+        if isinstance(row_set, RowSet):
+            works = tuple(restrict_queries(works, row_set))
+        return tuple(join_repetitions(join_keys(works)))
+
+
+def _kv_heads(heads: range, group: int) -> Iterator[range]:
+    """The key/value heads of query heads, `group` of which share a key/value head."""
+    if heads.step <= group:
+        yield range(heads[0] // group, heads[-1] // group + 1)
+    elif heads.step % group == 0:
+        yield range(heads[0] // group, heads[-1] // group + 1, heads.step // group)
+    else:
+        for head in sorted({head // group for head in heads}):
+            yield range(head, head + 1)
