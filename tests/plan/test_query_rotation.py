@@ -258,7 +258,7 @@ def test_rotate_is_an_input_of_the_plan() -> None:
     with pytest.raises(InvalidInput, match=r"did you mean 'queries'.*expected auto, keys, queries"):
         make_plan(Causal(), tokens=64, ranks=4, rotate="querys")
     x = torch.zeros(1, 1, 8, 8)
-    with pytest.raises(InvalidInput, match="rotate=3: expected auto"):
+    with pytest.raises(InvalidInput, match="rotate=3: expected str"):
         ra.virtual_attention(x, x, x, Causal(), ranks=2, rotate=3)
     with pytest.raises(InvalidInput, match="rotate='quays'"):
         ra.nn.RingAttention(Causal(), ranks=2, rotate="quays")(x, x, x)
