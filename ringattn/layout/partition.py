@@ -38,7 +38,7 @@ class Layout(Value, ABC):
             raise InvalidInput(f"a layout needs whole numbers, got tokens={self.tokens!r}, ranks={self.ranks!r}")
         if self.tokens < 0 or self.ranks < 1:
             raise InvalidInput(
-                f"a layout needs tokens >= 0 and ranks >= 1, got tokens={self.tokens}, ranks={self.ranks}"
+                f"a layout needs tokens >= 0 and ranks >= 1, got tokens={self.tokens} and ranks={self.ranks}"
             )
         if max(self.tokens, self.ranks) > MOST:
             raise InvalidInput(f"{self.tokens:.3g} tokens on {self.ranks:.3g} ranks: the largest number is {MOST:.3g}")
