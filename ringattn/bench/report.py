@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..errors import RingAttentionError
+from ..errors import InvalidInput, RingAttentionError
 from ..files import write_text
 from ..machine.presets import get_machine
 from ..pattern import parse_pattern
@@ -22,6 +22,7 @@ from ..text import duration, shorten, size
 from . import SUITES
 from .case import BenchSuite, CaseRecord, iqr
 from .figures import draw_lines, draw_timeline
+from .records import read_results
 
 #: Settings that get a column where cases differ, and a place in the sentence below the table where they do not.
 SETTINGS = (
@@ -379,3 +380,26 @@ def write_report(path: Path, report: BenchReport) -> list[Path]:
     for target, kind in zip(written, ("markdown", "html"), strict=True):
         write_text(target, render(report, kind))
     return written
+
+
+def write_index(folder: Path) -> Path:
+    """README.md of a folder of results: of each suite and machine the newest run, its conclusion and its report."""
+    newest: dict[tuple[str, str], str] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        page = f"[{path.stem}]({path.stem}.md)"
+        try:
+            report = BenchReport(read_results(path), "")
+        except InvalidInput as error:  # of another version, perhaps
+            newest[path.stem, ""] = f"| {path.name} | | | {error} | |"
+            continue
+        suite, machine = report.record["suite"], report.record["machine"]
+        hardware = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores"
+        said = report.conclusion or "; ".join(report.warnings) or "see the report"
+        newest[suite, hardware] = f"| {suite} | {hardware} | {machine['date'][:10]} | {said} | {page} |"
+    head = (
+        "# Results",
+        "The newest run of each suite on each machine. `ringattn bench` and `ringattn report` write this page.",
+        "\n".join(["| suite | machine | date | conclusion | report |", "|---|---|---|---|---|", *newest.values()]),
+    )
+    write_text(folder / "README.md", "\n\n".join(head) + "\n")
+    return folder / "README.md"

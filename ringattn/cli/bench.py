@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..bench import get_cases, get_suite
 from ..bench.records import read_results
-from ..bench.report import BenchReport, narrow, write_report
+from ..bench.report import BenchReport, narrow, write_index, write_report
 from ..bench.runner import BenchOptions, run_suite
 from ..errors import BenchFailure, InvalidInput
 from ..files import OUTPUTS, make_folder
@@ -46,7 +46,7 @@ def show_results(path: Path) -> None:
     for text in (report.conclusion, *report.warnings):
         if text:
             print_paragraph(text)
-    written = ", ".join(map(str, write_report(path, report)))
+    written = ", ".join(map(str, [*write_report(path, report), write_index(path.parent)]))
     get_console().print(f"written {path}, {written}", soft_wrap=True)
     failed = [case["case"] for case in record["cases"] if "failed" in case and not case["may_fail"]]
     if failed:

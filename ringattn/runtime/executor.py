@@ -164,10 +164,11 @@ def _forward_ring(
             for part in visit.parts:
                 for call in part.calls:
                     for batch in batches(call.work, count):
-                        (x,), keys = inputs.select(call.work, batch, own, block)
+                        (x,), (keys, values) = inputs.select(call.work, batch, own, block)
                         kernel = job.kernel if dropping is None else dropping.select(call.work, batch)
-                        # A name for the result would keep it alive beside the next call's.
-                        output.add(part.section, call, *kernel.forward(x, *keys, call.work, job.scale), batch)
+                        partial = kernel.forward(x, keys, values, call.work, job.scale)
+                        output.add(part.section, call, *partial, batch)
+                        del partial  # free it before the next call allocates its own
                 if part.last:
                     output.close(part.section)
         yield from run.finish(step.waits)
