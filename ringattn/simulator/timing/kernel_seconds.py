@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ...cache import cached
 from ...dtypes import ITEM_BYTES
 from ...errors import Unsupported
 from ...machine.kernel_times import BACKWARD, BEYOND, BLOCK, KernelRates, KernelTimes
@@ -42,7 +43,7 @@ def pair_seconds(
     2 (D + Dv) FLOPs per pair in a forward.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
-    ring_ranks = sample_ranks(plan.ring_plan(0)[0].ranks, most=most)
+    ring_ranks = tuple(sample_ranks(plan.ring_plan(0)[0].ranks, most=most))
     if machine.kernel is not None:
         return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
     if machine.kernel_rates is not None:
@@ -52,22 +53,15 @@ def pair_seconds(
     return plan.batch * flops / machine.flops
 
 
-def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Sequence[int]) -> float:
+@cached
+def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: tuple[int, ...]) -> float:
     """Seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits of `ranks`.
 
     `flops` are the FLOPs of one pair. `ranks` are ranks of `plan.ring_plan(0)`, which differs from the plan where it
     has Ulysses groups. Raises Unsupported where more than a tenth of the pairs lie in tiles of more than twice the
     measured sizes, or where dtype or head dim are far from the measured ones.
     """
-
-    def compute() -> float:
-        times.check(plan.dtype, plan.head_dim)
-        return _seconds_per_pair(plan, times, flops, backward, ranks)
-
-    return plan.cache.answer((seconds_per_pair, times, flops, backward, *ranks), compute)
-
-
-def _seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: Iterable[int]) -> float:
+    times.check(plan.dtype, plan.head_dim)
     seconds = pairs = stray_pairs = 0.0
     largest_stray = (0, 0)
     ring_plan, _ = plan.ring_plan(0)
