@@ -23,7 +23,6 @@ from ..simulator.reporting.console import Number, format_quantity, get_console, 
 from ..text import did_you_mean, duration, plural
 from ..transport.base import Transport
 from ..transport.launcher import detect
-from .config.checks import CALIBRATE_SETTINGS, TRANSPORTS, check_settings
 from .config.schema import CalibrateConfig, parse_size
 from .ranks import check_ranks, rank_device, start_ranks
 
@@ -50,13 +49,13 @@ def measure(config: CalibrateConfig) -> None:
 
 def check(config: CalibrateConfig) -> None:
     """Raise the errors of a calibration before minutes are spent on measuring."""
-    check_ranks(config, TRANSPORTS["calibrate"])
+    check_ranks(config, "none")
     _check(config)
 
 
 def _check(config: CalibrateConfig) -> tuple[CalibrationSizes, Settings, Path]:
     """The sizes and settings of the measurements, and the path of the machine file. Raises InvalidInput."""
-    check_settings(CALIBRATE_SETTINGS, config)
+    config.check()
     for name, number in (("repeat", config.repeat), ("heads", config.heads), ("head_dim", config.head_dim)):
         if number < 1:
             raise InvalidInput(f"{name}={number}: must be at least 1")

@@ -8,19 +8,22 @@ import os
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from ..errors import InvalidInput, RingAttentionError
+from ..files import STDOUT
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output
-from .config.folders import CONFIG_DIR_OPTIONS, config_folders
-from .config.overrides import explain_refusal, is_offered, is_sweep, prepare
-from .config.schema import SCHEMAS, conf_dir, key_names
-from .config.verb_help import verb_help
+from .config.folders import user_folders
+from .config.overrides import JSON_KEYS, check_parameters, explain, parse_arguments, prepare, quote, store_schemas
+from .config.schema import SCHEMAS, conf_dir
 from .signals import ending_at_once, ending_tidily
 
 VERBS = {
@@ -37,8 +40,6 @@ VERBS = {
 HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
 RANK_VERBS = ("run", "calibrate")
-#: Options of Hydra that install or answer shell completion.
-COMPLETION_OPTIONS = ("-sc", "--shell-completion")
 #: Exit status of a wrong call.
 USAGE_ERROR = 2
 #: The most characters of an error's line that are printed, and how many of them are from the line's end.
@@ -60,21 +61,17 @@ def main() -> None:
 
 def _dispatch(arguments: list[str]) -> None:
     """Print help or the version, answer completion, or run a verb."""
-    name, equals, _ = arguments[0].partition("=") if arguments else ("", "", "")
-    if name in CONFIG_DIR_OPTIONS:  # before the verb
-        end = 1 if equals else 2
-        arguments = [*arguments[end : end + 1], *arguments[:end], *arguments[end + 1 :]]
-    completion = _completion_request(arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())  # noqa: T201
-        if not arguments:
-            raise SystemExit(USAGE_ERROR)
-    elif completion is not None:
-        _complete(arguments, completion)
-    elif arguments[0] == "--version":
+    given = parse_arguments(arguments)
+    if given.shell_completion is not None:
+        _complete(given.words, given.shell_completion)
+    elif given.version:
         print(import_module("ringattn").__version__)  # noqa: T201
+    elif given.words:
+        _run_verb(given.words[0], given)
     else:
-        _run_verb(arguments[0], arguments[1:])
+        print(_usage())  # noqa: T201
+        if not given.help:
+            raise SystemExit(USAGE_ERROR)
 
 
 def _usage() -> str:
@@ -96,16 +93,10 @@ def _usage() -> str:
     )
 
 
-def _completion_request(arguments: list[str]) -> str | None:
-    """The value of the completion option, such as install=bash or query=bash; None without the option."""
-    rest = [argument for argument in arguments if argument not in VERBS]
-    return rest[1] if len(rest) == 2 and rest[0] in COMPLETION_OPTIONS else None
-
-
-def _complete(arguments: list[str], request: str) -> None:
+def _complete(words: list[str], request: str) -> None:
     """Install completion in a shell, or print what the last word of the shell's COMP_LINE may become."""
     if not request.startswith("query="):
-        verb = next((argument for argument in arguments if argument in VERBS), "run")
+        verb = next((word for word in words if word in VERBS), "run")
         _run_hydra(verb, ["-sc", request], program="ringattn")  # the command that the shell completes
         return
     line = os.environ.get("COMP_LINE", "")
@@ -116,90 +107,64 @@ def _complete(arguments: list[str], request: str) -> None:
         os.environ["COMP_LINE"] = " ".join(["ringattn", *words[2:]]) + " " * line.endswith(" ")
         with redirect_stdout(io.StringIO()) as answer:
             _run_hydra(words[1], ["-sc", request], program="ringattn")
-        # Hydra offers all config groups and every file in them, also for verbs that do not take them.
-        folders = config_folders(())
-        offered = [word for word in answer.getvalue().split() if is_offered(words[1], word, folders)]
+        # Hydra offers all config groups, also those that the verb does not have.
+        keys = {"hydra", *(field.name for field in fields(SCHEMAS[words[1]]))}
+        offered = [word for word in answer.getvalue().split() if re.split(r"[.=/]", word)[0] in keys]
         print(("\n" if request == "query=fish" else " ").join(offered))  # noqa: T201
 
 
-def _run_verb(verb: str, arguments: list[str]) -> None:
+def _run_verb(verb: str, given: Namespace) -> None:
     """Print the help of a verb, or run the verb as this process's rank of the job."""
     if verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
-    if {"-h", "--help"} & set(arguments):
+    overrides, options, jobs = given.words[1:], given.options, []
+    folders = user_folders(options, overrides)
+    if given.help:
         measures = verb in ("bench", "report")
         suites = {"suites": import_module("..bench", __package__).SUITES} if measures else {}
-        print(verb_help(verb, config_folders(arguments), suites))  # noqa: T201
+        print(import_module(".config.verb_help", __package__).verb_help(verb, folders, suites))  # noqa: T201
         return
-    if verb == "report":
-        verb, arguments = _expand_report(arguments)
-    launch = detect()
-    jobs: list[str] = []
+    if given.json and verb not in JSON_KEYS:
+        raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON_KEYS)}")
+    if given.compare and verb != "report":
+        raise InvalidInput("--compare is an option of ringattn report")
+    overrides += [f"{JSON_KEYS[verb]}=-"] if given.json else []
+    overrides += [f"compare=[{','.join(map(quote, given.compare))}]"] if given.compare else []
+    if verb == "report" and overrides and re.fullmatch(r"\w+", overrides[0]):
+        overrides[0] = f"suite={overrides[0]}"
+        if overrides[0] == "suite=billion":  # a study of the timing model
+            verb, overrides[0] = "simulate", "experiment=billion_tokens"
     if verb == "simulate":
         sweep = import_module(".config.sweep", __package__)
-        arguments, jobs = sweep.split_jobs(arguments)
-        if is_sweep(arguments):  # its points are one study, in one folder
-            arguments = sweep.as_study(arguments)
-    prepared = prepare(verb, arguments, launch if verb in RANK_VERBS else None)
+        overrides, jobs = sweep.split_jobs(overrides)
+        other_mode = any(each.startswith("mode=") and each != "mode=timing" for each in overrides)
+        if given.multirun and not other_mode:
+            overrides, given.multirun = sweep.as_study(overrides), False  # its points are one study, in one folder
+    launch = detect()
     if verb not in RANK_VERBS and (launch.local_rank if verb == "doctor" else launch.rank):
         return  # rank 0 speaks for all ranks; for doctor, which describes a machine, one rank of every node
+    arguments = [*options, *(["--multirun"] if given.multirun else []), *prepare(verb, overrides)]
     if launch.rank > 0:  # one run directory, one log and one .hydra per job
-        prepared += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+        arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     with ExitStack() as stack:
         if launch.rank > 0 and launch.kind in ("mpich", "openmpi"):
             # mpirun sets no name of the job, and the clocks of nodes differ, so these ranks cannot name the folder of
             # the job. Hydra writes into the folder of a sweep.
-            scratch = stack.enter_context(TemporaryDirectory(prefix="ringattn-")) if is_sweep(arguments) else "."
-            prepared += ["hydra.run.dir=.", f"hydra.sweep.dir={scratch}"]
+            scratch = stack.enter_context(TemporaryDirectory(prefix="ringattn-")) if given.multirun else "."
+            arguments += ["hydra.run.dir=.", f"hydra.sweep.dir={scratch}"]
         if jobs:
-            _run_hydra(verb, [*jobs, *prepared])
-        _run_hydra(verb, prepared)
-
-
-def _expand_report(arguments: list[str]) -> tuple[str, list[str]]:
-    """(verb, arguments) of a report whose suite may be named first, and whose results `--compare OLD NEW` may name.
-
-    Raises InvalidInput for a second name, and for --compare without two results.
-    """
-    if "--compare" in arguments:
-        at = arguments.index("--compare")
-        files = [argument for argument in arguments[at + 1 : at + 3] if not argument.startswith("-")]
-        if len(files) < 2:
-            raise InvalidInput("--compare: expected two results, such as ringattn report --compare old.jsonl new.jsonl")
-        quote = import_module(".config.sweep", __package__).quote
-        arguments = [*arguments[:at], f"compare=[{','.join(map(quote, files))}]", *arguments[at + 3 :]]
-    if not arguments or not re.fullmatch(r"\w+", arguments[0]):
-        return "report", arguments
-    name, *others = arguments
-    for before, other in zip(arguments, others, strict=False):
-        if re.fullmatch(r"\w+", other) and not before.startswith("-"):
-            raise InvalidInput(
-                f"report {name} {other}: {other} is neither key=value nor the report's name, which is {name}; give "
-                f"each report a command of its own, or name cases: ringattn report {name} 'cases=[...]'"
-            )
-    if name == "billion":  # a study of the timing model
-        measured = {*key_names(SCHEMAS["report"])} - {*key_names(SCHEMAS["simulate"])}
-        for key in (other.lstrip("+~").partition("=")[0] for other in others):
-            if key in measured:
-                raise InvalidInput(
-                    f"report billion: {key} is a setting of measured reports, and billion is a study of the timing "
-                    "model; it takes the settings of `ringattn simulate`, such as study.execute.budget=5"
-                )
-        return "simulate", ["experiment=billion_tokens", *others]
-    return "report", [f"suite={name}", *others]
+            _run_hydra(verb, [*jobs, *arguments])
+        _run_hydra(verb, arguments)
 
 
 def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> None:
     """Compose the configuration of a verb with Hydra, and run the verb. Raises InvalidInput for wrong overrides."""
     hydra = import_module("hydra")
     omegaconf = import_module("omegaconf")
-    store = import_module("hydra.core.config_store").ConfigStore.instance()
-    for name, schema in SCHEMAS.items():
-        store.store(name=f"{name}_schema", node=schema)
+    store_schemas()
     omegaconf.OmegaConf.register_new_resolver("run_id", _run_id, replace=True, use_cache=True)
     sys.argv = [program or f"ringattn {verb}", *prepared]
-    import_module(".config.source", __package__).check_sources()
     task = _Task(verb)
     # Hydra raises its errors, instead of printing them and ending the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -213,11 +178,11 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
     ) as error:
         if task.running:
             raise
-        raise explain_refusal(verb, error) from error
+        raise explain(verb, error) from error
     except OSError as error:
         if task.running:
             raise
-        kind = "sweep" if is_sweep(prepared) else "run"
+        kind = "sweep" if "--multirun" in prepared else "run"
         raise InvalidInput(
             f"{error.filename or 'the folder of this job'}: Hydra's record of the job cannot be written "
             f"({error.strerror}); try another folder, such as hydra.{kind}.dir=/tmp/ringattn"
@@ -253,15 +218,28 @@ class _Task:
 
     def _read(self, composed: Any) -> object:
         """The configuration as an object of the verb's schema. Raises InvalidInput."""
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
         from omegaconf import OmegaConf
-        from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+        from omegaconf.errors import OmegaConfBaseException
 
+        check_parameters(composed)
+        if HydraConfig.get().mode == RunMode.MULTIRUN and OmegaConf.select(composed, "study.share") is None:
+            self._check_outputs(OmegaConf.to_container(composed).get("output", {}))
         try:
             return OmegaConf.to_object(composed)
-        except MissingMandatoryValue as error:
-            raise InvalidInput(f"a value is missing: {str(error).splitlines()[0]}") from None
         except OmegaConfBaseException as error:
-            raise explain_refusal(self.verb, error) from error
+            raise explain(self.verb, error) from error
+
+    def _check_outputs(self, outputs: dict[str, str | None]) -> None:
+        """Refuse one output file for many jobs. A suite names the files of its records itself."""
+        for key, path in outputs.items() if self.verb not in ("bench", "report") else ():
+            if path not in (None, STDOUT) and "${hydra:" not in path:
+                name = Path(path)
+                raise InvalidInput(
+                    f"output.{key}={path} with -m: every job would replace the output of the one before; let the path "
+                    f"name the job, such as 'output.{key}={name.with_name(f'{name.stem}_${{hydra:job.num}}{name.suffix}')}'"
+                )
 
 
 def _fail(error: RingAttentionError) -> NoReturn:

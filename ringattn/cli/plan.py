@@ -33,6 +33,7 @@ TOTALS_LEFT_OUT = "left out: they need the steps of every rank"
 
 def main(config: PlanConfig) -> None:
     """Print the picture, pairs, imbalance and bytes of a plan; write them as JSON to a path."""
+    config.check()
     path = config.output.path
     check_json(path)
     plan = plan_from_config(config)

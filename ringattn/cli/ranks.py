@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 import torch
@@ -22,6 +22,8 @@ from ..transport.mpi import INSTALL, AbortOnError, Mpi, load
 from ..transport.torchdist import TorchDist
 from .config.groups import TransportGroup
 
+#: Transports whose ranks a launcher may have started.
+LAUNCHED = ("gloo", "nccl", "mpi")
 #: The most local ranks per core, and the most threads per core.
 MAX_PER_CORE = 32
 #: The longest timeout in seconds: a year.
@@ -47,15 +49,24 @@ C = TypeVar("C", bound=RankConfig)
 Worker = Callable[[C, Transport], None]
 
 
-def check_ranks(config: RankConfig, transports: Sequence[str]) -> None:
-    """Raise InvalidInput where the transport, the number of ranks, the threads or the timeout cannot be used."""
-    transport, known = config.transport.spec, (*transports, *REGISTERED_TRANSPORTS.installed)
+def check_ranks(config: RankConfig, alone: str) -> None:
+    """Raise InvalidInput where the transport, the number of ranks, the threads or the timeout cannot be used.
+
+    `alone` is the transport of the verb that is one process.
+    """
+    transport, known = config.transport.spec, (*LAUNCHED, alone, *REGISTERED_TRANSPORTS.installed)
     if transport not in known:
         raise InvalidInput(f"transport={transport}: expected one of {', '.join(known)}")
     if config.ranks < 1:
         raise InvalidInput(f"ranks={config.ranks}: must be at least 1")
+    launch = detect()
+    if launch.kind != "none" and transport in LAUNCHED and config.ranks not in (type(config)().ranks, launch.world):
+        raise InvalidInput(
+            f"ranks={config.ranks}: {launch.kind} started {launch.world}, and as many take part; leave ranks out, give "
+            f"ranks={launch.world}, or have {launch.kind} start another number"
+        )
     max_ranks = MAX_PER_CORE * (os.cpu_count() or 1)
-    if config.ranks > max_ranks and transport in ("gloo", "nccl") and detect().kind == "none":
+    if config.ranks > max_ranks and transport in ("gloo", "nccl") and launch.kind == "none":
         raise InvalidInput(
             f"ranks={config.ranks:,}: each would be a process of this machine, which starts at most {max_ranks} of "
             "them; start the ranks with torchrun, or try ringattn run transport=virtual, or ringattn simulate"

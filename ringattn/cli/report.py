@@ -15,6 +15,7 @@ from .config.schema import ReportConfig
 
 def main(config: ReportConfig) -> None:
     """Measure a suite; or read `results`, or `compare` two results."""
+    config.check()
     if config.compare is not None:
         _compare(config)
     elif config.results is not None:

@@ -20,7 +20,6 @@ from ..simulator.reporting.progress_bar import show_progress
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
 from ..transport.records import Exchange
-from .config.checks import TRANSPORTS
 from .config.schema import RunConfig
 from .inputs import InputSource, open_source, read_shard
 from .ranks import MAX_WAIT, SECONDS_PER_PART, check_effort, check_ranks, rank_device, start_ranks
@@ -30,7 +29,8 @@ from .run_streamed import StreamedRun
 
 def main(config: RunConfig) -> None:
     """Run on virtual ranks, chunk by chunk, as one rank of a launched job, or on local ranks started here."""
-    check_ranks(config, TRANSPORTS["run"])
+    config.check()
+    check_ranks(config, "virtual")
     for name, value, least in (("repeat", config.repeat, 1), ("sample", config.sample, 0)):
         if value < least:
             raise InvalidInput(f"{name}={value}: must be at least {least}")
@@ -40,12 +40,6 @@ def main(config: RunConfig) -> None:
     if launcher != "none" and (config.stream is not None or is_virtual):
         setting = "transport=virtual" if config.stream is None else f"stream={config.stream}"
         raise InvalidInput(f"{setting} is one process, not {launcher}'s; start ringattn run without {launcher}")
-    if config.stream is None:
-        for name, option in (("chunk", config.chunk), ("device", config.device)):
-            if option is not None:
-                raise InvalidInput(
-                    f"{name}={option} is an option of stream=host and stream=disk; leave it out, or add stream="
-                )
     if config.stream is None and not is_virtual:
         start_ranks(config, _worker, "run", _check_before_start)
         return

@@ -16,7 +16,6 @@ from ..runtime.handshake import Call
 from ..runtime.host import Storage
 from ..runtime.offload import HostTensors, check_chunk, get_device, make_stream
 from ..text import plural
-from .config.checks import stream_conflict
 from .config.schema import RunConfig, parse_size
 from .inputs import NAMES, FileSource, InputSource, RandomSource, open_source
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, save_output
@@ -58,7 +57,8 @@ class StreamedRun(Run):
 
     def open(self) -> None:
         config = self.config
-        _check_stream(config)
+        if config.stream not in ("host", "disk"):
+            raise InvalidInput(f"stream={config.stream}: expected host or disk")
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
         check_chunk(chunk)
         self.device = get_device(config.device)
@@ -155,18 +155,6 @@ class StreamedRun(Run):
         home = "host memory" if self.config.stream == "host" else self.config.input.path
         chunks = f"{plural(self.ranks, 'chunk')} of at most {plural(rows, 'row')}"
         return f"streamed from {home} in {chunks} on {self.device}"
-
-
-def _check_stream(config: RunConfig) -> None:
-    """Raise InvalidInput for settings of rings, which an experiment or a caller may have set."""
-    if config.stream not in ("host", "disk"):
-        raise InvalidInput(f"stream={config.stream}: expected host or disk")
-    default = RunConfig()
-    for name in ("ranks", "comm_dtype", "rotate"):
-        if getattr(config, name) != getattr(default, name):
-            raise stream_conflict(f"{name}={getattr(config, name)}", config.stream)
-    if config.transport.spec != "gloo":
-        raise stream_conflict(f"transport={config.transport.spec}", config.stream)
 
 
 def _unallocated_inputs(source: InputSource) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

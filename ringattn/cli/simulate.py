@@ -28,8 +28,10 @@ from ..simulator.timing.simulation import simulate_passes
 from ..simulator.timing.timeline import CAUSES, Timeline
 from ..text import did_you_mean, digits, duration, plural, size
 from .config.build import machine_from_config, plan_from_config, simulate_options
-from .config.checks import MODES, SIMULATE_SETTINGS, check_settings, refuse_settings_without_study
 from .config.schema import SimulateConfig
+
+
+MODES = ("timing", "validate", "numerics", "published")
 
 
 def main(config: SimulateConfig) -> None:
@@ -39,19 +41,17 @@ def main(config: SimulateConfig) -> None:
             f"mode={config.mode}: {did_you_mean(config.mode, MODES)}expected {', '.join(MODES)}; for attention over "
             "virtual ranks on your own inputs, use ringattn run transport=virtual"
         )
-    if config.model.spec is not None:
-        import_module(".simulate_model", __package__).main(config)
-        return
-    if config.mode != "timing":
-        # These modes execute, and so import torch.
-        import_module(f".simulate_{config.mode}", __package__).main(config)
-        return
-    if config.study.axes or config.study.together:
+    is_study = config.mode == "timing" and config.model.spec is None and (config.study.axes or config.study.together)
+    if is_study:  # its points are checked
         import_module(".simulate_study", __package__).main(config)
         return
-    refuse_settings_without_study(config.study)
+    config.check()
+    if config.model.spec is not None or config.mode != "timing":
+        name = "model" if config.model.spec is not None else config.mode
+        # Modes execute, and so import torch.
+        import_module(f".simulate_{name}", __package__).main(config)
+        return
     check_json(config.output.path)
-    check_settings(SIMULATE_SETTINGS["timing"], config)
     machine = machine_from_config(config)
     plan, options = plan_from_config(config, machine), simulate_options(config)
     with show_progress(Console(stderr=True)) as tell, listening(tell):

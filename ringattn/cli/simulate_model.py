@@ -34,11 +34,6 @@ NOT_MODELLED = (
 
 def main(config: SimulateConfig) -> None:
     """Print the tables of a model's phase; write the numbers as JSON to a path."""
-    if config.study.axes or config.study.together:
-        raise InvalidInput(
-            "model= has no study, no experiment of a study, and no -m; give one value for each key and loop over the "
-            "command with --json, or let ringattn advise compare: its page has tokens by GPUs"
-        )
     if config.phase not in PHASES:
         raise InvalidInput(
             f"phase={config.phase}: {did_you_mean(config.phase, PHASES)}expected one of {', '.join(PHASES)}"

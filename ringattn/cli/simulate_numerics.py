@@ -18,15 +18,12 @@ from ..simulator.reporting.console import Number, describe_plan, get_console, pr
 from ..simulator.reporting.progress_bar import show_progress
 from ..text import did_you_mean, plural, size
 from .config.build import plan_from_config
-from .config.checks import SIMULATE_SETTINGS, check_settings
 from .config.groups import NumericsGroup
 from .config.schema import SimulateConfig, parse_size
 from .ranks import MAX_NIGHT, SAMPLED_SECONDS_PER_PART, SECONDS_PER_PART, check_effort, check_threads
 
 #: The most ranks of a plan: the simulator follows each block along all ranks, however few ranks have sampled rows.
 MAX_RANKS = 1 << 24
-#: The settings that each way does not read.
-UNREAD = {"sample": ("first", "count", "together"), "all": ("rows", "spread")}
 
 
 def main(config: SimulateConfig) -> NumericsReport:
@@ -36,7 +33,6 @@ def main(config: SimulateConfig) -> NumericsReport:
     unnoticed.
     """
     options = config.numerics
-    check_settings(SIMULATE_SETTINGS["numerics"], config)
     _check_options(options)
     check_json(config.output.path)
     torch.set_num_threads(options.threads)
@@ -87,18 +83,11 @@ def _make_plan(config: SimulateConfig) -> Plan:
 
 
 def _check_options(options: NumericsGroup) -> None:
-    """Raise InvalidInput for settings that cannot be used, or that have no effect beside the others."""
+    """Raise InvalidInput for settings that cannot be used."""
     if options.way not in MODES:
         raise InvalidInput(
             f"numerics.way={options.way}: {did_you_mean(options.way, MODES)}expected {' or '.join(MODES)}"
         )
-    reasons = dict.fromkeys(UNREAD[options.way], f"with numerics.way={options.way}")
-    if options.fault is None:
-        reasons |= dict.fromkeys(("fault_rank", "fault_owner"), "without numerics.fault")
-    default = NumericsGroup()
-    for name, reason in reasons.items():
-        if getattr(options, name) != getattr(default, name):
-            raise InvalidInput(f"numerics.{name}={getattr(options, name)} has no meaning {reason}; leave it out")
     check_threads("numerics.threads", options.threads)
     if options.spread is not None and options.spread < 1:
         raise InvalidInput(

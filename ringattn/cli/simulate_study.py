@@ -18,8 +18,6 @@ from ..files import STDOUT
 from ..simulator.reporting.console import print_plain
 from ..simulator.reporting.progress_bar import show_progress
 from ..text import plural
-from .config.checks import SIMULATE_SETTINGS, check_settings
-from .config.folders import ConfigFolders, config_folders, source_folders
 from .config.schema import SimulateConfig
 from .study.point import DIRECTIONS
 from .study.runner import STUDIES, Study, run, run_share
@@ -29,13 +27,11 @@ from .study.tables import Row
 
 def main(config: SimulateConfig) -> None:
     """Run a study, or continue one, and print where its files are."""
-    if config.mode != "timing":
-        raise InvalidInput(f"mode={config.mode} has no meaning with a study, whose points are modelled; leave it out")
     if config.output.path == STDOUT:
         raise InvalidInput("output.path=-: a study is a folder of files; give a folder, such as output.path=scaling")
-    overrides, choices, text, folders = _read_hydra(config)
-    study_points = list_points(config, overrides, choices, folders)
-    check_settings(SIMULATE_SETTINGS["timing"], *(point.config for point in study_points))
+    overrides, search_path = _read_hydra()
+    text = import_module("omegaconf").OmegaConf.to_yaml(dataclasses.asdict(config))
+    study_points = list_points(config, [*overrides, *search_path])
     study = Study(config.study.name, config, study_points, Path("."), text, overrides)
     folder = _default_folder(study) if config.output.path is None else Path(config.output.path)
     study = dataclasses.replace(study, folder=folder)
@@ -68,12 +64,10 @@ def _default_folder(study: Study) -> Path:
     return STUDIES / f"{re.sub(r'[^A-Za-z0-9]+', '-', study.name)}-{digest}"
 
 
-def _read_hydra(config: SimulateConfig) -> tuple[list[str], dict[str, str], str, ConfigFolders]:
-    """The overrides of this job, the options of its groups, its configuration as YAML, and its config folders."""
+def _read_hydra() -> tuple[list[str], list[str]]:
+    """The overrides of this job, and those that name folders of configs; none for a caller in Python."""
     hydra_config = import_module("hydra.core.hydra_config").HydraConfig
-    text = import_module("omegaconf").OmegaConf.to_yaml(dataclasses.asdict(config))
-    if not hydra_config.initialized():  # a caller in Python
-        return [], {}, text, config_folders(())
-    job = hydra_config.get()
-    choices = {str(key): str(value) for key, value in job.runtime.choices.items()}
-    return list(job.overrides.task), choices, text, source_folders(job.runtime.config_sources)
+    if not hydra_config.initialized():
+        return [], []
+    overrides = hydra_config.get().overrides
+    return list(overrides.task), [each for each in overrides.hydra if each.startswith("hydra.searchpath=")]

@@ -35,7 +35,6 @@ from ..text import duration, plural
 from ..transport.launcher import detect, run_local
 from ..transport.torchdist import TorchDist
 from . import calibrate
-from .config.checks import SIMULATE_SETTINGS, check_settings
 from .config.groups import ConfigGroup, OutputGroup, TransportGroup
 from .config.schema import CalibrateConfig, SimulateConfig, parse_size
 from .ranks import check_threads
@@ -101,7 +100,6 @@ def _check(config: SimulateConfig) -> None:
             f"{launch.kind} started this process: the validation starts its own ranks, several numbers of them; start "
             "ringattn alone"
         )
-    check_settings(SIMULATE_SETTINGS["validate"], config)
     options = config.validate
     if not options.ranks or min(options.ranks) < 2:
         raise InvalidInput(f"validate.ranks={options.ranks}: expected numbers of ranks >= 2, such as [2,4]")

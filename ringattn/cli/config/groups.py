@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,26 @@ from ...machine.presets import get_machine
 
 #: A whole number as people write it: 4096, 1e9 or 64k. `schema.parse_size` reads it.
 Size = int | float | str
+#: Groups whose options are a text with parameters.
+PARAMETER_GROUPS = ("pattern", "layout", "schedule")
+
+
+def refuse(config: object, keys: str, reason: str) -> None:
+    """Raise InvalidInput where one of these keys, separated by blanks, is not its default: it has no effect here."""
+    default = type(config)()
+    for key in keys.split():
+        value, plain = (reduce(getattr, key.split("."), whole) for whole in (config, default))
+        for text in _changed(key, value, plain):
+            raise InvalidInput(f"{text} has no meaning {reason}; leave it out")
+
+
+def _changed(key: str, value: object, default: object) -> Iterator[str]:
+    """The text key=value of each setting that differs from its default."""
+    if is_dataclass(default):
+        for one in fields(default):
+            yield from _changed(f"{key}.{one.name}", getattr(value, one.name), getattr(default, one.name))
+    elif value != default:
+        yield f"{key.removesuffix('.spec')}={value}"
 
 
 @dataclass

@@ -1,24 +1,23 @@
-"""Overrides of the command line: rewritten as Hydra takes them, and refused where they cannot be honoured."""
+"""The words of a command line as Hydra takes them, and Hydra's errors in one line."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 from collections.abc import Sequence
-from functools import reduce
 from importlib import import_module
-from operator import or_
-from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from importlib.metadata import entry_points
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 from ...errors import InvalidInput
-from ...pattern import PATTERNS
 from ...text import did_you_mean
-from ...transport.launcher import Launch
-from .checks import CUSTOM, TRANSPORTS, check_overrides
-from .folders import CONFIG_DIR_OPTIONS, ConfigFolders, config_folders, is_for_verb
-from .groups import Size
-from .schema import SCHEMAS, key_names, parse_size
+from .groups import PARAMETER_GROUPS
+from .schema import SCHEMAS, conf_dir, parse_size
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 #: Groups whose value may also be written in full, each with an example.
 WRITTEN = {
@@ -27,255 +26,161 @@ WRITTEN = {
     "schedule": '"schedule=ulysses(4, direct)"',
     "kernel": "kernel=aten_cuda:flash",
 }
-#: Groups that have no option unless somebody names one.
-OPTIONAL_GROUPS = ("experiment", "model", "study")
-#: What an error says that a key takes, by the type of the key.
-TYPE_WORDS: dict[object, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    Size: "a whole number such as 4096 or 64k",
-    list[int]: "a list of whole numbers",
-    list[str]: "a list of names",
-    list[Size]: "a list",
-    list[Any]: "a list",
-    dict[str, Any]: "values by key, in braces",
-}
 #: By verb: the key whose value `-` prints JSON, and nothing else, on standard output.
 JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.path", "advise": "output.path"}
-#: What a path is the path of, with an example, by verb and key.
-PATHS = {
-    ("run", "output.path"): ("a .safetensors file", "out.safetensors"),
-    ("run", "output.report"): ("a JSON file", "report.json"),
-    ("run", "input.path"): ("a text, or a .safetensors or .npz file", "qkv.safetensors"),
-    ("plan", "output.path"): ("a JSON file", "plan.json"),
-    ("advise", "output.path"): ("a JSON file", "advice.json"),
-    ("advise", "output.page"): ("an HTML file", "advice.html"),
-    ("simulate", "output.path"): ("a JSON file, or the folder of a study", "simulated.json"),
-    **{(verb, "output.path"): ("a folder", "outputs/bench") for verb in ("bench", "report")},
-    ("report", "results"): ("the .jsonl file of a suite", "outputs/bench/standard_1.jsonl"),
-    ("calibrate", "output.path"): ("a machine file", "machine.yaml"),
-    **{(verb, "model.path"): ("a Hugging Face config", "config.json") for verb in ("simulate", "advise")},
-    **{
-        (verb, "machine.path"): ("a machine file", "machine.yaml")
-        for verb in ("run", "plan", "simulate", "advise", "calibrate")
-    },
-}
-#: Options of Hydra that the next argument belongs to.
-VALUED_OPTIONS = (
-    *("-c", "--cfg", "-p", "--package", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name"),
-    *CONFIG_DIR_OPTIONS,
-)
-#: All options, of ringattn and of Hydra, but --experimental-rerun, which unpickles a file.
-OPTIONS = (
-    *("--json", "-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun"),
-    *("-i", "--info"),
-    *VALUED_OPTIONS,
-)
+#: A whole number as people write it, such as 4096, 1_000, 1e9, 64k or 2GiB.
+SIZE = re.compile(r"(?<![\w.])\d[\d._]*(?:e\+?\d+)?(?:[kmgt](?:ib)?)?(?![\w.])", re.IGNORECASE)
 
 
-def prepare(verb: str, arguments: Sequence[str], launch: Launch | None = None) -> list[str]:
-    """The arguments of a verb as Hydra takes them: patterns quoted, sizes in digits, options before overrides.
+class _Parser(argparse.ArgumentParser):
+    """A parser of options that raises its errors."""
 
-    Raises InvalidInput, with a hint, for unknown options, keys and values, and for overrides that cannot be honoured
-    beside each other, beside `launch` (None: the verb has no ranks) or in a sweep.
+    def error(self, message: str) -> NoReturn:
+        raise InvalidInput(f"{message}; ringattn --help and ringattn VERB --help show options and keys")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The verb and its overrides as `words`, options for Hydra as `options`, and our own options by name.
+
+    Options may stand anywhere. Raises InvalidInput for an unknown option.
     """
-    folders = config_folders(arguments)
-    prepared = [
-        part for argument in _expand_options(verb, arguments) for part in _prepare_argument(verb, argument, folders)
-    ]
-    given = _values_by_key(arguments)
-    if "ranks" in given:
-        given["ranks"] = _values_by_key(prepared)["ranks"]  # in digits, as a launcher counts them
-    check_overrides(verb, given, folders, launch=launch, swept=is_sweep(arguments))
-    return prepared
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    for flag in ("--help", "--version", "--json", "--multirun"):
+        parser.add_argument(flag, *{"--help": ["-h"], "--multirun": ["-m"]}.get(flag, []), action="store_true")
+    parser.add_argument("--compare", nargs=2)
+    parser.add_argument("--shell-completion", "-sc")
+    for flag in ("--resolve", "--hydra-help"):
+        parser.add_argument(flag, dest="options", action="append_const", const=flag, default=[])
+    for flag, short in (("--config-dir", "-cd"), ("--cfg", "-c"), ("--package", "-p"), ("--info", "-i")):
+        parser.add_argument(flag, short, dest="options", action="append", type=f"{flag}={{}}".format, default=[])
+    found, others = parser.parse_known_intermixed_args(arguments)
+    if others:
+        flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+        hint = did_you_mean(others[0].partition("=")[0], flags)
+        raise InvalidInput(f"{others[0]}: unknown option; {hint}values of keys are written key=value, without dashes")
+    return found
 
 
-def _values_by_key(arguments: Sequence[str]) -> dict[str, str]:
-    return dict(argument.lstrip("+~").partition("=")[::2] for argument in arguments if "=" in argument)
+def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides of a verb as Hydra takes them: patterns quoted, sizes in digits. Raises InvalidInput."""
+    return [part for override in overrides for part in _prepare_override(verb, override)]
 
 
-def _expand_options(verb: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments with --json replaced by its override. Raises InvalidInput for unknown options."""
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if name.startswith("-") and name not in OPTIONS:
-            long_options = [option for option in OPTIONS if option.startswith("--")]
-            raise InvalidInput(
-                f"{argument}: unknown option; {did_you_mean(name, long_options)}ringattn {verb} --help shows options "
-                "and keys; values of keys are written key=value, without dashes"
-            )
-    if "--json" in arguments and verb not in JSON_KEYS:
-        raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON_KEYS)}")
-    expanded = [f"{JSON_KEYS[verb]}=-" if argument == "--json" else argument for argument in arguments]
-    return _put_options_first(expanded)
-
-
-def _put_options_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with Hydra's options, and their values, before all overrides: Hydra takes no options in between."""
-    options: list[str] = []
-    overrides: list[str] = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        (options if argument.startswith("-") or before in VALUED_OPTIONS else overrides).append(argument)
-    return [*options, *overrides]
-
-
-def is_sweep(arguments: Sequence[str]) -> bool:
-    """Whether the command line asks for one job per value."""
-    return bool({"-m", "--multirun"} & set(arguments))
-
-
-def _prepare_argument(verb: str, argument: str, folders: ConfigFolders) -> list[str]:
-    """An argument as Hydra takes it: one override, several, or none. Raises InvalidInput."""
-    match = re.fullmatch(r"([~+]{0,2})([\w./@-]+)=(.*)", argument, re.DOTALL)
-    if match is None or match[2].startswith(("hydra", "-")):
-        return [argument]
-    prefix, key, value = match.groups()
-    schema = SCHEMAS[verb]
-    check_key(verb, schema, key.replace("/", "."))
-    if (verb, key) in PATHS and value in ("", "''", '""'):
-        kind, example = PATHS[verb, key]
-        raise InvalidInput(f"{key}=: the path is empty; give {kind}, such as {key}={example}, or leave {key} out")
-    if key.startswith("study.axes.") and "~" not in prefix:
+def _prepare_override(verb: str, override: str) -> list[str]:
+    """An override as Hydra takes it: one or two. Raises InvalidInput."""
+    match = re.fullmatch(r"(\+{0,2})([\w./@-]+)=(.*)", override, re.DOTALL)
+    if match is None or match[2].startswith("hydra"):
+        return [override]
+    plus, key, value = match.groups()
+    if value in ("", "''", '""'):
+        raise InvalidInput(f"{key}=: the value is empty; give one, or leave {key} out")
+    if key.startswith("study.axes."):
         return [f"++{key}={value}"]  # Hydra's ++ takes axes that the study has, and new axes
-    if not prefix and folders.is_group(key) and key in key_names(schema):
-        return _prepare_group(verb, key, value, folders)
-    return [f"{prefix}{key}={_prepare_value(schema, key, value)}"]
+    if (verb, key) == ("advise", "model"):  # of a model's config file, advise takes the name alone
+        return [f"model.spec={quote(value)}"]
+    if not plus and is_written(key, value):
+        return [f"{key}=custom", f"{key}.spec={','.join(map(quote, split_commas(value)))}"]
+    if not plus and re.search(r"[/.]", value) and (conf_dir() / key / "file.yaml").is_file():
+        return [f"{key}=file", f"{key}.path={quote(value)}"]
+    return [f"{plus}{key}={in_digits(SCHEMAS[verb], key, value)}"]
 
 
-def _prepare_value(schema: type, key: str, value: str) -> str:
-    """The value of a key with its sizes in digits; sweeps such as 2,8k too."""
-    kind = _without_none(_type_hint(schema, key))
-    if kind == list[str] and re.fullmatch(r"[\w./-]+", value) and value != "null":
-        return f"[{value}]"  # one name is a list of one
-    if kind is int and not re.search(r"[(\[{$'\"]", value):
-        return ",".join(_size_in_digits(key, part) for part in value.split(","))
-    if kind is float and re.fullmatch(r"([\d.]+[kmgt]?,?)+", value, re.IGNORECASE):
-        return ",".join(str(parse_size(part, key)) if part[-1:].isalpha() else part for part in value.split(","))
-    return value
+def is_written(group: str, value: str) -> bool:
+    """Whether a value is no name of an option: it is a call, or names a part of another package."""
+    return group in WRITTEN and bool({*"(:"} & {*value} or value in _installed(group))
 
 
-def _size_in_digits(key: str, text: str) -> str:
-    """A size in digits. null, and numbers that fit 64 bits, are returned as they are written."""
-    return text if text == "null" or re.fullmatch(r"[+-]?\d{1,18}", text) else str(parse_size(text, key))
+def _installed(group: str) -> set[str]:
+    """The names that installed packages add to a group."""
+    return entry_points(group=f"ringattn.{group}s").names
 
 
-def _prepare_group(verb: str, group: str, value: str, folders: ConfigFolders) -> list[str]:
-    """The overrides that choose an option of a group, or that write its value in full. Raises InvalidInput."""
-    if group in WRITTEN and ("(" in value or ":" in value):
-        return [f"{group}={CUSTOM}", f"{group}.spec={value!r}"]
-    if (verb, group) == ("advise", "model"):  # of a model's config file, advise takes the name alone
-        return [f"model.spec={value!r}"]
-    if value == "null" and group in OPTIONAL_GROUPS:
-        return []  # Hydra takes no null, and without an override there is no option
-    if re.search(r"[/.]", value) and "file" in folders.options(group):
-        return [f"{group}=file", f"{group}.path={value!r}"]
-    for option in value.split(","):
-        if option not in folders.options(group):
-            named = offered_options(verb, group, folders)
-            hint = did_you_mean(option, [*named, *_written_names(group)])
-            raise InvalidInput(f"{group}={option}: unknown option; {hint}expected one of {', '.join(named)}")
-    return [f"{group}={value}"]
-
-
-def _written_names(group: str) -> list[str]:
-    """Names of a group that no config file has: calls of patterns, and the choices of kernels."""
-    if group == "pattern":
-        return [f"{name}()" for name in PATTERNS]
-    # Kernels need torch, which a mistake in another group does not wait for.
-    return [*import_module("...kernels", __package__).available()] if group == "kernel" else []
-
-
-def offered_options(verb: str, group: str, folders: ConfigFolders) -> list[str]:
-    """The options of a group that a user of a verb can name: for `help`, completion and errors. Raises InvalidInput."""
-    return [
-        name
-        for name in folders.options(group)
-        if name != CUSTOM
-        and is_for_verb(verb, folders.text(group, name), folders.settings(group, name))
-        and (group != "transport" or name in TRANSPORTS.get(verb, ()))
-    ]
-
-
-def is_offered(verb: str, word: str, folders: ConfigFolders) -> bool:
-    """Whether a verb takes a word that Hydra's completion offers, such as `ranks=`, `output.` or `layout=zigzag`."""
-    key, _, value = word.partition("=")
-    group = key.split(".")[0]
-    if group.startswith("hydra"):
-        return True
-    if group not in key_names(SCHEMAS[verb]):
-        return False
-    return not (value and folders.is_group(key)) or value in offered_options(verb, key, folders)
-
-
-def check_key(verb: str, schema: type, key: str) -> None:
-    """Raise InvalidInput, with a hint, where a verb has no such key."""
-    first, _, rest = key.partition(".")
-    if first not in key_names(schema):
-        names = key_names(schema)
-        raise InvalidInput(
-            f"unknown key {first!r}; {did_you_mean(first, names)}keys of {verb}: {', '.join(names)} "
-            f"(ringattn {verb} --cfg job shows their values)"
-        )
-    section, kind = first, _type_hint(schema, first)
-    while rest and dataclasses.is_dataclass(kind):
-        part, _, rest = rest.partition(".")
-        names = [one.name for one in dataclasses.fields(kind)]
-        if part not in names:
-            raise InvalidInput(f"unknown key {key!r}; {did_you_mean(part, names)}keys of {section}: {', '.join(names)}")
-        section, kind = f"{section}.{part}", get_type_hints(kind)[part]
-
-
-def explain_refusal(verb: str, error: Exception) -> InvalidInput:
-    """An error of Hydra or OmegaConf about the overrides of a verb, in the words of ringattn where it has words."""
-    merged = re.match(r"Error merging override [+~]*([\w./@-]+)=(.*)", str(error), re.DOTALL)
-    if merged is not None:
-        key, value = merged.groups()
-        hint = _type_hint(SCHEMAS[verb], key)
-        kind = _without_none(hint)
-        words = TYPE_WORDS.get(kind, "keys of the group, such as those that --cfg job shows")
-        null = ", or null" if kind != hint else ""
-        return InvalidInput(f"{key}={value}: expected {words}{null}{_example(SCHEMAS[verb], key)}")
-    override = getattr(error, "override", None)  # Hydra could not parse it
-    if override is not None:
-        problems = [line for line in str(error).splitlines() if not line.startswith(("See ", "Error parsing"))]
-        return InvalidInput(
-            f"{override}: cannot be read as key=value ({'; '.join(problems)}); close brackets and quotes, and quote "
-            "for the shell what has blanks or brackets, such as 'slow={5: 1.3}'"
-        )
-    first = str(error).splitlines()[0]
-    cause = error.__cause__ or error.__context__
-    while first.endswith("composing config:") and cause is not None:
-        first = f"{first.partition(':')[0]}: {str(cause).splitlines()[0]}"
-        cause = cause.__cause__
-    return InvalidInput(
-        f"{first}; ringattn {verb} --help shows groups and keys, --cfg job --resolve the configuration that would run"
+def in_digits(schema: Any, key: str, value: str) -> str:
+    """The value of a key with its sizes in digits, such as 2,8k, where the key takes numbers and no text."""
+    for name in key.split("."):
+        schema = get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
+    kinds = get_args(schema) or (schema,)
+    if str in kinds or not {int, float} & {*kinds}:
+        return value
+    return SIZE.sub(
+        lambda size: size[0] if int not in kinds and size[0][-1].isdigit() else str(parse_size(size[0], key)), value
     )
 
 
-def _example(schema: type, key: str) -> str:
-    """The words "; try key=value" with the default of a key; nothing for a group, or a key within a plain value."""
-    default: Any = schema()
-    for part in key.split("."):
-        default = getattr(default, part, dataclasses.MISSING)
-    if default is dataclasses.MISSING or dataclasses.is_dataclass(default):
-        return ""
-    if isinstance(default, list):
-        return f"; try '{key}=[{','.join(map(str, default))}]'"
-    words = {None: "null", True: "true", False: "false"}
-    return f"; try {key}={words[default] if isinstance(default, bool | None) else default}"
+def split_commas(text: str) -> list[str]:
+    """The parts of a text between commas outside brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "([{") - (letter in ")]}")
+            if letter == "," and not depth:
+                parts.append("")
+                continue
+        parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
-def _type_hint(schema: Any, key: str) -> Any:
-    """The type of a key; None for a key within a plain value, such as study.axes.ranks."""
-    first, _, rest = key.partition(".")
-    hint = get_type_hints(schema).get(first) if dataclasses.is_dataclass(schema) else None
-    return _type_hint(hint, rest) if rest else hint
+def quote(value: str) -> str:
+    """The value in single quotes, which replace quotes of its own."""
+    bare = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+    return "'" + bare.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _without_none(hint: Any) -> Any:
-    """A type without its None: int of `int | None`."""
-    if not isinstance(hint, UnionType):
-        return hint
-    return reduce(or_, [kind for kind in get_args(hint) if kind is not NoneType])
+def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
+    """The configuration of a verb as Hydra composes it, not resolved; within a job, from the folders of the job."""
+    hydra = import_module("hydra")
+    store_schemas()
+    if import_module("hydra.core.global_hydra").GlobalHydra.instance().is_initialized():
+        composed: DictConfig = hydra.compose(verb, list(overrides))
+        return composed
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose(verb, overrides)
+
+
+def store_schemas() -> None:
+    """Tell Hydra the schema of each verb."""
+    store = import_module("hydra.core.config_store").ConfigStore.instance()
+    for name, schema in SCHEMAS.items():
+        store.store(name=f"{name}_schema", node=schema)
+
+
+def check_parameters(composed: DictConfig) -> None:
+    """Raise InvalidInput where the option of a group lacks a parameter, or has one that its text does not name."""
+    to_container = import_module("omegaconf").OmegaConf.to_container
+    for group in PARAMETER_GROUPS:
+        values = to_container(composed[group]) if group in composed else {"spec": ""}
+        spec = values.pop("spec")
+        for name, value in values.items():
+            if value is None and f"${{.{name}}}" in spec:
+                raise InvalidInput(f"{group}.{name}=... is missing, which {spec} needs")
+            if value is not None and f"${{.{name}}}" not in spec:
+                raise InvalidInput(f"{group}.{name}={value} has no meaning with {group}={spec}; leave it out")
+
+
+def explain(verb: str, error: Exception) -> InvalidInput:
+    """An error of Hydra or OmegaConf in one line, with a hint for a misspelled key or option."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    lines = takewhile(str.strip, str(error).splitlines())
+    text = " ".join(line for line in lines if not line.startswith((" ", "See ", "To append")))
+    detail: Any = next((each for each in chain if getattr(each, "full_key", None)), None)
+    if detail is not None:
+        words = str(detail).splitlines()[0]
+        text = text if words in text else f"{text.rstrip('.:')}: {words}"
+        text = text if detail.full_key in text else f"{detail.full_key}: {text}"
+    if getattr(error, "override", None) and str(error.override) not in text:  # type: ignore[attr-defined]
+        text = f"{error.override}: {text}"  # type: ignore[attr-defined]
+    wrong, names = None, []
+    if getattr(error, "options", None):
+        group, _, wrong = str(error.missing_cfg_file).rpartition("/")  # type: ignore[attr-defined]
+        names = sorted(({*error.options} | _installed(group)) - {"custom"})  # type: ignore[attr-defined]
+    elif isinstance(detail, AttributeError | KeyError) and dataclasses.is_dataclass(detail.object_type):
+        wrong, names = detail.key, [field.name for field in dataclasses.fields(detail.object_type)]
+    hint = f"{did_you_mean(wrong, names)}expected one of {', '.join(names)}; " if names else ""
+    return InvalidInput(f"{text}; {hint}ringattn {verb} --help shows groups and keys")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidInput
+from ...machine.machine import MACHINE_NUMBERS
 from ...text import shorten
 from .groups import (
     AdviseOutputGroup,
@@ -25,6 +27,7 @@ from .groups import (
     Size,
     StudyGroup,
     TransportGroup,
+    refuse,
 )
 
 #: What a calibration measures: rows and keys of tiles, keys per row of bands, bytes of messages.
@@ -76,18 +79,18 @@ def _too_large(value: Size, name: str) -> InvalidInput:
 
 @dataclass
 class ProblemSizes:
-    """The settings that `run`, `plan` and `simulate` share."""
+    """The settings that `run`, `plan` and `simulate` share, with the defaults of `plan`."""
 
-    pattern: PatternGroup = field(default_factory=PatternGroup)
-    layout: LayoutGroup = field(default_factory=LayoutGroup)
-    schedule: ScheduleGroup = field(default_factory=ScheduleGroup)
-    machine: MachineGroup = field(default_factory=MachineGroup)
+    pattern: PatternGroup = field(default_factory=partial(PatternGroup, "Causal()"))
+    layout: LayoutGroup = field(default_factory=partial(LayoutGroup, "contiguous"))
+    schedule: ScheduleGroup = field(default_factory=partial(ScheduleGroup, "auto"))
+    machine: MachineGroup = field(default_factory=partial(MachineGroup, "auto"))
     output: OutputGroup = field(default_factory=OutputGroup)
     #: Only Hydra reads it: an experiment sets other keys.
     experiment: Any = None
-    ranks: int = 2
-    tokens: Size = "8k"
-    heads: int = 8
+    ranks: int = 8
+    tokens: Size = "1M"
+    heads: int = 1
     kv_heads: int | None = None
     head_dim: int = 64
     batch: int = 1
@@ -105,9 +108,12 @@ class RunConfig(ProblemSizes):
     """The settings of `ringattn run`; conf/run.yaml explains each."""
 
     output: RunOutputGroup = field(default_factory=RunOutputGroup)
-    transport: TransportGroup = field(default_factory=TransportGroup)
-    kernel: ConfigGroup = field(default_factory=ConfigGroup)
+    transport: TransportGroup = field(default_factory=partial(TransportGroup, "gloo"))
+    kernel: ConfigGroup = field(default_factory=partial(ConfigGroup, "auto"))
     input: InputGroup = field(default_factory=InputGroup)
+    ranks: int = 2
+    tokens: Size = "8k"
+    heads: int = 8
     stream: str | None = None
     chunk: Size | None = None
     device: str | None = None
@@ -120,12 +126,30 @@ class RunConfig(ProblemSizes):
     timeout: float = 120.0
     progress: bool | None = None
 
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect beside the others."""
+        if self.stream is None:
+            refuse(self, "chunk device", "without stream=host or stream=disk")
+        else:  # one process computes chunk after chunk, and sends nothing
+            rings = "transport ranks layout schedule machine comm_dtype rotate timeout progress"
+            refuse(self, rings, f"with stream={self.stream}, one process without messages (chunk= sets rows)")
+        if self.input.name == "file":
+            sizes = "tokens heads kv_heads head_dim batch dtype input.seed"
+            refuse(self, sizes, "with input=file, whose tensors have it")
+        if self.input.name == "random":
+            refuse(self, "input.path", "with input=random")
+
 
 @dataclass
 class PlanConfig(ProblemSizes):
     """The settings of `ringattn plan`; conf/plan.yaml explains each."""
 
     ascii: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidInput for a machine that nothing is chosen by."""
+        if "auto" not in (self.layout.spec, self.schedule.spec):
+            refuse(self, "machine", "for a named layout and schedule; try schedule=auto, or ringattn simulate")
 
 
 @dataclass
@@ -155,6 +179,7 @@ class SimulateConfig(ProblemSizes):
     `slow`, `slow_links` and `stalls` are mappings or lists, which `timing.simulate` checks.
     """
 
+    schedule: ScheduleGroup = field(default_factory=partial(ScheduleGroup, "ring"))
     mode: str = "timing"
     dtype: str = "auto"
     backward: bool = False
@@ -182,6 +207,63 @@ class SimulateConfig(ProblemSizes):
     def __post_init__(self) -> None:
         if self.dtype == "auto":
             self.dtype = "float64" if self.mode == "numerics" else "bfloat16" if self.model.spec else "float32"
+
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect beside the others."""
+        models = "phase cp dp tp pp micro_batches interleaved checkpointing sharding machine.peak machine.matmul"
+        faults = "slow slow_links stalls passes solver"
+        sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed"
+        if self.shard is not None:
+            refuse(self, "tokens", "beside shard=, which sets the tokens (shard x ranks); give shard=null")
+        if self.model.spec is not None:
+            reason = "with a model, of which one case is simulated (cp=, dp= and tp= set its ranks)"
+            refuse(self, f"mode validate numerics study {sizes} heads head_dim {faults}", reason)
+            if self.phase != "training":
+                refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
+            return
+        refuse(self, f"{models} model", "without a model, such as model=llama3_8b")
+        if self.mode != "timing":
+            refuse(self, f"study {faults} batch", f"with mode={self.mode}")
+        elif not self.study.axes and not self.study.together:
+            refuse(self, "study", "without a study; give study.axes.ranks=[8,64], study=NAME, or -m")
+        if self.mode in ("published", "validate"):
+            refuse(self, f"{sizes} layout schedule tokens numerics", f"with mode={self.mode}")
+        if not self.backward:
+            refuse(self, "rotate machine.call_backward machine.sweep_backward", "without backward=true")
+        if self.mode == "published":
+            refuse(self, "validate machine heads head_dim dtype", "with mode=published")
+        elif self.mode == "validate":
+            measured = [f"machine.{name}" for name in (*MACHINE_NUMBERS, "extrapolate")]
+            refuse(self, " ".join(measured), "with mode=validate, which measures or reads the machine")
+            if self.machine.path is None:
+                refuse(self, "machine", "with mode=validate, which measures this machine")
+            else:
+                refuse(self, "validate.rows validate.widths validate.messages", "beside machine.path=")
+        elif self.mode == "numerics":
+            self._check_numerics()
+        else:
+            self._check_timing()
+
+    def _check_numerics(self) -> None:
+        refuse(self, "validate", "with mode=numerics")
+        if "auto" not in (self.layout.spec, self.schedule.spec):
+            refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto choose by it")
+        unread = {"sample": "numerics.first numerics.count numerics.together", "all": "numerics.rows numerics.spread"}
+        refuse(self, unread.get(self.numerics.way, ""), f"with numerics.way={self.numerics.way}")
+        if self.numerics.fault is None:
+            refuse(self, "numerics.fault_rank numerics.fault_owner", "without numerics.fault")
+
+    def _check_timing(self) -> None:
+        refuse(self, "validate numerics", "with mode=timing")
+        machine = self.machine.made()
+        if not machine.jitter:
+            refuse(self, "seed", "without machine.jitter=..., whose samples it draws")
+        if not machine.mtbf or not self.passes:
+            refuse(self, "machine.checkpoint machine.restart", "without machine.mtbf=... and passes=...")
+        if "allgather" not in self.schedule.spec and "auto" not in self.schedule.spec:
+            refuse(self, "machine.one_gather", "without schedule=allgather, whose messages it joins")
+        if machine.kernel is None:
+            refuse(self, "machine.extrapolate", "without kernel times, which only machine=file brings")
 
     def length(self) -> int:
         """The tokens, which are 0 for a point of a study that is refused. Raises InvalidInput."""
@@ -231,6 +313,13 @@ class ReportConfig(BenchConfig):
     compare: list[str] | None = None
     noise: float = 0.1
 
+    def check(self) -> None:
+        """Raise InvalidInput for settings of a measurement beside stored results."""
+        if self.compare is not None:
+            refuse(self, "results", "beside compare=, which reads two results")
+        if self.compare is not None or self.results is not None:
+            refuse(self, "suite cases repeat memory", "beside stored results, which say what was measured")
+
 
 @dataclass
 class DoctorConfig:
@@ -243,9 +332,9 @@ class DoctorConfig:
 class CalibrateConfig:
     """The settings of `ringattn calibrate`; conf/calibrate.yaml explains each."""
 
-    transport: TransportGroup = field(default_factory=TransportGroup)
-    kernel: ConfigGroup = field(default_factory=ConfigGroup)
-    machine: MachineGroup = field(default_factory=MachineGroup)
+    transport: TransportGroup = field(default_factory=partial(TransportGroup, "gloo"))
+    kernel: ConfigGroup = field(default_factory=partial(ConfigGroup, "auto"))
+    machine: MachineGroup = field(default_factory=partial(MachineGroup, "auto"))
     output: OutputGroup = field(default_factory=OutputGroup)
     ranks: int = 2
     device: str = "cpu"
@@ -259,6 +348,14 @@ class CalibrateConfig:
     seconds: float = 0.0
     threads: int | None = None
     timeout: float = 600.0
+
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect, or that the calibration measures."""
+        by = ("every",) if self.transport.spec == "none" else ("every", "ranks")
+        measured = [f"machine.{name}" for name, number in MACHINE_NUMBERS.items() if number.measured_by in by]
+        refuse(self, " ".join([*measured, "machine.extrapolate"]), "here: a calibration measures it")
+        if self.transport.spec == "none":
+            refuse(self, "ranks messages timeout", "with transport=none, which is one process alone")
 
 
 SCHEMAS: dict[str, type] = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
 from ...errors import InvalidInput
 from ...simulator.reporting.figures import check_matplotlib
@@ -15,12 +14,11 @@ from .space import Point
 from .tables import make_table
 
 
-def check_study(options: StudyGroup, points: Sequence[Point], overrides: Mapping[str, str]) -> None:
-    """Raise InvalidInput where settings of a study cannot be honoured over its points; `overrides` by key.
+def check_study(options: StudyGroup, points: Sequence[Point]) -> None:
+    """Raise InvalidInput where settings of a study cannot be honoured over its points.
 
     Raises Unsupported where the study needs matplotlib, and matplotlib is missing.
     """
-    _check_dependent_settings(options, overrides)
     if options.plots or options.window.point is not None:
         check_matplotlib("leave plots out with study.plots=[]")
     _check_plots(options, points)
@@ -39,20 +37,6 @@ def extrapolated_tokens(options: StudyGroup, points: Sequence[Point]) -> int:
             f"study.extrapolate={options.extrapolate}: the study itself has {longest:,} tokens; take more"
         )
     return tokens
-
-
-def _check_dependent_settings(options: StudyGroup, overrides: Mapping[str, str]) -> None:
-    """Refuse overrides of a part that the study does not make. The file of a preset may set them."""
-    window_keys = [f"study.window.{field.name}" for field in fields(WindowGroup)]
-    execute_keys = [f"study.execute.{field.name}" for field in fields(ExecuteGroup)]
-    for keys, made, needed in (
-        (["study.x", "study.y"], bool(options.plots), "study.plots=[...]"),
-        (window_keys, options.window.point is not None, "study.window.point=..."),
-        (execute_keys, options.execute.budget is not None, "study.execute.budget=..."),
-    ):
-        for key in keys:
-            if not made and overrides.get(key, "null") != "null":
-                raise InvalidInput(f"{key}={overrides[key]} has no meaning without {needed}; give both, or neither")
 
 
 def _check_plots(options: StudyGroup, points: Sequence[Point]) -> None:

@@ -118,8 +118,7 @@ def _remove_shares(study: Study) -> None:
 
 def _prepare(study: Study) -> None:
     """Check a study, and make its folder. Raises InvalidInput and Unsupported."""
-    by_key = dict(override.lstrip("+~").partition("=")[::2] for override in study.overrides)
-    check_study(study.config.study, study.points, by_key)
+    check_study(study.config.study, study.points)
     for folder in (*((STUDIES.parent, STUDIES) if study.folder.parent == STUDIES else ()), study.folder):
         make_folder(folder)
     _check_folder(study.folder)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from importlib import import_module
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from ...errors import InvalidInput
-from ...text import did_you_mean
-from ..config.checks import CUSTOM
-from ..config.folders import ConfigFolders, config_folders
-from ..config.overrides import WRITTEN, check_key
+from ..config.groups import PARAMETER_GROUPS
+from ..config.overrides import check_parameters, compose, explain, in_digits, is_written
 from ..config.schema import SimulateConfig, parse_size
 
 #: Config groups whose options and keys may be axes.
@@ -78,28 +81,22 @@ def digest(inputs: Any) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def list_points(
-    config: SimulateConfig,
-    overrides: Sequence[str] = (),
-    choices: Mapping[str, str] | None = None,
-    folders: ConfigFolders | None = None,
-) -> list[Point]:
+def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[Point]:
     """The points of the study in a configuration. Raises InvalidInput for axes that cannot be used.
 
-    `overrides` are those of the command line, `choices` the chosen options of config groups by group. Axes that name an
-    option read it from `folders` (None: the folders of ringattn).
+    `overrides` are those of the command line, by which Hydra composes the groups that axes change.
     """
     axes = {str(key): _check_values(str(key), values) for key, values in config.study.axes.items()}
     entries = [_check_entry(entry) for entry in config.study.together] or [{}]
-    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
-    _check_axes(config, axes, entries, given)
-    make = _PointMaker(config, given, choices or {}, folders or config_folders(()))
+    _check_axes(axes, entries, dict(override.lstrip("+~").partition("=")[::2] for override in overrides))
+    make = _PointMaker(config, overrides)
     combinations = (
         {**entry, **dict(zip(axes, values, strict=True))} for entry in entries for values in product(*axes.values())
     )
     together = tuple(dict.fromkeys(key for entry in entries for key in entry if not key.startswith("label.")))
     points = [replace(make.point(number, settings), together=together) for number, settings in enumerate(combinations)]
     _check_distinct(points)
+    _check_settings(points)
     return points
 
 
@@ -112,26 +109,15 @@ def group_by_plan(points: Sequence[Point]) -> Iterator[Point]:
         yield from group
 
 
-def _check_axes(
-    config: SimulateConfig,
-    axes: Mapping[str, list[Any]],
-    entries: Sequence[dict[str, Any]],
-    given: Mapping[str, str],
-) -> None:
+def _check_axes(axes: Mapping[str, list[Any]], entries: Sequence[dict[str, Any]], given: Mapping[str, str]) -> None:
     """Refuse keys that cannot be axes or contradict each other, and more points than MOST_POINTS."""
-    keys = {*axes, *(key for entry in entries for key in entry)}
-    for key in keys:
+    for key in {*axes, *(key for entry in entries for key in entry)}:
         _check_axis(key, given)
     for entry in entries:
         repeated = sorted({*entry} & {*axes})
         if repeated:
             raise InvalidInput(f"study: {repeated[0]} is an axis and in `together`; keep only one of the two")
-    if "tokens" in {*keys, *given} and ("shard" in keys or config.shard is not None):
-        advice = "take shard or tokens, not both" if "shard" in keys else "leave tokens out, or add shard=null"
-        raise InvalidInput(f"study: shard sets the tokens (shard x ranks); {advice}")
-    count = len(entries)
-    for values in axes.values():
-        count *= len(values)
+    count = math.prod([len(entries), *map(len, axes.values())])
     if count > MOST_POINTS:
         raise InvalidInput(f"study: {count:,} points are more than {MOST_POINTS:,}; take fewer values or fewer axes")
 
@@ -151,16 +137,29 @@ def _check_entry(entry: Any) -> dict[str, Any]:
 
 
 def _check_axis(key: str, given: Mapping[str, str]) -> None:
-    if key.startswith("label."):
-        return
-    check_key("simulate", SimulateConfig, key)
     group, dot, _ = key.partition(".")
+    if group == "label":
+        return
     if group in FIXED or (dot and group not in GROUPS):
         raise InvalidInput(f"study: {key} cannot be an axis; axes are keys that the simulated passes depend on")
     if key in given:
         raise InvalidInput(
             f"{key}={given[key]} has no meaning: the study goes through {key}; its values are study.axes.{key}=[...]"
         )
+
+
+def _check_settings(points: Sequence[Point]) -> None:
+    """Raise InvalidInput where every point has a setting without effect."""
+    refusal = None
+    for point in points:
+        try:
+            point.config.check()
+        except InvalidInput as error:
+            refusal = refusal or error
+        else:
+            return
+    if refusal is not None:
+        raise refusal
 
 
 def _check_distinct(points: Sequence[Point]) -> None:
@@ -177,126 +176,75 @@ def _check_distinct(points: Sequence[Point]) -> None:
 
 
 class _PointMaker:
-    """Makes points from settings over a base configuration. Equal settings of a group are composed once.
+    """Makes points from settings over a base configuration. Hydra composes the options that `overrides` and axes name.
 
-    `given` are the overrides of the command line by key.
+    Equal values are read once, and equal settings of a group are composed once.
     """
 
-    def __init__(
-        self, base: SimulateConfig, given: Mapping[str, str], choices: Mapping[str, str], folders: ConfigFolders
-    ) -> None:
-        self.base, self.choices, self.folders = base, choices, folders
-        self.groups: dict[str, Any] = {}
-        #: Overrides of single keys of groups. They hold for every option of the group that has the key.
-        self.group_overrides = {
-            key: value for key, value in given.items() if key.split(".")[0] in GROUPS and "." in key
-        }
+    def __init__(self, base: SimulateConfig, overrides: Sequence[str]) -> None:
+        self.base, self.overrides = base, overrides
+        self.node, self.compose = cache(self._node), cache(self._compose)
+        #: The values of keys outside the groups, in the type of the key, by key and text.
+        self.read = cache(self._read)
 
     def point(self, number: int, settings: dict[str, Any]) -> Point:
         """The point with these settings. Raises InvalidInput for values that cannot be read."""
-        by_group: dict[str, dict[str, Any]] = {}
+        by_group: dict[str, dict[str, str]] = {}
         read, labels = {}, {}
         for key, value in settings.items():
             group, _, name = key.partition(".")
             if group == "label":
                 labels[name] = value
             elif group in GROUPS:
-                by_group.setdefault(group, {})[key] = read[key] = value
+                by_group.setdefault(group, {})[key] = _write(value)
+                read[key] = value
             else:
-                read[key] = _read_value(key, value)
-        groups = {group: self._compose_once(group, part) for group, part in by_group.items()}
+                read[key] = self.read(key, _write(value))
+        groups = {group: self.compose(group, tuple(part.items())) for group, part in by_group.items()}
         plain = {key: value for key, value in read.items() if key.split(".")[0] not in GROUPS}
-        config = replace(self.base, **plain, **groups)
         for key in read:  # the table has the number of a group's key, even where the axis writes it as text
             group, _, name = key.partition(".")
             if name:
                 read[key] = getattr(groups[group], name)
-        return Point(number, read, labels, config)
+        return Point(number, read, labels, replace(self.base, **plain, **groups))
 
-    def _compose_once(self, group: str, part: dict[str, Any]) -> Any:
-        key = json.dumps([group, part], sort_keys=True)
-        if key not in self.groups:
-            self.groups[key] = self._compose(group, dict(part))
-        return self.groups[key]
+    def _read(self, key: str, text: str) -> Any:
+        """A value of a key outside the groups, as OmegaConf reads it."""
+        return getattr(_set(OmegaConf.structured(SimulateConfig), key, text), key)
 
-    def _compose(self, group: str, part: dict[str, Any]) -> Any:
+    def _compose(self, group: str, part: tuple[tuple[str, str], ...]) -> Any:
         """The dataclass of a group from the settings of its option (key `group`) and of its keys (`group.key`)."""
-        omegaconf = import_module("omegaconf")
-        schema = type(getattr(self.base, group))
-        types = {field.name: str(field.type) for field in dataclasses.fields(schema)}
-        option = part.pop(group, None)
-        values, allowed = self._base_values(group) if option is None else self._option_values(group, option, types)
-        for key, value in part.items():
-            name = key.partition(".")[2]
-            if name not in allowed:
-                chosen = self.choices.get(group) if option is None else option
-                raise InvalidInput(f"study: {key}={value} has no meaning with {group}={chosen}")
-            values[name] = _read_group_value(types[name], value, key)
+        settings = dict(part)
+        root = OmegaConf.create({group: self.node(group, settings.pop(group, None))})
+        for key, text in settings.items():
+            _set(root, key, text)
+        check_parameters(root)
+        return OmegaConf.to_object(root[group])
+
+    def _node(self, group: str, option: str | None) -> Any:
+        """A group as Hydra composes it with an option of its own, or with the option of the base (None)."""
+        if option is None and group not in PARAMETER_GROUPS:
+            return getattr(self.base, group)
+        if option is not None and is_written(group, option):
+            return type(getattr(self.base, group))(option)
+        chosen = [] if option is None else [f"{group}={option}"]
         try:
-            merged = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.structured(schema), values)
-            return omegaconf.OmegaConf.to_object(merged)
-        except import_module("omegaconf.errors").OmegaConfBaseException as error:
-            raise InvalidInput(f"study: {group} {part}: {str(error).splitlines()[0]}") from None
-
-    def _base_values(self, group: str) -> tuple[dict[str, Any], set[str]]:
-        """The values of the base configuration, and the keys that axes may set."""
-        values = dataclasses.asdict(getattr(self.base, group))
-        if group not in WRITTEN:
-            return values, set(values)
-        # The spec of the base has its parameters filled in: take the spec of the option, which has placeholders.
-        from_file = self._read_option(group, self.choices.get(group))
-        values["spec"] = from_file.get("spec", values["spec"])
-        return values, set(from_file)
-
-    def _option_values(self, group: str, option: Any, types: Mapping[str, str]) -> tuple[dict[str, Any], set[str]]:
-        """The values of an option, or of a written pattern, layout or schedule, and the keys that axes may set."""
-        is_written = group in WRITTEN and set("(:") & set(str(option))
-        values = {"spec": str(option)} if is_written else self._read_option(group, option)
-        allowed = set(types) if group == "machine" else set(values)
-        prefix = f"{group}."
-        overridden = {
-            key.removeprefix(prefix): text for key, text in self.group_overrides.items() if key.startswith(prefix)
-        }
-        return values | {name: _read_yaml(text) for name, text in overridden.items() if name in allowed}, allowed
-
-    def _read_option(self, group: str, option: Any) -> dict[str, Any]:
-        """What the file of an option sets. Raises InvalidInput for an unknown option."""
-        if self.folders.file(group, str(option)) is None:
-            names = [name for name in self.folders.options(group) if name != CUSTOM]
-            raise InvalidInput(
-                f"study: {group}={option}: unknown option; {did_you_mean(option, names)}expected one of "
-                f"{', '.join(names)}"
-            )
-        return self.folders.settings(group, str(option))
+            return compose("simulate", [*self.overrides, *chosen])[group]
+        except HydraException as error:
+            raise explain("simulate", error) from None
 
 
-def _read_yaml(text: str) -> Any:
-    return import_module("yaml").safe_load(text)
+def _write(value: Any) -> str:
+    """A value of an axis as the command line writes it."""
+    return "null" if value is None else str(value)
 
 
-def _read_group_value(type_name: str, value: Any, key: str) -> Any:
-    """A value of a group's key, which may be written as text; whole numbers may be sizes such as 64k."""
-    if not isinstance(value, str):
-        return value
-    return parse_size(value, key) if type_name.startswith("int") and value != "null" else _read_yaml(value)
-
-
-def _read_value(key: str, value: Any) -> Any:
-    """A value of a key outside the groups, in the type of the key. Raises InvalidInput."""
-    (type_name,) = (str(field.type) for field in dataclasses.fields(SimulateConfig) if field.name == key)
-    if value is None or value == "null":
-        if "None" in type_name or type_name == "Any":
-            return None
-        raise InvalidInput(f"study: {key} needs a value")
-    if type_name.startswith("int") or key in SIZES:
-        return parse_size(value, key)
-    if type_name == "bool":
-        flag = _read_yaml(value) if isinstance(value, str) else value
-        if not isinstance(flag, bool):
-            raise InvalidInput(f"study: {key}={value}: expected true or false")
-        return flag
-    if type_name.startswith("str"):
-        return str(value)
-    if isinstance(value, str) and value[:1] in ("{", "["):
-        return _read_yaml(value)
-    return value
+def _set(config: Any, key: str, text: str) -> Any:
+    """The configuration with a key set to a value that is written as on the command line. Raises InvalidInput."""
+    override = f"{key}={in_digits(SimulateConfig, key, text)}"
+    try:
+        value = OverridesParser.create().parse_override(override).value()
+        OmegaConf.update(config, key, parse_size(text, key) if key in SIZES and value is not None else value)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain("simulate", error) from None
+    return config
