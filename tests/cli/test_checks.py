@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from loaded_modules import modules_after
 from measured import times
+from omegaconf import OmegaConf
 from rich.console import Console
 
 import ringattn as ra
 from ringattn import InvalidInput, Machine, Stall, make_plan, simulate
-from ringattn.cli.config.checks import CALIBRATE_SETTINGS, SIMULATE_SETTINGS, check_settings
 from ringattn.cli.config.groups import (
     LayoutGroup,
     MachineGroup,
@@ -25,8 +25,8 @@ from ringattn.cli.config.groups import (
     ScheduleGroup,
     TransportGroup,
 )
-from ringattn.cli.config.overrides import prepare
-from ringattn.cli.config.schema import CalibrateConfig, SimulateConfig
+from ringattn.cli.config.overrides import compose
+from ringattn.cli.config.schema import SCHEMAS, CalibrateConfig, PlanConfig, ReportConfig, RunConfig, SimulateConfig
 from ringattn.cli.simulate import main
 from ringattn.machine.kernel_times import KernelTimes
 from ringattn.simulator.numerics import Fault, numerics
@@ -146,10 +146,11 @@ ELSEWHERE = (
 )
 
 
-def leaves(kind: Any, prefix: str = "") -> list[str]:
+def leaves(config: Any, prefix: str = "") -> list[str]:
+    """The keys of all settings of a configuration; those of a whole group stay together."""
     found: list[str] = []
-    for field in dataclasses.fields(kind):
-        inner = field.default_factory
+    for field in dataclasses.fields(config):
+        inner = getattr(config, field.name)
         nested = dataclasses.is_dataclass(inner) and field.name not in ("pattern", "layout", "schedule")
         found += leaves(inner, f"{prefix}{field.name}.") if nested else [prefix + field.name]
     return found
@@ -186,7 +187,7 @@ def outcome(config: SimulateConfig) -> dict[str, Any]:
 
 
 def test_every_setting_is_tried() -> None:
-    assert {*leaves(SimulateConfig)} == {*OTHERS, *ELSEWHERE}
+    assert {*leaves(SimulateConfig())} == {*OTHERS, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("mode", ["timing", "numerics"])
@@ -199,7 +200,6 @@ def test_every_setting_has_an_effect_or_is_refused(tmp_path: Path, mode: str) ->
         if key.startswith("study.") and mode == "timing":
             continue  # those of a study are tried in test_study.py
         try:
-            prepare("simulate", [f"mode={mode}", f"{key}={value}"] if not isinstance(value, PatternGroup) else [])
             after = outcome(changed(plain, key, value))
         except ra.RingAttentionError:
             refused.add(key)
@@ -241,60 +241,82 @@ def test_needs_are_met_where_they_say(tmp_path: Path) -> None:
         assert outcome(config) != outcome(changed(config, key, OTHERS[key])), key
     chosen = dataclasses.replace(base(path, mode="numerics"), layout=LayoutGroup("auto"), machine=MachineGroup("cuda"))
     assert outcome(chosen)["complete"]
-    # One point of a study is enough.
-    with pytest.raises(InvalidInput, match=r"rotate=keys has no meaning without backward=true; leave it out"):
-        check_settings(SIMULATE_SETTINGS["timing"], base(path, rotate="keys"))
-    check_settings(SIMULATE_SETTINGS["timing"], base(path, rotate="keys"), base(path, rotate="keys", backward=True))
 
 
 @pytest.mark.parametrize(
-    ("what", "change", "words"),
+    ("config", "change", "words"),
     [
+        (CalibrateConfig(), {"machine.bandwidth": 1e9}, "machine.bandwidth=1000000000.0 has no meaning here"),
+        (CalibrateConfig(), {"machine.flops": 1e9, "transport": TransportGroup("none")}, "machine.flops=1000000000.0"),
         (
-            "calibrate",
-            {"machine.bandwidth": 1e9},
-            "machine.bandwidth=1e+09 has no meaning here: a calibration of ranks measures it",
+            CalibrateConfig(),
+            {"ranks": 3, "transport": TransportGroup("none")},
+            "ranks=3 has no meaning with",
         ),
         (
-            "calibrate",
-            {"machine.flops": 1e9, "transport": TransportGroup("none")},
-            "machine.flops=1e+09 has no meaning here",
+            CalibrateConfig(),
+            {"messages": [1, 2], "transport": TransportGroup("none")},
+            "messages=[1, 2] has no",
         ),
-        ("calibrate", {"ranks": 3, "transport": TransportGroup("none")}, "ranks=3 has no meaning with transport=none"),
-        ("calibrate", {"messages": [1, 2], "transport": TransportGroup("none")}, "messages=[1,2] has no meaning"),
-        ("validate", {"machine.spec": "cuda"}, "machine.spec=cuda has no meaning with mode=validate"),
-        ("validate", {"machine.watts": 3.0}, "machine.watts=3 has no meaning with mode=validate"),
+        (SimulateConfig(mode="validate"), {"machine.spec": "cuda"}, "machine=cuda has no meaning with mode=validate"),
         (
-            "validate",
+            SimulateConfig(mode="validate"),
+            {"machine.watts": 3.0},
+            "machine.watts=3.0 has no meaning with mode=",
+        ),
+        (
+            SimulateConfig(mode="validate"),
+            {"pattern.spec": "Full()"},
+            "pattern=Full() has no meaning with mode=",
+        ),
+        (
+            SimulateConfig(mode="validate"),
             {"machine.spec": "file", "machine.path": "m", "validate.rows": [8, 16]},
-            "beside machine.path=...",
+            "beside machine.path=",
         ),
+        (SimulateConfig(mode="published"), {"tokens": 64}, "tokens=64 has no meaning with mode=published"),
+        (SimulateConfig(mode="published"), {"machine.spec": "cuda"}, "machine=cuda has no meaning with mode=published"),
+        (SimulateConfig(), {"rotate": "keys"}, "rotate=keys has no meaning without backward=true"),
+        (SimulateConfig(), {"shard": "1k", "tokens": "4k"}, "tokens=4k has no meaning beside shard="),
+        (SimulateConfig(), {"study.plots": []}, "study.plots=[] has no meaning without a study"),
+        (SimulateConfig(), {"model.spec": "llama3_8b", "ranks": 4}, "ranks=4 has no meaning with a model"),
+        (
+            SimulateConfig(),
+            {"model.spec": "llama3_8b", "mode": "numerics"},
+            "mode=numerics has no meaning with",
+        ),
+        (SimulateConfig(), {"model.spec": "llama3_8b", "phase": "prefill", "pp": 2}, "pp=2 has no meaning with phase="),
+        (
+            PlanConfig(),
+            {"machine.spec": "cpu", "schedule.spec": "ring"},
+            "for a named layout and schedule; try",
+        ),
+        (RunConfig(), {"input.name": "file", "heads": 4}, "heads=4 has no meaning with input=file"),
+        (RunConfig(), {"input.name": "random", "input.path": "x"}, "input.path=x has no meaning with input=random"),
+        (RunConfig(), {"chunk": "1k"}, "chunk=1k has no meaning without stream="),
+        (RunConfig(), {"stream": "host", "ranks": 4}, "ranks=4 has no meaning with stream=host"),
+        (RunConfig(), {"stream": "host", "layout.spec": "zigzag"}, "layout=zigzag has no meaning with stream=host"),
+        (ReportConfig(), {"suite": "long", "compare": ["a", "b"]}, "suite=long has no meaning beside stored results"),
+        (ReportConfig(), {"results": "a", "compare": ["a", "b"]}, "results=a has no meaning beside compare="),
     ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_what_is_measured_is_not_taken_from_the_command_line(what: str, change: dict[str, Any], words: str) -> None:
-    plain = (
-        {"calibrate": CalibrateConfig, "validate": SimulateConfig}[what](
-            transport=TransportGroup("gloo"), machine=MachineGroup("auto")
-        )
-        if what == "calibrate"
-        else SimulateConfig(machine=MachineGroup("auto"))
-    )
-    settings: Any = CALIBRATE_SETTINGS if what == "calibrate" else SIMULATE_SETTINGS[what]
-    check_settings(settings, plain)
-    config = plain
+def test_a_setting_without_effect_is_refused(config: Any, change: dict[str, Any], words: str) -> None:
+    config.check()
     for key, value in change.items():
         config = changed(config, key, value)
     with pytest.raises(InvalidInput) as caught:
-        check_settings(settings, config)
+        config.check()
     assert words in str(caught.value) and str(caught.value).endswith("; leave it out")
 
 
-def test_the_table_names_settings_that_exist() -> None:
-    calibrated = {*leaves(CalibrateConfig), "machine"}
-    for settings in (*SIMULATE_SETTINGS.values(), CALIBRATE_SETTINGS):
-        assert {setting.key for setting in settings} <= {*OTHERS, *ELSEWHERE, *calibrated}
-    with pytest.raises(InvalidInput, match=r"heads=2 has no meaning beside machine\.path"):
-        prepare("simulate", ["experiment=validate", "machine=file", "machine.path=m.yaml", "heads=2"])
+@pytest.mark.parametrize("verb", SCHEMAS)
+def test_defaults_of_schemas_are_those_of_the_command_line(verb: str) -> None:
+    """`check` takes what differs from them for a setting of the user."""
+    composed = compose(verb, [])
+    if verb in ("bench", "report", "calibrate"):  # which write a file in any case
+        composed.output.path = None
+    assert OmegaConf.to_object(composed) == SCHEMAS[verb]()
 
 
 def test_nothing_to_simulate() -> None:
