@@ -118,23 +118,14 @@ def _run_verb(verb: str, given: Namespace) -> None:
     if verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
         raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(VERBS)}")
-    overrides, options, jobs = given.words[1:], given.options, []
-    folders = user_folders(options, overrides)
+    jobs: list[str] = []
+    options, folders = given.options, user_folders(given.options, given.words[1:])
     if given.help:
         measures = verb in ("bench", "report")
         suites = {"suites": import_module("..bench", __package__).SUITES} if measures else {}
         print(import_module(".config.verb_help", __package__).verb_help(verb, folders, suites))  # noqa: T201
         return
-    if given.json and verb not in JSON_KEYS:
-        raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON_KEYS)}")
-    if given.compare and verb != "report":
-        raise InvalidInput("--compare is an option of ringattn report")
-    overrides += [f"{JSON_KEYS[verb]}=-"] if given.json else []
-    overrides += [f"compare=[{','.join(map(quote, given.compare))}]"] if given.compare else []
-    if verb == "report" and overrides and re.fullmatch(r"\w+", overrides[0]):
-        overrides[0] = f"suite={overrides[0]}"
-        if overrides[0] == "suite=billion":  # a study of the timing model
-            verb, overrides[0] = "simulate", "experiment=billion_tokens"
+    verb, overrides = _own_overrides(verb, given)
     if verb == "simulate":
         sweep = import_module(".config.sweep", __package__)
         overrides, jobs = sweep.split_jobs(overrides)
@@ -156,6 +147,24 @@ def _run_verb(verb: str, given: Namespace) -> None:
         if jobs:
             _run_hydra(verb, [*jobs, *arguments])
         _run_hydra(verb, arguments)
+
+
+def _own_overrides(verb: str, given: Namespace) -> tuple[str, list[str]]:
+    """(verb, overrides) with --json, --compare and `report NAME` written as overrides. Raises InvalidInput."""
+    overrides = given.words[1:]
+    if given.json:
+        if verb not in JSON_KEYS:
+            raise InvalidInput(f"--json: ringattn {verb} prints no JSON; it is for {', '.join(JSON_KEYS)}")
+        overrides.append(f"{JSON_KEYS[verb]}=-")
+    if given.compare:
+        if verb != "report":
+            raise InvalidInput("--compare is an option of ringattn report")
+        overrides.append(f"compare=[{','.join(map(quote, given.compare))}]")
+    if verb == "report" and overrides and re.fullmatch(r"\w+", overrides[0]):
+        overrides[0] = f"suite={overrides[0]}"
+        if overrides[0] == "suite=billion":  # a study of the timing model
+            return "simulate", ["experiment=billion_tokens", *overrides[1:]]
+    return verb, overrides
 
 
 def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> None:
@@ -235,10 +244,10 @@ class _Task:
         """Refuse one output file for many jobs. A suite names the files of its records itself."""
         for key, path in outputs.items() if self.verb not in ("bench", "report") else ():
             if path not in (None, STDOUT) and "${hydra:" not in path:
-                name = Path(path)
+                numbered = Path(path).with_name(f"{Path(path).stem}_${{hydra:job.num}}{Path(path).suffix}")
                 raise InvalidInput(
                     f"output.{key}={path} with -m: every job would replace the output of the one before; let the path "
-                    f"name the job, such as 'output.{key}={name.with_name(f'{name.stem}_${{hydra:job.num}}{name.suffix}')}'"
+                    f"name the job, such as 'output.{key}={numbered}'"
                 )
 
 

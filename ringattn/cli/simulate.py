@@ -30,7 +30,6 @@ from ..text import did_you_mean, digits, duration, plural, size
 from .config.build import machine_from_config, plan_from_config, simulate_options
 from .config.schema import SimulateConfig
 
-
 MODES = ("timing", "validate", "numerics", "published")
 
 

@@ -9,7 +9,6 @@ import stat
 import struct
 import subprocess
 import sys
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,61 +37,50 @@ def npy(shape: Any = NUMBERS.shape, version: tuple[int, int] = (1, 0), body: byt
 
 
 def packed(path: Path, *members: tuple[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a name that is there twice
+    with zipfile.ZipFile(path, "w") as archive:
         for name, data in members or [(name, npy()) for name in NAMES]:
             archive.writestr(name, data)
     return path
 
 
-MEMBERS: list[tuple[str, bytes | tuple[str, ...], str]] = [
-    ("more rows than stored", npy((1, 2, 300, 8)), "is 19,200 bytes, and the file holds 16,384"),
-    ("fewer rows than stored", npy((1, 2, 200, 8)), "is 12,800 bytes"),
-    ("past the end", npy((1, 2, 1 << 40, 8)), "and the file holds 16,384"),
-    ("more than memory addresses", npy((1 << 33, 1 << 33, 256, 8)), "and the file holds 16,384"),
-    ("negative", npy((-1, -2, ROWS, 8)), "expected whole numbers >= 0"),
-    ("a truth value", npy((True, 2, ROWS, 8)), "expected whole numbers >= 0"),
-    ("bytes missing", npy(body=NUMBERS.tobytes()[:-4]), "the file holds 16,380"),
-    ("bytes too many", npy(body=NUMBERS.tobytes() + b"abcd"), "the file holds 16,388"),
-    ("an unknown version", npy(version=(9, 0)), "version 9.0 of the npy format"),
-    ("an unknown minor version", npy(version=(2, 7)), "version 2.7 of the npy format"),
-    ("an open bracket", b"\x93NUMPY\x01\x00\x76\x00" + b"(" * 117 + b"\n", "not a whole npz file"),
-]
-
-
-@pytest.mark.parametrize(("data", "words"), [(data, words) for _, data, words in MEMBERS], ids=[x[0] for x in MEMBERS])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (npy((1, 2, 300, 8)), "16,384 bytes, and not the shape"),
+        (npy((1, 2, 200, 8)), "16,384 bytes, and not the shape"),
+        (npy((1, 2, 1 << 40, 8)), "16,384 bytes, and not the shape"),
+        (npy((-1, -2, ROWS, 8)), "not the shape"),
+        (npy(body=NUMBERS.tobytes()[:-4]), "16,380 bytes, and not the shape"),
+        (npy(body=NUMBERS.tobytes() + b"abcd"), "16,388 bytes, and not the shape"),
+        (b"\x93NUMPY\x01\x00\x76\x00" + b"x" * 117 + b"\n", "cannot be read by rows"),
+        (b"no array", "cannot be read by rows"),
+    ],
+    ids=["more rows", "fewer rows", "past the end", "negative", "bytes missing", "more bytes", "header", "magic"],
+)
 def test_wrong_members_of_npz(tmp_path: Path, data: bytes, words: str) -> None:
     path = packed(tmp_path / "x.npz", ("q.npy", data), ("k.npy", npy()), ("v.npy", npy()))
     with pytest.raises(InvalidInput, match=words):
         read_npz(path, NAMES)
 
 
-def test_members_of_npz_that_are_there_twice(tmp_path: Path) -> None:
-    for second in ("q.npy", "q"):
-        with pytest.raises(InvalidInput, match="holds q twice"):
-            read_npz(packed(tmp_path / "x.npz", ("q.npy", npy()), (second, npy())), NAMES)
-
-
-CHANGES: list[tuple[bytes, int, bytes, str]] = [  # after the first of such bytes, so far from them, these
-    (b"\x93NUMPY", 1000, b"\xaa\x55", "Bad CRC-32 for file 'q'"),
-    (b"PK\x01\x02", 24, b"\0\0\0\1", "has two sizes"),
-    (b"PK\x01\x02", 42, b"\7", "not a whole npz file"),
-    (b"PK\x05\x06", 8, b"\2\0\2\0", "counts 2 members, and 3 are listed"),
-    (b"PK\x01\x02", 8, b"\1", "encrypted"),
-    (b"PK\x01\x02", 6, b"\xff", "zip file version"),
-    (b"PK\x03\x04", 30, b"z", "not a whole npz file"),
-]
-
-
-@pytest.mark.parametrize(("after", "far", "put", "words"), CHANGES)
-def test_broken_npz(tmp_path: Path, after: bytes, far: int, put: bytes, words: str) -> None:
+@pytest.mark.parametrize(
+    ("after", "far", "put"),  # after the first of such bytes, so far from them, these
+    [
+        (b"PK\x01\x02", 42, b"\7"),
+        (b"PK\x01\x02", 8, b"\1"),
+        (b"PK\x01\x02", 6, b"\xff"),
+        (b"PK\x03\x04", 30, b"z"),
+    ],
+    ids=["offset", "encrypted", "version", "name"],
+)
+def test_broken_npz(tmp_path: Path, after: bytes, far: int, put: bytes) -> None:
     path = packed(tmp_path / "x.npz")
     assert set(read_npz(path, NAMES)) == {*NAMES}
     data = bytearray(path.read_bytes())
     at = data.index(after) + far
     data[at : at + len(put)] = put
     path.write_bytes(data)
-    with pytest.raises(InvalidInput, match=words):
+    with pytest.raises(InvalidInput, match=r"cannot be read by rows .*; write it again with numpy\.savez"):
         read_npz(path, NAMES)
 
 
@@ -137,9 +125,8 @@ def test_numbers_of_machine_files_as_people_write_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("plan", "pattern=null"), "pattern=null: unknown option"),
-        (("run", "transport=null"), "transport=null: unknown option"),
-        (("plan", "-m", "pattern=causal,null"), "pattern=null: unknown option"),
+        (("plan", "pattern=null"), "Config group override must be"),
+        (("plan", "-m", "pattern=causal,nul"), "Could not find 'pattern/nul'"),
         (("plan", "hydra/job_logging=null"), "Config group override must be"),
         (("plan", "tokens=" + "9" * 400), "is larger than 2^63 - 1"),
         (("plan", "tokens=" + "9" * 5000), "4300 digits"),
@@ -188,7 +175,6 @@ def test_long_patterns_are_read(inside: Inside, tmp_path: Path) -> None:
     """The text between two commas is no name of a file."""
     done = inside("plan", "tokens=8", "ranks=2", "pattern=" + "Window(1) & " * 30 + "Causal()", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert inside("plan", "tokens=8", "experiment=null", cwd=tmp_path).returncode == 0
 
 
 def test_the_mode_of_an_output_is_kept(tmp_path: Path) -> None:
