@@ -113,7 +113,7 @@ def test_help_version_and_wrong_verbs(inside: Inside, tmp_path: Path) -> None:
             "Value 'fast' of type 'str' could not be converted to Float",
         ),
         (("bench", "cases=[x]"), 2, "cases=x: unknown; expected some of dense_4096"),
-        (("report", "standard", "longg"), 2, "longg: Error parsing override 'longg' missing EQUAL"),
+        (("report", "standard", "longg"), 2, "Error parsing override 'longg' missing EQUAL"),
         (("report", "billion", "cases=x"), 2, "Key 'cases' not in 'SimulateConfig'"),
         (("report", "standrd"), 2, "suite=standrd: unknown; did you mean 'standard'?"),
         (("report", "standard", "memory=8GB"), 2, "memory=8GB: not a whole number"),

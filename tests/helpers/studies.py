@@ -28,6 +28,8 @@ def config(**more: Any) -> SimulateConfig:
 
 def study(folder: Path, axes: dict[str, Any], **more: Any) -> Study:
     options = {"plots": [], **more.pop("study", {})}
+    if "shard" in axes:
+        more = {"tokens": SimulateConfig().tokens, **more}
     made = config(study=StudyGroup(axes=axes, **options), **more)
     return Study("test", made, list_points(made), folder)
 

@@ -32,7 +32,7 @@ JSON_KEYS = {"run": "output.report", "plan": "output.path", "simulate": "output.
 SIZE = re.compile(r"(?<![\w.])\d[\d._]*(?:e\+?\d+)?(?:[kmgt](?:ib)?)?(?![\w.])", re.IGNORECASE)
 
 
-class _Parser(argparse.ArgumentParser):
+class _OptionParser(argparse.ArgumentParser):
     """A parser of options that raises its errors."""
 
     def error(self, message: str) -> NoReturn:
@@ -44,7 +44,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
     Options may stand anywhere. Raises InvalidInput for an unknown option.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = _OptionParser(add_help=False, allow_abbrev=False)
     parser.add_argument("words", nargs="*")
     for flag in ("--help", "--version", "--json", "--multirun"):
         parser.add_argument(flag, *{"--help": ["-h"], "--multirun": ["-m"]}.get(flag, []), action="store_true")

@@ -210,7 +210,9 @@ class _PointMaker:
 
     def _read(self, key: str, text: str) -> Any:
         """A value of a key outside the groups, as OmegaConf reads it."""
-        return getattr(_set(OmegaConf.structured(SimulateConfig), key, text), key)
+        values = OmegaConf.to_container(_set(OmegaConf.structured(SimulateConfig), key, text))
+        assert isinstance(values, dict), "of a dataclass"
+        return values[key]
 
     def _compose(self, group: str, part: tuple[tuple[str, str], ...]) -> Any:
         """The dataclass of a group from the settings of its option (key `group`) and of its keys (`group.key`)."""
