@@ -166,6 +166,28 @@ def test_an_installed_package_adds_a_pattern_and_a_schedule(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "shown"),
+    [
+        (("plan", "schedule=star", "pattern=Recent()"), 0, "schedule        star"),
+        (("plan", "-m", "schedule=star,ring"), 0, "schedule        star"),
+        (("simulate", "-m", "schedule=star,ring", "study.plots=[]"), 0, "2 points [modelled], 0 refused"),
+        (("plan", "schedule=stra"), 2, "did you mean 'star'? expected one of allgather, auto, direct"),
+        (("run", "kernel=counting", "transport=virtual", "dtype=float64", "repeat=1"), 0, "on 4 virtual ranks"),
+        (("run", "kernel=counting", "transport=virtual"), 2, "kernel counting computes float64, got"),
+    ],
+)
+def test_the_command_line_takes_names_of_an_installed_package(
+    tmp_path: Path, words: tuple[str, ...], status: int, shown: str
+) -> None:
+    parts = ("patterns", "Recent"), ("schedules", "star"), ("kernels", "counting")
+    points = "".join(f"[ringattn.{kind}]\n{name} = outside:{name.capitalize()}\n" for kind, name in parts)
+    command = [executable(), "-m", "ringattn", *words, "ranks=4", "tokens=40"]
+    env = offered(tmp_path / "site", points)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status and shown in done.stdout + done.stderr, (done.stdout, done.stderr)
+
+
 def test_an_installed_package_adds_a_kernel(tmp_path: Path) -> None:
     points = "[ringattn.kernels]\ncounting = outside:Counting\nchosen = outside:Chosen\nbroken = outside:Missing\n"
     done = subprocess.run(

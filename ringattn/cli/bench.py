@@ -14,8 +14,8 @@ from ..errors import BenchFailure, InvalidInput
 from ..files import OUTPUTS, make_folder
 from ..simulator.reporting.console import get_console, print_grid, print_paragraph
 from ..text import plural
+from .config.overrides import quote
 from .config.schema import BenchConfig, parse_size
-from .config.sweep import quote
 
 
 def main(config: BenchConfig) -> None:

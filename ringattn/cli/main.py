@@ -234,7 +234,8 @@ class _Task:
 
         check_parameters(composed)
         if HydraConfig.get().mode == RunMode.MULTIRUN and OmegaConf.select(composed, "study.share") is None:
-            self._check_outputs(OmegaConf.to_container(composed).get("output", {}))
+            raw: Any = OmegaConf.to_container(composed)
+            self._check_outputs(raw.get("output", {}))
         try:
             return OmegaConf.to_object(composed)
         except OmegaConfBaseException as error:

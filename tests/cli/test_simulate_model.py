@@ -49,7 +49,7 @@ def test_phases_and_configs_of_your_own(tmp_path: Path, capsys: pytest.CaptureFi
     for wrong, message in (
         ({"phase": "train"}, "did you mean 'training'"),
         ({"model": ModelGroup("file")}, "needs both"),
-        ({"study": StudyGroup(axes={"cp": [1, 2]})}, "no -m"),
+        ({"study": StudyGroup(axes={"cp": [1, 2]})}, "study.axes=.* has no meaning with a model"),
     ):
         with pytest.raises(InvalidInput, match=message):
             main(replace(own, **wrong))  # type: ignore[arg-type]

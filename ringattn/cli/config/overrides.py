@@ -87,8 +87,8 @@ def _prepare_override(verb: str, override: str) -> list[str]:
 
 
 def is_written(group: str, value: str) -> bool:
-    """Whether a value is no name of an option: it is a call, or names a part of another package."""
-    return group in WRITTEN and bool({*"(:"} & {*value} or value in _installed(group))
+    """Whether a value is no name of an option: it has a call, or names a part of another package."""
+    return group in WRITTEN and bool({*"(:"} & {*value} or _installed(group) & {*split_commas(value)})
 
 
 def _installed(group: str) -> set[str]:
@@ -180,7 +180,7 @@ def explain(verb: str, error: Exception) -> InvalidInput:
     if getattr(error, "options", None):
         group, _, wrong = str(error.missing_cfg_file).rpartition("/")  # type: ignore[attr-defined]
         names = sorted(({*error.options} | _installed(group)) - {"custom"})  # type: ignore[attr-defined]
-    elif isinstance(detail, AttributeError | KeyError) and dataclasses.is_dataclass(detail.object_type):
+    elif "not in" in text and dataclasses.is_dataclass(getattr(detail, "object_type", None)):
         wrong, names = detail.key, [field.name for field in dataclasses.fields(detail.object_type)]
     hint = f"{did_you_mean(wrong, names)}expected one of {', '.join(names)}; " if names else ""
     return InvalidInput(f"{text}; {hint}ringattn {verb} --help shows groups and keys")
