@@ -11,7 +11,6 @@ from command_line import Inside
 
 import ringattn as ra
 from ringattn.cli.config.groups import MachineGroup, ModelGroup, StudyGroup
-from ringattn.cli.config.overrides import prepare
 from ringattn.cli.config.schema import SimulateConfig
 from ringattn.cli.simulate import main
 from ringattn.errors import InvalidInput
@@ -58,12 +57,13 @@ def test_phases_and_configs_of_your_own(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model=llama3_8b", "ranks=8"], "ranks=8 has no meaning with model=llama3_8b"),
-        (["model=llama3_8b", "phase=decode", "layout=striped"], "layout=striped has no meaning with phase=decode"),
-        (["model=llama3_8"], "did you mean 'llama3_8b'"),
-        (["mode=numerics", "cp=2"], "cp=2 has no meaning with mode=numerics"),
+        (("model=llama3_8b", "ranks=4"), "ranks=4 has no meaning with a model"),
+        (("model=llama3_8b", "phase=decode", "pp=2"), "pp=2 has no meaning with phase=decode"),
+        (("model=llama3_8b", "-m", "cp=1,2"), "study.axes={'cp': ['1', '2']} has no meaning with a model"),
+        (("model=llama3_8",), "did you mean 'llama3_8b'"),
+        (("mode=numerics", "cp=2"), "cp=2 has no meaning without a model"),
     ],
 )
-def test_settings_without_a_meaning(words: list[str], message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        prepare("simulate", words)
+def test_settings_without_a_meaning(inside: Inside, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    done = inside("simulate", *words, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr, done.stderr

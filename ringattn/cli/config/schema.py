@@ -216,7 +216,7 @@ class SimulateConfig(ProblemSizes):
         if self.shard is not None:
             refuse(self, "tokens", "beside shard=, which sets the tokens (shard x ranks); give shard=null")
         if self.model.spec is not None:
-            reason = "with a model, of which one case is simulated (cp=, dp= and tp= set its ranks)"
+            reason = "with a model, which has sizes of its own and no study (cp=, dp= and tp= set the ranks)"
             refuse(self, f"mode validate numerics study {sizes} heads head_dim {faults}", reason)
             if self.phase != "training":
                 refuse(self, "checkpointing sharding pp micro_batches interleaved", f"with phase={self.phase}")
