@@ -55,4 +55,4 @@ def group_files(group: str, folders: Sequence[Path]) -> dict[str, Path]:
 def default_options(verb: str) -> dict[str, str]:
     """The option of each group that a verb starts from."""
     entries = [entry for entry in load_config(conf_dir() / f"{verb}.yaml")["defaults"] if isinstance(entry, dict)]
-    return {key.split()[-1]: str(option or "null") for entry in entries for key, option in entry.items()}
+    return {key: str(option or "null") for entry in entries for key, option in entry.items()}

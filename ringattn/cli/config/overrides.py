@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from itertools import takewhile
+from types import UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 from ...errors import InvalidInput
@@ -83,6 +84,8 @@ def _prepare_override(verb: str, override: str) -> list[str]:
         return [f"{key}=custom", f"{key}.spec={','.join(map(quote, split_commas(value)))}"]
     if not plus and re.search(r"[/.]", value) and (conf_dir() / key / "file.yaml").is_file():
         return [f"{key}=file", f"{key}.path={quote(value)}"]
+    if list[str] in _types(SCHEMAS[verb], key) and re.fullmatch(r"[\w./-]+", value) and value != "null":
+        value = f"[{value}]"  # one name is a list of one
     return [f"{plus}{key}={in_digits(SCHEMAS[verb], key, value)}"]
 
 
@@ -98,14 +101,19 @@ def _installed(group: str) -> set[str]:
 
 def in_digits(schema: Any, key: str, value: str) -> str:
     """The value of a key with its sizes in digits, such as 2,8k, where the key takes numbers and no text."""
-    for name in key.split("."):
-        schema = get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
-    kinds = get_args(schema) or (schema,)
+    kinds = _types(schema, key)
     if str in kinds or not {int, float} & {*kinds}:
         return value
     return SIZE.sub(
         lambda size: size[0] if int not in kinds and size[0][-1].isdigit() else str(parse_size(size[0], key)), value
     )
+
+
+def _types(schema: Any, key: str) -> tuple[Any, ...]:
+    """The types that a key takes: (int, None's type) of `int | None`."""
+    for name in key.split("."):
+        schema = get_type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
+    return get_args(schema) if isinstance(schema, UnionType) else (schema,)
 
 
 def split_commas(text: str) -> list[str]:

@@ -11,14 +11,14 @@ from numerics_cases import PERIOD
 
 from ringattn.cli.config.groups import NumericsGroup
 from ringattn.cli.config.schema import LayoutGroup, MachineGroup, PatternGroup, ScheduleGroup, SimulateConfig
-from ringattn.cli.simulate_numerics import main
+from ringattn.cli.simulate import main
 from ringattn.errors import InvalidInput, NumericsFailure
 
 
 def config(**options: object) -> SimulateConfig:
     return SimulateConfig(
         PatternGroup("Window(100)"), LayoutGroup("contiguous"), ScheduleGroup("ring"), MachineGroup("auto"),
-        tokens="64k", ranks=2048, dtype="float64", head_dim=8, heads=1,
+        mode="numerics", tokens="64k", ranks=2048, dtype="float64", head_dim=8, heads=1,
         numerics=NumericsGroup(**{"period": PERIOD, **options}),  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_the_command_line(inside: Inside, tmp_path: Path) -> None:
         done = inside("simulate", *shape, "backward=true", "numerics.rows=4", f"numerics.fault={fault}", cwd=tmp_path)
         assert done.returncode == 0 and "caught by the ledger and the numbers" in done.stdout, done.stderr
     for wrong, words in (
-        (("mode=numerics", "stalls=[[1,0,0.5]]"), "stalls=[[1,0,0.5]] has no meaning with mode=numerics"),
+        (("mode=numerics", "stalls=[[1,0,0.5]]"), "stalls=[[1, 0, 0.5]] has no meaning with mode=numerics"),
         (("mode=numerics", "numerics.row=3"), "did you mean 'rows'?"),
         (("mode=numerics", "dtype=float32"), "sampled rows are exact in fp64 only"),
         (("mode=numerics", "backward=true", "numerics.way=all", "numerics.count=2"), "exchanges gradients"),
