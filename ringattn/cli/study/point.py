@@ -75,7 +75,7 @@ _OF_EXECUTION = {
 def make_column(name: str) -> Column:
     """The column of a recorded value, or of an axis."""
     first, _, rest = name.partition(" ")
-    if first in DIRECTIONS:
+    if first in DIRECTIONS and rest:  # `backward` alone is an axis
         if rest in _MODELLED_SECONDS or rest in _SECONDS:
             return Column(name, "s", "modelled" if rest in _MODELLED_SECONDS else "kind")
         if rest.startswith("memory: "):

@@ -101,9 +101,9 @@ def test_tokens_that_shards_would_set_are_refused() -> None:
     assert [one.config.size() for one in found] == [4096, 4096]
 
 
-def test_a_setting_that_one_point_reads_is_taken() -> None:
-    axes = StudyGroup(axes={"backward": [False, True]})
-    assert len(list_points(config(study=axes, rotate="keys"))) == 2
+def test_a_setting_that_one_point_reads_is_taken(tmp_path: Path) -> None:
+    table = run(study(tmp_path, {"backward": [False, True]}, rotate="keys"))
+    assert [(row["backward"], "backward time" in row) for row in table.rows] == [(False, False), (True, True)]
     with pytest.raises(InvalidInput, match="rotate=keys has no meaning without backward=true"):
         list_points(config(study=StudyGroup(axes={"ranks": [2, 4]}), rotate="keys"))
 
