@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from tokenize import TokenError
 from typing import BinaryIO, Literal
 
 import numpy as np
@@ -22,7 +23,16 @@ from ..text import shorten
 #: The dtypes that are read and written, by their names in safetensors files.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 #: What zipfile and numpy raise for a broken file.
-BROKEN_FILE_ERRORS = (zipfile.BadZipFile, ValueError, OSError, EOFError, RuntimeError)
+BROKEN_FILE_ERRORS = (
+    zipfile.BadZipFile,
+    ValueError,
+    OSError,
+    EOFError,
+    RuntimeError,
+    SyntaxError,
+    TokenError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True)

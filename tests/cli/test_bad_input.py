@@ -27,6 +27,8 @@ from ringattn.machine.file import read_machine, write_machine
 NAMES = ("q", "k", "v")
 ROWS = 256
 NUMBERS = np.random.default_rng(0).standard_normal((1, 2, ROWS, 8)).astype(np.float32)
+#: Headers that end in other errors of numpy.
+HEADERS = (b"x" * 117, b"{'descr': '<f4', 'shape': ((((", b"{'descr': 3}", b"(1,", b"{[]: 1}", b"\\")
 VIRTUAL = ("run", "transport=virtual", "ranks=2", "tokens=64", "heads=2", "head_dim=8", "repeat=1", "threads=1")
 
 
@@ -52,10 +54,19 @@ def packed(path: Path, *members: tuple[str, bytes]) -> Path:
         (npy((-1, -2, ROWS, 8)), "not the shape"),
         (npy(body=NUMBERS.tobytes()[:-4]), "16,380 bytes, and not the shape"),
         (npy(body=NUMBERS.tobytes() + b"abcd"), "16,388 bytes, and not the shape"),
-        (b"\x93NUMPY\x01\x00\x76\x00" + b"x" * 117 + b"\n", "cannot be read by rows"),
+        *((b"\x93NUMPY\x01\x00\x76\x00" + text.ljust(117) + b"\n", "cannot be read by rows") for text in HEADERS),
         (b"no array", "cannot be read by rows"),
     ],
-    ids=["more rows", "fewer rows", "past the end", "negative", "bytes missing", "more bytes", "header", "magic"],
+    ids=[
+        "more rows",
+        "fewer rows",
+        "past the end",
+        "negative",
+        "bytes missing",
+        "more bytes",
+        *map(repr, HEADERS),
+        "magic",
+    ],
 )
 def test_wrong_members_of_npz(tmp_path: Path, data: bytes, words: str) -> None:
     path = packed(tmp_path / "x.npz", ("q.npy", data), ("k.npy", npy()), ("v.npy", npy()))
