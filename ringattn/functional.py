@@ -159,7 +159,8 @@ def positions(
     def prepare() -> tuple[Tensor, Tensor, Tensor]:
         if error is not None:
             raise error
-        _check(q, k, v, call, key_padding_mask)
+        call.check(q, k, v)
+        check_padding(key_padding_mask, k)
         return q, k, v
 
     plan, *_ = agree(ring, call, prepare, "positions")
@@ -383,14 +384,8 @@ def check_arguments(
 ) -> None:
     """Raise InvalidInput or Unsupported if `virtual_attention` could not use these arguments."""
     q, k, v = cast_inputs(q, k, v)
-    _check(q, k, v, _make_call(q, pattern, layout, options, key_padding_mask), key_padding_mask)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Tensor | None) -> None:
-    """Raise InvalidInput or Unsupported if the arguments of this rank cannot be used."""
-    call.check(q, k, v)
-    if mask is not None:
-        check_padding(mask, k)
+    _make_call(q, pattern, layout, options, key_padding_mask).check(q, k, v)
+    check_padding(key_padding_mask, k)
 
 
 def _make_call(
@@ -419,8 +414,9 @@ def _prepare(
     floor = None
     check_sinks(sinks, q)
     if mask is not None or not call.scale > 0:
-        _check(q, k, v, call, mask)
+        call.check(q, k, v)
     if mask is not None:
+        check_padding(mask, k)
         q, k, v, floor = hide_keys(q, k, v, mask, call.scale)
     sign, scale = positive(call.scale)
     return (q if sign == 1 else q * sign), k, v, scale, floor

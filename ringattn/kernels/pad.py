@@ -86,8 +86,10 @@ def _unit(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x / peak, peak
 
 
-def check_padding(mask: torch.Tensor, k: torch.Tensor) -> None:
-    """Raise InvalidInput unless `mask` is bool [B, n] on the device of the keys k [B, K, n, D]."""
+def check_padding(mask: torch.Tensor | None, k: torch.Tensor) -> None:
+    """Raise InvalidInput unless `mask` is None, or bool [B, n] on the device of the keys k [B, K, n, D]."""
+    if mask is None:
+        return
     shape = (k.shape[0], k.shape[2])
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__

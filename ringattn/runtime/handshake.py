@@ -96,26 +96,21 @@ class Call(AttentionOptions):
         if not isfinite(self.scale):
             raise InvalidInput(f"scale must be a finite number, got {self.scale}; leave it out for 1 / sqrt(head_dim)")
         if self.softcap is not None and not 0 < self.softcap < inf:
-            raise InvalidInput(
-                f"softcap must be a finite number > 0, such as 50.0, got {self.softcap}; None caps nothing"
-            )
+            raise InvalidInput(f"softcap must be a finite number > 0, such as 50.0, got {self.softcap}; None: no cap")
         get_machine(self.machine)
         resolve(self.schedule)
         check_rotate(self.rotate)
         check_layout(self.layout if isinstance(self.layout, str) else self.layout.name)
-        dropout = read_dropout(self.dropout)
-        kernel = get_kernel(
-            self.kernel, q, k, v, deterministic=self.deterministic, softcap=self.softcap, dropout=dropout
-        )
+        softcap, dropout = self.softcap, read_dropout(self.dropout)
+        kernel = get_kernel(self.kernel, q, k, v, deterministic=self.deterministic, softcap=softcap, dropout=dropout)
         if self.key_padding_mask:
             kernel = kernel.derive(padded=True)
         width, differentiable = max(q.shape[-1], v.shape[-1]), any(x.requires_grad for x in (q, k, v))
         most = kernel.max_head_dim
         if self.return_lse and differentiable and most is not None and width + EXTRA > most:
             raise Unsupported(
-                f"a head dim of {width} with return_lse, and gradients: the gradient of lse takes {EXTRA} more "
-                f"columns, and kernel {kernel.name} computes {most} at most; leave return_lse out, or try "
-                "kernel=reference"
+                f"a head dim of {width} with return_lse, and gradients: the gradient of lse takes {EXTRA} columns, "
+                f"and kernel {kernel.name} computes {most} at most; leave return_lse out, or try kernel=reference"
             )
         return kernel
 
