@@ -539,7 +539,9 @@ def _add_largest(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
         return args, kwargs
     named = inspect.signature(module.forward).bind(*args, **kwargs)
     positions = named.arguments["position_ids"]
-    largest = torch.as_tensor(ring.call["largest"]).to(positions).expand(*positions.shape[:-1], 1)
+    largest = (
+        torch.as_tensor(ring.call["largest"], device=positions.device).to(positions).expand(*positions.shape[:-1], 1)
+    )
     named.arguments["position_ids"] = torch.cat([positions, largest], -1)
     return named.args, named.kwargs
 

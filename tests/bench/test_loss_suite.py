@@ -7,7 +7,7 @@ import pytest
 from ringattn.bench import get_suite
 from ringattn.bench import runner as bench_runner
 from ringattn.bench.case import Context
-from ringattn.simulator.reporting import peak_memory
+from ringattn.runtime import peak_memory
 
 
 def test_peaks_and_times_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

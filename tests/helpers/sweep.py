@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...]    # without classes all of them
 
 Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
-are WRONG or crash. `test_sweep.py` runs a sample.
+are WRONG or crash. `test_model_sweep.py` runs a sample.
 """
 
 from __future__ import annotations
