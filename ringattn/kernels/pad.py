@@ -6,7 +6,7 @@ place of out.
 
 from __future__ import annotations
 
-from math import floor, log2
+from math import frexp
 
 import torch
 from torch.nn.functional import pad
@@ -115,7 +115,7 @@ def hide_keys(
     """
     factor = EXTRA * abs(scale)
     column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(q.dtype).max)
-    column = 2.0 ** floor(log2(column))  # no rounding: by way of bf16 the 65504 of fp16 becomes infinite
+    column = 2.0 ** (frexp(column)[1] - 1)  # no rounding: by way of bf16 the 65504 of fp16 becomes infinite
     size = factor * column * column
     if not LEAST <= size < float("inf"):
         raise Unsupported(

@@ -29,6 +29,8 @@ from ringattn.transport.launcher import Launch
         ("report", "cases=null", ["cases=null"]),
         ("simulate", "validate.ranks=[2,4k]", ["validate.ranks=[2,4k]"]),
         ("run", "hydra.verbose=true", ["hydra.verbose=true"]),
+        ("plan", "+foo=1", ["foo=1"]),
+        ("simulate", "+study.axes={ranks: [2, 4]}", ["+study.axes={ranks: [2, 4]}"]),
         ("simulate", "machine.memory=8G,1.5e9", ["machine.memory=8589934592,1.5e9"]),
         ("simulate", "machine.call=1e-5", ["machine.call=1e-5"]),
         ("simulate", "study.axes.ranks=[2]", ["++study.axes.ranks=[2]"]),
@@ -115,3 +117,8 @@ def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
         assert words in str(caught.value)
     with pytest.raises(InvalidInput, match="one rank cannot be nodes of 2; try ring"):
         ra.make_plan(ra.Full(), tokens=64, schedule="double_ring(2)", ranks=1)
+
+
+def test_no_key_is_removed() -> None:
+    with pytest.raises(InvalidInput, match="~ranks: a key of ringattn cannot be removed"):
+        prepare("plan", ["~ranks"])

@@ -154,7 +154,7 @@ def test_errors(mask: torch.Tensor, words: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("scale", "dtype"), [(0.0, torch.float32), (1e-5, torch.float16)])
+@pytest.mark.parametrize(("scale", "dtype"), [(0.0, torch.float32), (0.0, torch.float64), (1e-5, torch.float16)])
 def test_scales_that_hide_nothing(scale: float, dtype: torch.dtype) -> None:
     x = torch.zeros(2, 1, 9, 8, dtype=dtype)
     with pytest.raises(Unsupported, match="no finite column hides a key"):

@@ -70,6 +70,8 @@ def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
 
 def _prepare_override(verb: str, override: str) -> list[str]:
     """An override as Hydra takes it: one or two. Raises InvalidInput."""
+    if override.startswith("~") and not override.startswith("~hydra"):
+        raise InvalidInput(f"{override}: a key of ringattn cannot be removed; leave it out for its default")
     match = re.fullmatch(r"(\+{0,2})([\w./@-]+)=(.*)", override, re.DOTALL)
     if match is None or match[2].startswith("hydra"):
         return [override]
@@ -86,6 +88,7 @@ def _prepare_override(verb: str, override: str) -> list[str]:
         return [f"{key}=file", f"{key}.path={quote(value)}"]
     if list[str] in _types(SCHEMAS[verb], key) and re.fullmatch(r"[\w./-]+", value) and value != "null":
         value = f"[{value}]"  # one name is a list of one
+    plus = plus if key == "study.axes" else ""  # elsewhere + would add keys that nothing reads
     return [f"{plus}{key}={in_digits(SCHEMAS[verb], key, value)}"]
 
 
