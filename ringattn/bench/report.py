@@ -44,6 +44,11 @@ SETTINGS = (
 )
 #: The warning of results whose cases measured different versions of the code.
 MIXED = "The code changed during this run: its cases measured different versions. Run it again."
+#: The beginning of the index of a folder of results.
+INDEX = (
+    "# Results\n\n"
+    "The newest run of each suite on each machine. `ringattn bench` and `ringattn report` write this page.\n\n"
+)
 #: Most characters of a setting and of a remark in a table.
 MOST_SETTING, MOST_REMARK = 40, 160
 #: Ranks of the drawn plan, where all cases ran on one.
@@ -382,24 +387,27 @@ def write_report(path: Path, report: BenchReport) -> list[Path]:
     return written
 
 
-def write_index(folder: Path) -> Path:
-    """README.md of a folder of results: of each suite and machine the newest run, its conclusion and its report."""
-    newest: dict[tuple[str, str], str] = {}
+def write_index(folder: Path) -> list[Path]:
+    """README.md of a folder of results: of each suite and machine the newest run, its conclusion and its report.
+
+    A README.md that this function has not written stays as it is; the list is then empty.
+    """
+    target = folder / "README.md"
+    if target.exists() and not target.read_text(errors="replace").startswith(INDEX):
+        return []
+    newest: dict[tuple[str, str], tuple[str, str]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         page = f"[{path.stem}]({path.stem}.md)"
         try:
             report = BenchReport(read_results(path), "")
         except InvalidInput as error:  # of another version, perhaps
-            newest[path.stem, ""] = f"| {path.name} | | | {error} | |"
+            newest[path.stem, ""] = "", f"| {path.name} | | | {error} | |"
             continue
         suite, machine = report.record["suite"], report.record["machine"]
-        hardware = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores"
+        hardware, date = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores", machine["date"]
         said = report.conclusion or "; ".join(report.warnings) or "see the report"
-        newest[suite, hardware] = f"| {suite} | {hardware} | {machine['date'][:10]} | {said} | {page} |"
-    head = (
-        "# Results",
-        "The newest run of each suite on each machine. `ringattn bench` and `ringattn report` write this page.",
-        "\n".join(["| suite | machine | date | conclusion | report |", "|---|---|---|---|---|", *newest.values()]),
-    )
-    write_text(folder / "README.md", "\n\n".join(head) + "\n")
-    return folder / "README.md"
+        row = date, f"| {suite} | {hardware} | {date[:10]} | {said} | {page} |"
+        newest[suite, hardware] = max(row, newest.get((suite, hardware), row))
+    rows = ["| suite | machine | date | conclusion | report |", "|---|---|---|---|---|"]
+    write_text(target, INDEX + "\n".join([*rows, *(row for _, row in newest.values())]) + "\n")
+    return [target]

@@ -46,7 +46,7 @@ def show_results(path: Path) -> None:
     for text in (report.conclusion, *report.warnings):
         if text:
             print_paragraph(text)
-    written = ", ".join(map(str, [*write_report(path, report), write_index(path.parent)]))
+    written = ", ".join(map(str, [*write_report(path, report), *write_index(path.parent)]))
     get_console().print(f"written {path}, {written}", soft_wrap=True)
     failed = [case["case"] for case in record["cases"] if "failed" in case and not case["may_fail"]]
     if failed:

@@ -11,7 +11,7 @@ from browser import BROWSER, probe
 
 from ringattn.bench import runner
 from ringattn.bench.records import FORMAT, read_results
-from ringattn.bench.report import BenchReport, render
+from ringattn.bench.report import BenchReport, render, write_index
 from ringattn.bench.systems import make_system_case
 from ringattn.simulator.reporting.journal import write_line
 
@@ -79,3 +79,11 @@ def test_the_page_in_a_browser(scheme: str, page: str, tmp_path: Path) -> None:
 def to_seconds(text: str) -> float:
     number, unit = text.split() if text else ("0", "s")
     return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
+
+
+def test_an_index_takes_no_readme_of_others(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    assert write_index(tmp_path) == [] and (tmp_path / "README.md").read_text() == "mine"
+    (tmp_path / "README.md").unlink()
+    for _ in range(2):  # its own page it writes again
+        assert write_index(tmp_path) == [tmp_path / "README.md"]

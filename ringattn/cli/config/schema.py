@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -368,8 +368,3 @@ SCHEMAS: dict[str, type] = {
     "calibrate": CalibrateConfig,
     "doctor": DoctorConfig,
 }
-
-
-def key_names(schema: type) -> list[str]:
-    """The keys of a schema in order: groups and settings, without the keys within groups."""
-    return [one.name for one in fields(schema)]
